@@ -1,0 +1,138 @@
+"""How much of the loss that sparse delivery costs Adam does the staleness-aware step win back?
+
+Trains the demo's byte-level GPT with four simulated workers: dense, with plain AdamW over sparse
+deliveries, and with variants of the staleness-aware rule. One table row per variant, validation loss by
+seed and the gap to the dense run of the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import tritoncomm
+from tritoncomm.adam import StalenessAwareAdam
+from tritoncomm.bucket import BucketLayout
+from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
+
+WORKERS, ROWS = 4, 16
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 0.1
+
+
+@dataclass(frozen=True)
+class GrowingCatchUp(StalenessAwareAdam):
+    """The limit grows with training, as the square root of the step."""
+
+    def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
+        """``tau`` up to sqrt(steps)."""
+        return tau.clamp(max=max(1.0, steps**0.5))
+
+
+@dataclass(frozen=True)
+class SquareRootBeyond(StalenessAwareAdam):
+    """Linear up to the limit, then only as the square root, instead of a hard stop."""
+
+    def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
+        """min(tau, limit) x sqrt(max(1, tau / limit))."""
+        over = (tau / self.max_catch_up).clamp(min=1.0).sqrt()
+        return tau.clamp(max=self.max_catch_up) * over
+
+
+Rule = Callable[[torch.optim.Optimizer], StalenessAwareAdam]
+VARIANTS: dict[str, Rule | None] = {
+    "AdamW as is": None,
+    "aware, 20, no bias correction": lambda o: StalenessAwareAdam(o, 20, bias_correction=False),
+    "aware, 20": lambda o: StalenessAwareAdam(o, 20),
+    "aware, 10": lambda o: StalenessAwareAdam(o, 10),
+    "aware, 50": lambda o: StalenessAwareAdam(o, 50),
+    "aware, 50, no bias correction": lambda o: StalenessAwareAdam(o, 50, bias_correction=False),
+    "aware, sqrt(step)": lambda o: GrowingCatchUp(o),
+    "aware, 10 then sqrt": lambda o: SquareRootBeyond(o, 10),
+}
+
+
+def train(
+    recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int
+) -> float:
+    """Final validation loss in nats per byte."""
+    torch.manual_seed(seed)
+    model = ByteGPT(Shape())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+    )
+    aware = rule(optimizer) if rule else None
+    layout = BucketLayout(list(model.parameters()))
+    world = tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
+    gradients = torch.empty(WORKERS, layout.numel)
+    for step in range(steps):
+        for rank in range(WORKERS):
+            optimizer.zero_grad()
+            model(batch(text.train, ROWS, model.shape.context, seed, step, rank)).backward()
+            layout.gather(gradients[rank])
+        mean = world.step(gradients)[0]
+        layout.scatter(mean.to_dense())
+        if aware is None:
+            optimizer.step()
+        else:
+            whole = [None] * len(layout.parameters)
+            aware.step(layout.parameters, whole if mean.is_full else layout.split(mean.indices))
+    with torch.no_grad():
+        held_out = validation_batches(text.validation, 64, model.shape.context, 16)
+        return statistics.fmean(float(model(rows)) for rows in held_out)
+
+
+def main() -> None:
+    """Run the table that the options ask for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--warmup", type=int, help="dense steps; a tenth of the steps unless given")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01])
+    parser.add_argument("--algo", nargs="+", default=["oktopk"], choices=tritoncomm.algorithms())
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds, options.variants = 4, [0], ["AdamW as is", "aware, 20"]
+    warmup = options.steps // 10 if options.warmup is None else options.warmup
+    text = standard_library()
+    rows: list[dict[str, object]] = []
+
+    def measure(name: str, recipe: tritoncomm.Recipe, rule: Rule | None) -> list[float]:
+        started = time.perf_counter()
+        losses = [train(recipe, rule, text, steps=options.steps, seed=s) for s in options.seeds]
+        gaps = [loss / reference - 1 for loss, reference in zip(losses, dense or losses, strict=True)]
+        print(
+            f"{name:52}", "  ".join(f"{x:.3f} ({gap:+.1%})" for x, gap in zip(losses, gaps, strict=True)),
+            f"  mean {statistics.fmean(gaps):+.1%}  [{time.perf_counter() - started:.0f} s]", flush=True,
+        )
+        rows.append({"name": name, "losses": losses, "gaps": gaps})
+        return losses
+
+    dense: list[float] = []
+    print(f"{options.steps} steps, {warmup} of them dense, seeds {options.seeds}")
+    dense = measure("dense", tritoncomm.Dense(), None)
+    for algo in options.algo:
+        for density in options.density:
+            inner = tritoncomm.recipe(algo, density=density)
+            for name in options.variants:
+                label = f"{algo} {density:.3%}: {name}"
+                measure(label, tritoncomm.Warmup(recipe=inner, steps=warmup), VARIANTS[name])
+    if options.json:
+        settings = {"steps": options.steps, "warmup": warmup, "seeds": options.seeds, "workers": WORKERS}
+        machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+        options.json.write_text(json.dumps({"settings": settings, "machine": machine, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Sparse gradient exchange for data-parallel training in PyTorch, without a parameter server."""
+
+from tritoncomm.version import __version__
+from tritoncomm.algorithms import Dense, OkTopk, Recipe, TopkAllgather, Warmup, algorithms, recipe
+from tritoncomm.errors import (
+    ConfigMismatchError,
+    ConfigurationError,
+    ExchangeError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    TritoncommError,
+)
+from tritoncomm.optim import SparseOptimizer, wrap
+from tritoncomm.simulation import SimulatedWorld
+from tritoncomm.sparse import SparseVector
+
+__all__ = [
+    "ConfigMismatchError",
+    "ConfigurationError",
+    "Dense",
+    "ExchangeError",
+    "NonFiniteError",
+    "OkTopk",
+    "ProtocolMismatchError",
+    "Recipe",
+    "SimulatedWorld",
+    "SparseOptimizer",
+    "SparseVector",
+    "TopkAllgather",
+    "TritoncommError",
+    "Warmup",
+    "algorithms",
+    "__version__",
+    "recipe",
+    "wrap",
+]

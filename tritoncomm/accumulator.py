@@ -1,0 +1,97 @@
+"""Residual plus gradient, not yet added: what an algorithm compresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import Selection
+
+Answer = TypeVar("Answer")
+
+
+class Accumulator:
+    """``residual + gradient`` for one flat vector, computed by whichever pass is asked for first.
+
+    ``residual`` (fp32 ``[n]``) and ``gradient`` (fp32, bf16 or fp16 ``[n]``) are only read. The sum and
+    what :meth:`clear` removes from it live in ``scratch`` (fp32 ``[n]``), which becomes the residual
+    once the exchange has succeeded. ``seconds`` is the time spent here, ``selected`` the last count.
+    """
+
+    def __init__(
+        self, residual: torch.Tensor, gradient: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        self._residual = residual
+        self._gradient = gradient
+        self._scratch = scratch
+        self._added = False
+        self.seconds = 0.0
+        self.selected = 0
+
+    @property
+    def numel(self) -> int:
+        """Length n of the vector."""
+        return self._residual.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vector lies; messages are made there."""
+        return self._residual.device
+
+    def dense(self) -> torch.Tensor:
+        """The whole sum, fp32 ``[n]``; read-only for the caller."""
+        self._add()
+        self.selected = self.numel
+        return self._scratch
+
+    def at_least(self, threshold: float) -> Selection:
+        """Non-zero entries with magnitude at least ``threshold``, ascending, in one fused pass.
+
+        Nothing is removed yet. NaN and Inf are always among what is selected.
+        """
+        return self._select(
+            lambda: kernels.accumulate_and_select(
+                self._residual, self._gradient, self._scratch, threshold
+            ),
+            lambda: kernels.select(self._scratch, threshold),
+        )
+
+    def top_k(self, k: int) -> Selection:
+        """The ``k`` largest magnitudes, ascending by index, ties to the lower index, zeros never."""
+        return self._select(
+            lambda: kernels.accumulate_top_k(
+                self._residual, self._gradient, self._scratch, k
+            ),
+            lambda: kernels.top_k(self._scratch, k),
+        )
+
+    def clear(self, indices: torch.Tensor) -> None:
+        """Remove the entries at ``indices``: they have been delivered and are no longer owed."""
+        self._add()
+        self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
+
+    def clear_all(self) -> None:
+        """Remove everything: the whole sum has been delivered."""
+        self._added = True
+        self._scratch.zero_()
+
+    def _add(self) -> None:
+        if not self._added:
+            self._timed(lambda: kernels.accumulate(self._residual, self._gradient, self._scratch))
+
+    def _select(
+        self, first: Callable[[], Selection], again: Callable[[], Selection]
+    ) -> Selection:
+        selection = self._timed(again if self._added else first)
+        self.selected = selection.count
+        return selection
+
+    def _timed(self, work: Callable[[], Answer]) -> Answer:
+        started = time.perf_counter()
+        answer = work()
+        self._added = True
+        self.seconds += time.perf_counter() - started
+        return answer

@@ -1,0 +1,49 @@
+"""The recipes by name. A new method is one file and one line here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tritoncomm.algorithms.base import Algorithm, Recipe
+from tritoncomm.algorithms.dense import Dense
+from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.topk_allgather import TopkAllgather
+from tritoncomm.algorithms.warmup import Warmup
+from tritoncomm.errors import ConfigurationError
+
+_RECIPES: tuple[type[Recipe], ...] = (Dense, OkTopk, TopkAllgather)
+_BY_NAME = {kind.name: kind for kind in _RECIPES}
+
+__all__ = [
+    "Algorithm",
+    "Dense",
+    "OkTopk",
+    "Recipe",
+    "TopkAllgather",
+    "Warmup",
+    "algorithms",
+    "recipe",
+]
+
+
+def algorithms() -> list[str]:
+    """The names that ``algo=`` and :func:`recipe` accept, sorted."""
+    return sorted(_BY_NAME)
+
+
+def recipe(name: str, **fields: Any) -> Recipe:
+    """The recipe called ``name`` with ``fields`` set, for example ``recipe("oktopk", density=0.02)``.
+
+    Raises :class:`~tritoncomm.ConfigurationError` for an unknown name or field, listing the known ones.
+    """
+    if name not in _BY_NAME:
+        raise ConfigurationError(f"unknown algorithm {name!r}: choose one of {', '.join(algorithms())}")
+    kind = _BY_NAME[name]
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"{name!r} has no field {', '.join(map(repr, unknown))}: choose among {', '.join(known)}"
+        )
+    return kind(**fields)

@@ -1,0 +1,92 @@
+"""The contract of an exchange method: a recipe that a user writes, an algorithm that holds its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.cost import Traffic
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.sparse import SparseVector
+
+
+@dataclasses.dataclass(frozen=True)
+class Stateless:
+    """The state of a method that remembers nothing."""
+
+
+class Algorithm(ABC):
+    """The state of one method for one flat vector of ``numel`` elements.
+
+    ``state`` is immutable and replaced as a whole when a step has gone through, so that a failed step
+    is undone by putting the old one back. ``report`` says what the last step did, for the metrics.
+    """
+
+    state: Any
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.report: dict[str, float] = {}
+
+    @abstractmethod
+    def reduce(
+        self, acc: Accumulator, rank: int, world_size: int
+    ) -> Pattern[SparseVector]:
+        """The exchange of one step: yields rounds, returns the mean over ranks, the same on all.
+
+        Clears in ``acc`` exactly what this rank contributed to that mean. Raises
+        :class:`~tritoncomm.NonFiniteError` on every rank when any rank holds a NaN or Inf.
+        """
+
+    @abstractmethod
+    def predicted_traffic(self, world_size: int) -> Traffic:
+        """Upper bound, per rank and direction, for the next step from the present state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain numbers, strings and tuples."""
+        return dataclasses.asdict(self.state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        known = {field.name for field in dataclasses.fields(self.state)}
+        if set(state) != known:
+            raise ConfigurationError(
+                f"this is not a state of {type(self).__name__}: it has {sorted(state)}, needed are {sorted(known)}"
+            )
+        self.state = type(self.state)(**state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    """What a user writes: a method and its settings. ``density`` is the share of entries to deliver."""
+
+    name: ClassVar[str]
+    density: float = 0.01
+
+    def __post_init__(self) -> None:
+        check(self, "density", 0 < self.density <= 1, "choose a share above 0 and at most 1")
+
+    @abstractmethod
+    def build(self, numel: int) -> Algorithm:
+        """A fresh algorithm for one flat vector of ``numel`` elements."""
+
+    def predicted_traffic(self, numel: int, world_size: int) -> Traffic:
+        """Upper bound, per rank and direction, for the first step of a fresh algorithm."""
+        return self.build(numel).predicted_traffic(world_size)
+
+
+def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:
+    """Raise :class:`ConfigurationError` naming ``field`` of ``recipe``, its value and the ``fix``."""
+    if not holds:
+        value = getattr(recipe, field)
+        raise ConfigurationError(f"{type(recipe).__name__}({field}={value!r}): {fix}")
+
+
+def check_at_least(recipe: Recipe, least: float, *fields: str) -> None:
+    """Every one of ``fields`` is a number of at least ``least``."""
+    for field in fields:
+        check(recipe, field, getattr(recipe, field) >= least, f"choose at least {least}")

@@ -1,0 +1,42 @@
+"""Dense all-reduce: the baseline, and what every method turns into at density 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tritoncomm import cost
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
+from tritoncomm.collectives import dense_exchange
+from tritoncomm.cost import Traffic
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.sparse import SparseVector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Recipe):
+    """Everything, every step. ``density`` is accepted so that methods can be swapped, and has no effect."""
+
+    name: ClassVar[str] = "dense"
+    density: float = 1.0
+
+    def build(self, numel: int) -> DenseAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return DenseAlgorithm(numel)
+
+
+class DenseAlgorithm(Algorithm):
+    """One all-reduce of residual plus gradient."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__(numel)
+        self.state = Stateless()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        return dense_exchange(acc, world_size)
+
+    def predicted_traffic(self, world_size: int) -> Traffic:
+        """See :meth:`Algorithm.predicted_traffic`."""
+        return cost.dense(self.numel, world_size)

@@ -1,0 +1,413 @@
+"""Ok-Topk: sparse allreduce with near-optimal volume.
+
+S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. The
+coordinate space is cut into one region per worker. Phase 1 sends every locally selected entry to the
+owner of its region, which adds them up; phase 2 selects globally, evens out and gathers the result.
+Exact thresholds are found every now and then and reused, corrected by the counts, in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import Selection
+
+from tritoncomm import cost, wire
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
+from tritoncomm.cost import Traffic
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern
+from tritoncomm.selection import corrected_threshold, entries_to_keep
+from tritoncomm.sparse import SparseVector
+
+_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+# With strict_volume an unbalanced all-gather must not cost more than balancing plus a balanced one.
+_STRICT_BALANCE_TRIGGER = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OkTopk(Recipe):
+    """Settings of Ok-Topk; the defaults are the paper's where it names one.
+
+    ``repartition_every`` is tau (section "space repartition") and ``reevaluate_every`` tau' (section
+    "threshold re-evaluation"), both in sparse steps. Re-evaluation starts at steps 0, 1, 2, 4, 8, ...
+    because residuals, and with them the magnitudes, grow fastest at the start.
+
+    ``bucket_width`` messages are on the wire together in phase 1. ``balance_trigger``: even out when
+    the largest block exceeds this multiple of the mean (1 always, inf never). ``skew_trigger``: cut
+    anew when an owner receives more than this multiple of the mean. ``drift_low`` and ``drift_high``:
+    re-evaluate when the global count leaves this window, in multiples of k.
+
+    Beyond the paper: ``local_cap`` and ``global_cap`` limit, in multiples of k, what a worker selects
+    and what is delivered; ``correct_thresholds`` lets reused thresholds follow the counts.
+    ``strict_volume`` makes 6k(P-1)/P words an upper bound by construction on every step that reuses
+    thresholds: both caps become 1 and no pair of workers exchanges more than k/P entries in phase 1.
+    Vectors of fewer than ``dense_below`` elements, and density 1 unless ``force_sparse``, travel dense.
+    """
+
+    name: ClassVar[str] = "oktopk"
+    repartition_every: int = 64
+    reevaluate_every: int = 32
+    bucket_width: int = 4
+    balance_trigger: float = 4.0
+    skew_trigger: float = 2.0
+    drift_low: float = 0.5
+    drift_high: float = 2.0
+    local_cap: float = 2.0
+    global_cap: float = 2.0
+    correct_thresholds: bool = True
+    strict_volume: bool = False
+    dense_below: int = 0
+    force_sparse: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width")
+        check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
+        check_at_least(self, 0, "dense_below", "drift_low")
+        check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
+        check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
+        check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")
+
+    def build(self, numel: int) -> OkTopkAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return OkTopkAlgorithm(self, numel)
+
+
+@dataclass(frozen=True)
+class OkTopkState:
+    """What is carried to the next step. A threshold of 0 is invalid: find it exactly before using it.
+
+    ``global_threshold`` is compared with sums over workers, never with means.
+    """
+
+    step: int = 0
+    world_size: int = 0
+    local_threshold: float = 0.0
+    global_threshold: float = 0.0
+    cuts: tuple[int, ...] = ()
+    force_reevaluate: bool = True
+    force_repartition: bool = True
+
+
+@dataclass(frozen=True)
+class _Delivered:
+    """Outcome of phase 2: the support and sums of the result, and what the next step learns from it."""
+
+    indices: torch.Tensor
+    sums: torch.Tensor
+    threshold: float
+    force_reevaluate: bool
+
+
+class OkTopkAlgorithm(Algorithm):
+    """One rank's Ok-Topk. :meth:`reduce` is the paper from top to bottom."""
+
+    state: OkTopkState
+
+    def __init__(self, recipe: OkTopk, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self.k = entries_to_keep(numel, recipe.density)
+        self.local_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.local_cap))
+        self.global_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.global_cap))
+        self.balance_trigger = recipe.balance_trigger
+        if recipe.strict_volume:
+            self.balance_trigger = min(recipe.balance_trigger, _STRICT_BALANCE_TRIGGER)
+        self.state = OkTopkState()
+
+    @property
+    def goes_dense(self) -> bool:
+        """True when everything is to be delivered anyway, or there is too little to gain."""
+        everything = self.k >= self.numel and not self.recipe.force_sparse
+        return everything or self.numel < max(1, self.recipe.dense_below)
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if self.goes_dense:
+            return (yield from dense_exchange(acc, world_size))
+        state = self._state_for(world_size)
+        reevaluate, repartition = self._due(state)
+
+        local, local_threshold = self._select_local(acc, state, reevaluate)
+        finite = not kernels.has_non_finite(local.values)
+        if world_size == 1:
+            return self._alone(acc, local, local_threshold, finite)
+        cuts = state.cuts
+        if repartition:
+            cuts = yield from self._repartition(local.indices, world_size)
+        if self.recipe.strict_volume and not reevaluate:
+            local = self._cap_pairs(local, cuts, rank, world_size)
+        region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
+
+        candidates = kernels.select(region, 0.0 if reevaluate else state.global_threshold)
+        candidates = candidates._replace(indices=candidates.indices + cuts[rank])
+        sizes, loads = yield from self._share_sizes(candidates, received)
+        if reevaluate:
+            delivered = yield from self._global_top_k(candidates, sizes, state, rank, world_size)
+        else:
+            delivered = yield from self._balance_and_gather(
+                candidates, sizes, state, rank, world_size
+            )
+
+        # A coordinate is cleared iff this rank sent it and the global selection kept it.
+        mine = kernels.common_positions(local.indices, delivered.indices)
+        acc.clear(local.indices[mine])
+        skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
+        self.report = {
+            "reevaluated": float(reevaluate),
+            "repartitioned": float(repartition),
+            "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
+            "candidates": float(sum(sizes)),
+        }
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            local_threshold=local_threshold,
+            global_threshold=delivered.threshold,
+            cuts=cuts,
+            force_reevaluate=delivered.force_reevaluate,
+            force_repartition=skewed,
+        )
+        return SparseVector(delivered.indices, delivered.sums / world_size, self.numel)
+
+    def _alone(
+        self, acc: Accumulator, local: Selection, threshold: float, finite: bool
+    ) -> SparseVector:
+        """One worker: what it selects is what is delivered."""
+        if not finite:
+            raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
+        acc.clear(local.indices)
+        state = self._state_for(1)
+        self.state = replace(
+            state, step=state.step + 1, local_threshold=threshold, force_reevaluate=False
+        )
+        return SparseVector(local.indices, local.values, self.numel)
+
+    def _state_for(self, world_size: int) -> OkTopkState:
+        """Thresholds are on sums and cuts are per worker: another world size starts both anew."""
+        if self.state.world_size == world_size:
+            return self.state
+        return replace(OkTopkState(), step=self.state.step, world_size=world_size)
+
+    def _due(self, state: OkTopkState) -> tuple[bool, bool]:
+        """Whether this step re-evaluates thresholds, and whether it repartitions."""
+        reevaluate = state.force_reevaluate or self.scheduled(state.step)
+        repartition = state.force_repartition or state.step % self.recipe.repartition_every == 0
+        return reevaluate, repartition
+
+    def scheduled(self, step: int) -> bool:
+        """Re-evaluation falls on 0, 1, 2, 4, 8, ... up to tau', and on every multiple of tau'."""
+        period = self.recipe.reevaluate_every
+        early = step < period and step & (step - 1) == 0
+        return early or step % period == 0
+
+    def _select_local(
+        self, acc: Accumulator, state: OkTopkState, reevaluate: bool
+    ) -> tuple[Selection, float]:
+        """L: this rank's selection, and the threshold it hands to the next step (0 when invalid)."""
+        if reevaluate or state.local_threshold <= 0:
+            local = acc.top_k(self.k)
+            enough = local.count == self.k
+            return local, kernels.smallest_magnitude(local.values) if enough else 0.0
+        local = acc.at_least(state.local_threshold)
+        following = self._corrected(state.local_threshold, local.count)
+        return kernels.largest(local, self.local_cap), following
+
+    def _corrected(self, threshold: float, count: int) -> float:
+        if not self.recipe.correct_thresholds:
+            return threshold
+        return corrected_threshold(threshold, count, self.k, self.numel)
+
+    def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
+        """Space repartition: everybody proposes cuts that halve its own load; the mean is taken."""
+        proposal = propose_cuts(indices, world_size)
+        total = yield AllReduce("repartition", proposal)
+        return consensus_cuts(total.tolist(), self.numel)
+
+    def _cap_pairs(
+        self, local: Selection, cuts: Sequence[int], rank: int, world_size: int
+    ) -> Selection:
+        """At most ceil(k/P) entries for each peer; what is cut stays in the residual."""
+        limit = math.ceil(self.k / world_size)
+        starts = offsets(local.indices, cuts)
+        parts = []
+        for peer in range(world_size):
+            part = _slice(local, starts[peer], starts[peer + 1])
+            parts.append(part if peer == rank else kernels.largest(part, limit))
+        return _join(parts)
+
+    def _split_and_reduce(
+        self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
+    ) -> Pattern[tuple[torch.Tensor, int]]:
+        """Phase 1: the dense sum over this rank's own region, and how many entries came in for it.
+
+        Summed in rotation order, rank r, r-1, r-2, ..., whatever the order of arrival.
+        """
+        low, high = cuts[rank], cuts[rank + 1]
+        region = torch.zeros(high - low, device=local.values.device)
+        starts = offsets(local.indices, cuts)
+        parts = [_slice(local, starts[p], starts[p + 1]) for p in range(world_size)]
+        incoming = yield from self._share_counts([p.count for p in parts], finite, local.indices)
+
+        def add(_: int, message: torch.Tensor) -> None:
+            indices, values = wire.unpack(message, low, high)
+            kernels.scatter_add(region, indices - low, values)
+
+        kernels.scatter_add(region, parts[rank].indices - low, parts[rank].values)
+        yield from rotate(
+            {p: wire.pack(s.indices, s.values) for p, s in enumerate(parts) if p != rank},
+            {p: 2 * count for p, count in enumerate(incoming) if p != rank},
+            add,
+            rank,
+            world_size,
+            width=self.recipe.bucket_width,
+            phase="split-and-reduce",
+        )
+        return region, sum(incoming)
+
+    def _share_counts(
+        self, counts: list[int], finite: bool, like: torch.Tensor
+    ) -> Pattern[list[int]]:
+        """How many entries each rank has for us; a non-finite gradient anywhere ends the step here."""
+        outgoing = counts if finite else [_NON_FINITE] * len(counts)
+        words = torch.tensor(outgoing, dtype=torch.int64, device=like.device)
+        incoming: list[int] = (yield AllToAll("counts", words)).tolist()
+        bad = [rank for rank, count in enumerate(incoming) if count == _NON_FINITE]
+        if bad:
+            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        return incoming
+
+    def _share_sizes(
+        self, candidates: Selection, received: int
+    ) -> Pattern[tuple[list[int], list[int]]]:
+        """Everybody's number of candidates, and its load in phase 1."""
+        finite = not kernels.has_non_finite(candidates.values)
+        pair = [candidates.count if finite else _NON_FINITE, received]
+        words = torch.tensor(pair, dtype=torch.int64, device=candidates.values.device)
+        rows = (yield AllGather("sizes", words)).tolist()
+        sizes, loads = [row[0] for row in rows], [row[1] for row in rows]
+        bad = [rank for rank, size in enumerate(sizes) if size == _NON_FINITE]
+        if bad:
+            raise NonFiniteError(
+                f"finite gradients overflow when summed, in the regions of ranks {bad}; nothing was applied", bad
+            )
+        return sizes, loads
+
+    def _global_top_k(
+        self,
+        candidates: Selection,
+        sizes: list[int],
+        state: OkTopkState,
+        rank: int,
+        world_size: int,
+    ) -> Pattern[_Delivered]:
+        """Phase 2 of a re-evaluation step: gather every reduced non-zero, keep exactly the k largest."""
+        gathered = yield from self._gather(candidates, sizes, rank, world_size, "re-evaluation")
+        kept = kernels.largest(gathered, self.k)
+        # Nothing to learn a threshold from: keep the old one and look again next step.
+        threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
+        return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.count == 0)
+
+    def _balance_and_gather(
+        self,
+        candidates: Selection,
+        sizes: list[int],
+        state: OkTopkState,
+        rank: int,
+        world_size: int,
+    ) -> Pattern[_Delivered]:
+        """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
+        wanted = sum(sizes)
+        if wanted > self.global_cap:
+            sizes = [size * self.global_cap // wanted for size in sizes]
+            candidates = kernels.largest(candidates, sizes[rank])
+        if max(sizes) * world_size > self.balance_trigger * sum(sizes):
+            candidates = yield from self._balance(candidates, sizes, rank, world_size)
+            sizes = balanced_sizes(sum(sizes), world_size)
+        gathered = yield from self._gather(candidates, sizes, rank, world_size, "all-gather")
+        low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
+        threshold = self._corrected(state.global_threshold, wanted)
+        return _Delivered(
+            gathered.indices, gathered.values, threshold, not low <= wanted <= high
+        )
+
+    def _balance(
+        self, block: Selection, sizes: list[int], rank: int, world_size: int
+    ) -> Pattern[Selection]:
+        """Data balancing: move entries so that every rank holds an equal share, in the same order."""
+        leaving, arriving = moves(sizes, rank)
+        sends = {p: _slice(block, start, stop) for p, (start, stop) in leaving.items()}
+        parts = {rank: sends.pop(rank)} if rank in sends else {}
+
+        def keep(source: int, message: torch.Tensor) -> None:
+            parts[source] = _selection(*wire.unpack(message, 0, self.numel))
+
+        yield from rotate(
+            {p: wire.pack(part.indices, part.values) for p, part in sends.items()},
+            {p: 2 * count for p, count in arriving.items() if p != rank},
+            keep,
+            rank,
+            world_size,
+            width=self.recipe.bucket_width,
+            phase="balance",
+        )
+        return _join([_slice(block, 0, 0), *(parts[p] for p in sorted(parts))])
+
+    def _gather(
+        self, block: Selection, sizes: list[int], rank: int, world_size: int, phase: str
+    ) -> Pattern[Selection]:
+        """Everybody's entries in rank order, which is index order."""
+        words = [2 * size for size in sizes]
+        message = wire.pack(block.indices, block.values)
+        blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
+        return _join([_selection(*wire.unpack(b, 0, self.numel)) for b in blocks])
+
+    def predicted_traffic(self, world_size: int) -> Traffic:
+        """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""
+        if self.goes_dense:
+            return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Traffic()
+        reevaluate, repartition = self._due(self._state_for(world_size))
+        peers, rounds = world_size - 1, cost.bruck_rounds(world_size)
+        strict = self.recipe.strict_volume and not reevaluate
+        pair = math.ceil(self.k / world_size) if strict else self.k if reevaluate else self.local_cap
+        parts = [
+            cost.all_reduce(world_size, 8, world_size) if repartition else Traffic(),
+            cost.all_to_all(1, 8, world_size),
+            cost.messages(peers, 2 * peers * pair),
+            cost.all_gather(2, 8, world_size),
+        ]
+        if reevaluate:
+            union = min(self.numel, world_size * self.k)
+            parts.append(cost.messages(rounds, 2 * rounds * union))
+        else:
+            share = math.ceil(self.global_cap / world_size)
+            largest = min(self.global_cap, math.ceil(self.balance_trigger * self.global_cap / world_size))
+            unbalanced = cost.messages(rounds, 2 * min(peers * largest, rounds * self.global_cap))
+            balanced = cost.messages(peers + rounds, 2 * (self.global_cap - share + 1 + peers * share))
+            parts.append(max(unbalanced, balanced, key=lambda traffic: traffic.bytes))
+        return cost.total(parts)
+
+
+def _selection(indices: torch.Tensor, values: torch.Tensor) -> Selection:
+    return Selection(indices, values, indices.numel())
+
+
+def _slice(whole: Selection, start: int, stop: int) -> Selection:
+    return _selection(whole.indices[start:stop], whole.values[start:stop])
+
+
+def _join(parts: Sequence[Selection]) -> Selection:
+    return _selection(
+        torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+    )

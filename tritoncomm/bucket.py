@@ -1,0 +1,75 @@
+"""Many gradients as one flat vector, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+
+
+class BucketLayout:
+    """Where each parameter lies in one flat fp32 vector, in the order given, without padding.
+
+    Raises :class:`~tritoncomm.ConfigurationError` for parameters that cannot share one real vector:
+    complex ones, or ones on several devices.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.bounds = [0, *accumulate(p.numel() for p in self.parameters)]
+        devices = {p.device for p in self.parameters}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device"
+            )
+        for number, parameter in enumerate(self.parameters):
+            if parameter.is_complex():
+                raise ConfigurationError(
+                    f"parameter {number} is {parameter.dtype}: view it as real (torch.view_as_real) first"
+                )
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat vector."""
+        return self.bounds[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the flat vector lies; the CPU for a model without parameters."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
+
+    def gather(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it; no gradient counts as zero."""
+        for number, (parameter, part) in enumerate(zip(self.parameters, self.parts(flat), strict=True)):
+            if parameter.grad is None:
+                part.zero_()
+            elif parameter.grad.layout != torch.strided:
+                raise ConfigurationError(
+                    f"parameter {number} has a gradient of layout {parameter.grad.layout}: use Embedding(sparse=False)"
+                )
+            else:
+                part.copy_(parameter.grad.detach().reshape(-1))
+        return flat
+
+    def scatter(self, flat: torch.Tensor) -> None:
+        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing."""
+        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            parameter.grad.detach().copy_(part.view(parameter.shape))
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The view of ``flat`` that belongs to each parameter."""
+        return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    def split(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Ascending flat ``indices`` (int32) as int64 indices into each flattened parameter."""
+        bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
+        cuts = torch.searchsorted(indices.long(), bounds).tolist()
+        return [
+            indices[a:b].long() - start
+            for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)
+        ]

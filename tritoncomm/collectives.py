@@ -1,0 +1,89 @@
+"""Patterns made of rounds, for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import tritoncomm_kernels as kernels
+
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern, Post, Round, Wait
+from tritoncomm.sparse import SparseVector
+
+
+def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int, int]]]:
+    """Destination rotation in buckets: lists of (destination, source) pairs.
+
+    At rotation step s rank r sends to (r + s) mod P and receives from (r - s) mod P, so that nobody is
+    the destination of two senders at once. Step 0 is the local copy; the first bucket therefore holds
+    ``width - 1`` peers, the later ones ``width`` (Ok-Topk, section "split and reduce").
+    """
+    for first in range(0, world_size, width):
+        steps = range(max(first, 1), min(first + width, world_size))
+        yield [((rank + s) % world_size, (rank - s) % world_size) for s in steps]
+
+
+def rotate(
+    sends: Mapping[int, torch.Tensor],
+    receives: Mapping[int, int],
+    consume: Callable[[int, torch.Tensor], None],
+    rank: int,
+    world_size: int,
+    *,
+    width: int,
+    phase: str,
+) -> Pattern[None]:
+    """Exchange ``sends`` and ``receives`` (peer -> words) by rotation, one bucket on the wire at a time.
+
+    ``consume(source, message)`` is called in rotation order, r - 1, r - 2, ...; it works on one bucket
+    while the next one is under way.
+    """
+    arrived: list[tuple[int, torch.Tensor]] = []
+    for pairs in rotation(rank, world_size, width):
+        bucket = Round(
+            phase,
+            {to: sends[to] for to, _ in pairs if to in sends},
+            {source: receives[source] for _, source in pairs if source in receives},
+        )
+        ticket = yield Post(bucket)
+        for source, message in arrived:
+            consume(source, message)
+        inbox: Inbox = yield Wait(ticket)
+        arrived = [(source, inbox[source]) for _, source in pairs if source in inbox]
+    for source, message in arrived:
+        consume(source, message)
+
+
+def bruck_all_gather(
+    block: torch.Tensor, words: Sequence[int], rank: int, world_size: int, *, phase: str
+) -> Pattern[list[torch.Tensor]]:
+    """Everybody's int32 ``block``, by rank; ``words[r]`` is the known length of rank r's block.
+
+    Bruck's algorithm: ceil(log2 P) rounds for any P, and each rank receives every other block once.
+    """
+    slots = [block]  # slot s holds the block of rank (rank + s) mod P
+    while (have := len(slots)) < world_size:
+        count = min(have, world_size - have)
+        to, source = (rank - have) % world_size, (rank + have) % world_size
+        lengths = [words[(source + i) % world_size] for i in range(count)]
+        inbox: Inbox = yield Round(phase, {to: torch.cat(slots[:count])}, {source: sum(lengths)})
+        arrived = inbox.get(source, block.new_empty(0))
+        slots.extend(arrived.split(lengths))
+    return [slots[(r - rank) % world_size] for r in range(world_size)]
+
+
+def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
+    """The mean of all accumulators; nothing stays owed.
+
+    A NaN or Inf anywhere makes the sum non-finite on every rank, so all refuse without a flag.
+    """
+    total = acc.dense()
+    if world_size > 1 and acc.numel:
+        total = yield AllReduce("all-reduce", total)
+    if kernels.has_non_finite(total):
+        raise NonFiniteError("the sum of the gradients has a NaN or Inf; nothing was applied")
+    mean = SparseVector.full(total / world_size)
+    acc.clear_all()
+    return mean

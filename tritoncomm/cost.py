@@ -1,0 +1,71 @@
+"""What an exchange costs: counted the same way by both schedulers and by every prediction.
+
+All bytes are per rank and direction. A collective is counted as its ring algorithm, whatever the
+backend picks, so that a count depends on the method alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+WORD = 4
+# Every point-to-point message starts with sequence, phase, length and a checksum of these.
+HEADER_WORDS = 4
+
+
+class Traffic(NamedTuple):
+    """Messages and bytes that one rank sends (or receives) in one step."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def plus(self, other: Traffic) -> Traffic:
+        """The traffic of both."""
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+
+def message(words: int) -> Traffic:
+    """One point-to-point message of ``words`` payload words; nothing at all when it is empty."""
+    return Traffic(1, WORD * (words + HEADER_WORDS)) if words else Traffic()
+
+
+def messages(count: int, words: int) -> Traffic:
+    """``count`` point-to-point messages with ``words`` payload words in all."""
+    return Traffic(count, WORD * (words + count * HEADER_WORDS))
+
+
+def all_reduce(numel: int, itemsize: int, world_size: int) -> Traffic:
+    """Ring all-reduce: reduce-scatter and all-gather of ``world_size`` equal chunks."""
+    hops = 2 * (world_size - 1)
+    chunk = -(-numel // world_size)
+    return Traffic(hops, hops * chunk * itemsize)
+
+
+def dense(numel: int, world_size: int) -> Traffic:
+    """The dense exchange of ``numel`` fp32 values; one worker sends nothing."""
+    return all_reduce(numel, WORD, world_size)
+
+
+def all_gather(numel: int, itemsize: int, world_size: int) -> Traffic:
+    """Ring all-gather of ``numel`` elements from every rank."""
+    hops = world_size - 1
+    return Traffic(hops, hops * numel * itemsize)
+
+
+def all_to_all(numel: int, itemsize: int, world_size: int) -> Traffic:
+    """Direct all-to-all of ``numel`` elements to every rank."""
+    return all_gather(numel, itemsize, world_size)
+
+
+def bruck_rounds(world_size: int) -> int:
+    """Rounds of the Bruck all-gather: ceil(log2 P)."""
+    return (world_size - 1).bit_length()
+
+
+def total(parts: Iterable[Traffic]) -> Traffic:
+    """The traffic of all ``parts``."""
+    result = Traffic()
+    for part in parts:
+        result = result.plus(part)
+    return result

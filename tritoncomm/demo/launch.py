@@ -1,0 +1,135 @@
+"""Runs a function in local worker processes that share a gloo process group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from tritoncomm.errors import ExchangeError
+
+Send = Callable[[Any], None]
+POLL_SECONDS = 0.05
+
+
+class WorkerError(RuntimeError):
+    """A worker died; the message holds its rank and traceback."""
+
+
+def run_workers(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    listen: Send | None = None,
+    timeout: timedelta = timedelta(minutes=5),
+) -> list[Any]:
+    """``function(rank, world_size, send, *args)`` in ``world_size`` processes; the return values by rank.
+
+    Each process has one thread and the default process group on gloo over the loopback interface, whose
+    time-out is ``timeout``. What a worker gives to ``send`` (picklable) reaches ``listen`` here. When a
+    worker dies, the others are stopped and :class:`WorkerError` holds the traceback of the one that
+    failed first. ``function`` must be importable by name.
+    """
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    results: dict[int, Any] = {}
+    errors: list[tuple[int, str, bool]] = []
+
+    def drain() -> None:
+        while not queue.empty():
+            rank, kind, content = pickle.loads(queue.get())  # noqa: S301 - our own workers wrote it
+            if kind == "result":
+                results[rank] = content
+            elif kind == "error":
+                errors.append((rank, *content))
+            elif listen is not None:
+                listen(content)
+
+    with tempfile.TemporaryDirectory() as folder, _one_thread_per_worker():
+        context = multiprocessing.start_processes(
+            _work,
+            args=(function, world_size, str(Path(folder) / "store"), queue, timeout, args),
+            nprocs=world_size,
+            join=False,
+            start_method="spawn",
+        )
+        try:
+            while not context.join(timeout=POLL_SECONDS):
+                drain()
+        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+            drain()
+            raise WorkerError(_first_cause(errors, error)) from error
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        drain()
+    return [results[rank] for rank in range(world_size)]
+
+
+@contextmanager
+def _one_thread_per_worker() -> Iterator[None]:
+    """Spawned processes inherit the environment: workers must not fight over the cores."""
+    settings = {"OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _work(  # runs in the worker process
+    rank: int,
+    function: Callable[..., Any],
+    world_size: int,
+    store: str,
+    queue: Any,
+    timeout: timedelta,
+    args: tuple[Any, ...],
+) -> None:
+    def send(kind: str, content: Any) -> None:
+        queue.put(pickle.dumps((rank, kind, content)))
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+        )
+        result = function(rank, world_size, lambda content: send("message", content), *args)
+        # A rank that leaves early would look like a lost peer to those that are still exchanging.
+        dist.barrier()
+        send("result", result)
+    except BaseException as error:
+        send("error", (traceback.format_exc(), isinstance(error, ExchangeError)))
+        raise
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _first_cause(errors: list[tuple[int, str, bool]], error: Exception) -> str:
+    """A peer's death makes exchanges fail elsewhere: prefer an error that is not such an echo."""
+    if isinstance(error, multiprocessing.ProcessExitedException):
+        own = [e for e in errors if not e[2]]
+        if not own:
+            return f"worker {error.error_index} died without a traceback: {error}"
+    for rank, text, echo in sorted(errors, key=lambda e: e[2]):
+        return f"worker {rank} failed{' in an exchange' if echo else ''}:\n{text}"
+    return str(error)

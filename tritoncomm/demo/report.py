@@ -1,0 +1,152 @@
+"""What the demo shows: progress, a table, a plot, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tritoncomm.demo.launch import Send
+from tritoncomm.demo.train import Progress, Run, Settings
+
+PLAIN_LINES = 10  # progress lines per run where there is no terminal
+SMOOTH = 10  # training losses are means over so many steps
+
+
+def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
+    """The figures of both runs; bytes are per step and worker, averaged over all steps."""
+    sparse = chosen.densities[settings.warmup :] or chosen.densities
+    after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
+    return {
+        "algo": settings.algo,
+        "density": settings.density,
+        "workers": settings.workers,
+        "steps": settings.steps,
+        "seed": settings.seed,
+        "staleness": settings.staleness,
+        "warmup_steps": settings.warmup,
+        "numel": dense.numel,
+        "loss": statistics.fmean(chosen.losses[-SMOOTH:]),
+        "dense_loss": statistics.fmean(dense.losses[-SMOOTH:]),
+        "val_loss": chosen.validations[-1][1],
+        "dense_val_loss": dense.validations[-1][1],
+        "best_val_loss": min(loss for _, loss in chosen.validations),
+        "dense_best_val_loss": min(loss for _, loss in dense.validations),
+        "bytes_per_step": chosen.bytes_sent[-1] / settings.steps,
+        "dense_bytes_per_step": dense.bytes_sent[-1] / settings.steps,
+        "bytes_per_step_after_warmup": after / max(1, settings.steps - settings.warmup),
+        "achieved_density": statistics.fmean(sparse),
+        "seconds": chosen.seconds,
+        "dense_seconds": dense.seconds,
+        "seconds_exchange": chosen.seconds_exchange,
+        "dense_seconds_exchange": dense.seconds_exchange,
+    }
+
+
+@contextmanager
+def progress(settings: Settings) -> Iterator[Send]:
+    """Something to give each :class:`Progress` to: a bar on a terminal, plain lines elsewhere."""
+    bar = _bar() if sys.stdout.isatty() else None
+    if bar is None:
+        yield lambda state: _line(state, settings)
+        return
+    tasks: dict[str, Any] = {}
+
+    def show(state: Progress) -> None:
+        if state.method not in tasks:
+            tasks[state.method] = bar.add_task(state.method, total=settings.steps, loss="", sent="")
+        bar.update(
+            tasks[state.method],
+            completed=state.step,
+            loss=f"loss {state.loss:.3f}",
+            sent=f"{state.bytes_sent / 1e6:.1f} MB sent",
+        )
+
+    with bar:
+        yield show
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures of both runs side by side."""
+    ratio = figures["dense_bytes_per_step"] / max(1.0, figures["bytes_per_step"])
+    rows = [
+        ("", "dense", figures["algo"]),
+        ("validation loss, final", _loss(figures, "dense_val_loss"), _loss(figures, "val_loss")),
+        ("validation loss, best", _loss(figures, "dense_best_val_loss"), _loss(figures, "best_val_loss")),
+        ("training loss, final", _loss(figures, "dense_loss"), _loss(figures, "loss")),
+        ("kB per step and worker", *_kilobytes(figures, "dense_bytes_per_step", "bytes_per_step")),
+        ("  after warm-up", *_kilobytes(figures, "dense_bytes_per_step", "bytes_per_step_after_warmup")),
+        ("fewer bytes", "1x", f"{ratio:.1f}x"),
+        ("density delivered", "100 %", f"{figures['achieved_density']:.2%}"),
+        ("seconds in exchange", f"{figures['dense_seconds_exchange']:.1f}", f"{figures['seconds_exchange']:.1f}"),
+        ("seconds in all", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
+    ]
+    gap = figures["val_loss"] / figures["dense_val_loss"] - 1
+    lines = [f"{label:26}{dense:>14}{chosen:>18}" for label, dense, chosen in rows]
+    lines += ["", f"{figures['algo']} at density {figures['density']:.3%}: validation loss {gap:+.1%} against dense"]
+    return "\n".join(lines)
+
+
+def write_json(figures: dict[str, Any], path: Path) -> None:
+    """One object with the keys of :func:`summary`."""
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:
+    """One PNG: validation loss against steps and against bytes."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+        for run, colour in zip(runs, ("0.45", "tab:red"), strict=True):
+            steps = [step for step, _ in run.validations]
+            losses = [loss for _, loss in run.validations]
+            megabytes = [run.bytes_sent[step - 1] / 1e6 for step in steps]
+            label = run.method if run is runs[0] else f"{run.method}, density {figures['density']:.1%}"
+            by_step.plot(steps, losses, "o-", color=colour, label=label, markersize=4)
+            by_bytes.plot(megabytes, losses, "o-", color=colour, label=label, markersize=4)
+        by_step.set(xlabel="step", ylabel="validation loss (nats per byte)")
+        by_bytes.set(xlabel="MB sent per worker", xscale="log")
+        by_step.legend(frameon=False)
+        for axes in (by_step, by_bytes):
+            axes.grid(alpha=0.25)
+        title = f"{figures['workers']} workers, {figures['numel'] / 1e6:.2f} million parameters"
+        figure.suptitle(title, fontsize=11)
+        figure.savefig(path, dpi=120)
+
+
+def _bar() -> Any:
+    try:
+        from rich import progress as rich_progress
+    except ImportError:  # plain lines do without it
+        return None
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description:16}"),
+        rich_progress.BarColumn(),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TextColumn("{task.fields[loss]}  {task.fields[sent]}"),
+        rich_progress.TimeRemainingColumn(),
+    )
+
+
+def _line(state: Progress, settings: Settings) -> None:
+    if state.step % max(1, settings.steps // PLAIN_LINES) == 0 or state.step == settings.steps:
+        print(
+            f"{state.method:16} step {state.step:5d}/{settings.steps}  loss {state.loss:.3f}  "
+            f"{state.bytes_sent / 1e6:8.1f} MB sent",
+            flush=True,
+        )
+
+
+def _loss(figures: dict[str, Any], key: str) -> str:
+    return f"{figures[key]:.3f}"
+
+
+def _kilobytes(figures: dict[str, Any], *keys: str) -> list[str]:
+    return [f"{figures[key] / 1e3:.1f}" for key in keys]

@@ -1,0 +1,128 @@
+"""One training run per method, the same in every respect but the exchange."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tritoncomm
+from tritoncomm.demo.launch import Send
+from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
+
+ROWS = 8
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 0.1
+VALIDATIONS = 10  # how often the validation loss is taken in a run
+VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
+# The first steps move every coordinate, and the thresholds with them: a few dense ones are well spent.
+WARMUP_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose."""
+
+    algo: str = "oktopk"
+    density: float = 0.01
+    workers: int = 4
+    steps: int = 300
+    seed: int = 0
+    staleness: str = "aware"
+
+    @property
+    def warmup(self) -> int:
+        """Dense steps at the start of the compressed run."""
+        return int(self.steps * WARMUP_SHARE)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What rank 0 says after each step."""
+
+    method: str
+    step: int
+    loss: float
+    bytes_sent: float
+
+
+@dataclass
+class Run:
+    """One finished run. Bytes are sent bytes per worker, cumulated by step; losses in nats per byte."""
+
+    method: str
+    numel: int
+    losses: list[float] = field(default_factory=list)
+    bytes_sent: list[float] = field(default_factory=list)
+    densities: list[float] = field(default_factory=list)
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    seconds_exchange: float = 0.0
+    seconds: float = 0.0
+
+
+def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
+    """The dense run, then the chosen method's, in one worker; the same on every rank."""
+    text = standard_library()
+    dense = _train(rank, world_size, send, settings, text, {"algo": "dense"})
+    chosen = {
+        "algo": settings.algo,
+        "density": settings.density,
+        "warmup_steps": settings.warmup,
+        "staleness": settings.staleness,
+    }
+    return [dense, _train(rank, world_size, send, settings, text, chosen)]
+
+
+def _train(
+    rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]
+) -> Run:
+    torch.manual_seed(settings.seed)
+    model = ByteGPT(Shape())
+    optimizer = tritoncomm.wrap(
+        torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
+        ),
+        **options,
+    )
+    context = model.shape.context
+    held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
+    run = Run(options["algo"], sum(p.numel() for p in model.parameters()))
+    every = max(1, settings.steps // VALIDATIONS)
+    started = time.perf_counter()
+    for step in range(settings.steps):
+        optimizer.zero_grad()
+        loss = model(batch(text.train, ROWS, context, settings.seed, step, rank))
+        loss.backward()
+        optimizer.step()
+        metrics = optimizer.metrics()
+        run.losses.append(loss.item())
+        run.bytes_sent.append(metrics["bytes_sent_total"])
+        run.densities.append(metrics["density_delivered"])
+        run.seconds_exchange += metrics["seconds_exchange"]
+        if (step + 1) % every == 0 or step + 1 == settings.steps:
+            run.validations.append((step + 1, _validate(model, held_out, rank, world_size)))
+        if rank == 0:
+            send(Progress(run.method, step + 1, run.losses[-1], run.bytes_sent[-1]))
+    run.seconds = time.perf_counter() - started
+    run.losses = _mean_over_ranks(run.losses)
+    run.bytes_sent = _mean_over_ranks(run.bytes_sent)
+    return run
+
+
+@torch.no_grad()
+def _validate(model: ByteGPT, batches: list[torch.Tensor], rank: int, world_size: int) -> float:
+    """Every rank takes a share of the batches."""
+    losses = [model(rows).item() for rows in batches[rank::world_size]]
+    total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def _mean_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    means: list[float] = (total / dist.get_world_size()).tolist()
+    return means

@@ -1,0 +1,33 @@
+"""What one step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tritoncomm.cost import Traffic
+
+
+@dataclass
+class Meter:
+    """Traffic and waiting time of one step on one rank, filled in by a scheduler."""
+
+    sent: Traffic = Traffic()
+    received: Traffic = Traffic()
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_by_phase: dict[str, int] = field(default_factory=dict)
+
+    def count(self, phase: str, sent: Traffic, received: Traffic) -> None:
+        """Add what travelled in ``phase``; the phase's bytes are the larger direction."""
+        self.sent = self.sent.plus(sent)
+        self.received = self.received.plus(received)
+        larger = max(sent.bytes, received.bytes)
+        self.bytes_by_phase[phase] = self.bytes_by_phase.get(phase, 0) + larger
+
+    def wait(self, phase: str, seconds: float) -> None:
+        """Add the time spent waiting for the network in ``phase``."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent on the network in all phases."""
+        return sum(self.seconds.values())

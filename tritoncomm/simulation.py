@@ -1,0 +1,94 @@
+"""All workers of an exchange in one process: for experiments, tests and planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.cost import Traffic
+from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
+from tritoncomm.sparse import SparseVector
+
+
+class SimulatedWorld:
+    """``world_size`` workers that exchange vectors of ``numel`` elements by ``recipe``.
+
+    The code that runs is the code that trains; only the network is simulated. Any world size works.
+    """
+
+    def __init__(self, recipe: Recipe, world_size: int, numel: int) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
+        if numel < 0:
+            raise ConfigurationError(f"numel={numel}: a vector cannot have fewer than 0 elements")
+        self.recipe = recipe
+        self.world_size = world_size
+        self.numel = numel
+        self.workers = [ErrorFeedback(recipe.build(numel)) for _ in range(world_size)]
+        self.scheduler = SimulatedScheduler(world_size)
+
+    def step(
+        self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None
+    ) -> list[SparseVector]:
+        """Exchange ``gradients`` (``[world_size, numel]``, row r is rank r's); the mean, by rank.
+
+        ``before_round(number, words)`` is called before every round and may raise to inject a failure.
+        Any error leaves residuals and states bit-identical to before. Raises
+        :class:`~tritoncomm.NonFiniteError` when a gradient has a NaN or Inf.
+        """
+        if gradients.shape != (self.world_size, self.numel):
+            raise ConfigurationError(
+                f"gradients has shape {tuple(gradients.shape)}: pass [world_size, numel] = [{self.world_size}, {self.numel}]"
+            )
+        patterns = [
+            worker.begin(gradients[rank].contiguous(), rank, self.world_size)
+            for rank, worker in enumerate(self.workers)
+        ]
+        try:
+            means = self.scheduler.run(patterns, before_round)
+        except BaseException:
+            for worker in self.workers:
+                worker.rollback()
+            raise
+        for worker in self.workers:
+            worker.commit()
+        return means
+
+    @property
+    def residuals(self) -> torch.Tensor:
+        """What every worker still owes: a new fp32 ``[world_size, numel]`` tensor."""
+        return torch.stack([worker.residual for worker in self.workers])
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Messages and bytes that each rank sent in the last step."""
+        return [meter.sent for meter in self.scheduler.meters]
+
+    @property
+    def received(self) -> list[Traffic]:
+        """Messages and bytes that each rank received in the last step."""
+        return [meter.received for meter in self.scheduler.meters]
+
+    @property
+    def predicted_traffic(self) -> Traffic:
+        """Upper bound per rank and direction for the next step."""
+        predictions = [w.algorithm.predicted_traffic(self.world_size) for w in self.workers]
+        return Traffic(max(p.messages for p in predictions), max(p.bytes for p in predictions))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and algorithm states of all workers."""
+        return {"workers": [worker.state_dict() for worker in self.workers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` of an equal world returned."""
+        workers = state["workers"]
+        if len(workers) != self.world_size:
+            raise ConfigurationError(
+                f"saved by {len(workers)} workers, this world has {self.world_size}"
+            )
+        for worker, saved in zip(self.workers, workers, strict=True):
+            worker.load_state_dict(saved)
