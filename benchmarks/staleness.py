@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
 import tritoncomm
 from tritoncomm.adam import StalenessAwareAdam
 from tritoncomm.bucket import BucketLayout
@@ -55,20 +54,16 @@ VARIANTS: dict[str, Rule | None] = {
     "aware, 10": lambda o: StalenessAwareAdam(o, 10),
     "aware, 50": lambda o: StalenessAwareAdam(o, 50),
     "aware, 50, no bias correction": lambda o: StalenessAwareAdam(o, 50, bias_correction=False),
-    "aware, sqrt(step)": lambda o: GrowingCatchUp(o),
+    "aware, sqrt(step)": GrowingCatchUp,
     "aware, 10 then sqrt": lambda o: SquareRootBeyond(o, 10),
 }
 
 
-def train(
-    recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int
-) -> float:
+def train(recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int) -> float:
     """Final validation loss in nats per byte."""
     torch.manual_seed(seed)
     model = ByteGPT(Shape())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     aware = rule(optimizer) if rule else None
     layout = BucketLayout(list(model.parameters()))
     world = tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
@@ -113,8 +108,10 @@ def main() -> None:
         losses = [train(recipe, rule, text, steps=options.steps, seed=s) for s in options.seeds]
         gaps = [loss / reference - 1 for loss, reference in zip(losses, dense or losses, strict=True)]
         print(
-            f"{name:52}", "  ".join(f"{x:.3f} ({gap:+.1%})" for x, gap in zip(losses, gaps, strict=True)),
-            f"  mean {statistics.fmean(gaps):+.1%}  [{time.perf_counter() - started:.0f} s]", flush=True,
+            f"{name:52}",
+            "  ".join(f"{x:.3f} ({gap:+.1%})" for x, gap in zip(losses, gaps, strict=True)),
+            f"  mean {statistics.fmean(gaps):+.1%}  [{time.perf_counter() - started:.0f} s]",
+            flush=True,
         )
         rows.append({"name": name, "losses": losses, "gaps": gaps})
         return losses

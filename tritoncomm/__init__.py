@@ -1,6 +1,5 @@
 """Sparse gradient exchange for data-parallel training in PyTorch, without a parameter server."""
 
-from tritoncomm.version import __version__
 from tritoncomm.algorithms import Dense, OkTopk, Recipe, TopkAllgather, Warmup, algorithms, recipe
 from tritoncomm.errors import (
     ConfigMismatchError,
@@ -13,6 +12,7 @@ from tritoncomm.errors import (
 from tritoncomm.optim import SparseOptimizer, wrap
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.sparse import SparseVector
+from tritoncomm.version import __version__
 
 __all__ = [
     "ConfigMismatchError",
@@ -29,8 +29,8 @@ __all__ = [
     "TopkAllgather",
     "TritoncommError",
     "Warmup",
-    "algorithms",
     "__version__",
+    "algorithms",
     "recipe",
     "wrap",
 ]

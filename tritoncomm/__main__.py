@@ -32,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps of each run")
     demo.add_argument("--seed", type=_not_negative, default=defaults.seed, help="of model and data")
     demo.add_argument(
-        "--staleness", default=defaults.staleness, choices=("aware", "off"),
+        "--staleness",
+        default=defaults.staleness,
+        choices=("aware", "off"),
         help="whether AdamW knows how old a delivered gradient is",
     )
     demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
@@ -45,8 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     settings = Settings(
-        algo=options.algo, density=options.density, workers=options.workers,
-        steps=options.steps, seed=options.seed, staleness=options.staleness,
+        algo=options.algo,
+        density=options.density,
+        workers=options.workers,
+        steps=options.steps,
+        seed=options.seed,
+        staleness=options.staleness,
     )
     try:
         with report.progress(settings) as show:

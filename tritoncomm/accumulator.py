@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection
 
@@ -21,9 +22,7 @@ class Accumulator:
     once the exchange has succeeded. ``seconds`` is the time spent here, ``selected`` the last count.
     """
 
-    def __init__(
-        self, residual: torch.Tensor, gradient: torch.Tensor, scratch: torch.Tensor
-    ) -> None:
+    def __init__(self, residual: torch.Tensor, gradient: torch.Tensor, scratch: torch.Tensor) -> None:
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
@@ -53,18 +52,14 @@ class Accumulator:
         Nothing is removed yet. NaN and Inf are always among what is selected.
         """
         return self._select(
-            lambda: kernels.accumulate_and_select(
-                self._residual, self._gradient, self._scratch, threshold
-            ),
+            lambda: kernels.accumulate_and_select(self._residual, self._gradient, self._scratch, threshold),
             lambda: kernels.select(self._scratch, threshold),
         )
 
     def top_k(self, k: int) -> Selection:
         """The ``k`` largest magnitudes, ascending by index, ties to the lower index, zeros never."""
         return self._select(
-            lambda: kernels.accumulate_top_k(
-                self._residual, self._gradient, self._scratch, k
-            ),
+            lambda: kernels.accumulate_top_k(self._residual, self._gradient, self._scratch, k),
             lambda: kernels.top_k(self._scratch, k),
         )
 
@@ -82,11 +77,9 @@ class Accumulator:
         if not self._added:
             self._timed(lambda: kernels.accumulate(self._residual, self._gradient, self._scratch))
 
-    def _select(
-        self, first: Callable[[], Selection], again: Callable[[], Selection]
-    ) -> Selection:
+    def _select(self, first: Callable[[], Selection], again: Callable[[], Selection]) -> Selection:
         selection = self._timed(again if self._added else first)
-        self.selected = selection.count
+        self.selected = selection.found
         return selection
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:

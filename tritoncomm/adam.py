@@ -55,9 +55,7 @@ class StalenessAwareAdam:
                     )
 
     @torch.no_grad()
-    def step(
-        self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]
-    ) -> None:
+    def step(self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]) -> None:
         """One step. ``delivered[i]`` (int64, ascending) indexes the flattened ``parameters[i]``; None is all.
 
         The averaged gradient is read from ``.grad``. Parameters that are not listed do not move.
@@ -68,9 +66,7 @@ class StalenessAwareAdam:
                 if id(parameter) in where and parameter.grad is not None and parameter.numel():
                     self._update(group, parameter, where[id(parameter)])
 
-    def _update(
-        self, group: dict[str, Any], parameter: torch.Tensor, indices: torch.Tensor | None
-    ) -> None:
+    def _update(self, group: dict[str, Any], parameter: torch.Tensor, indices: torch.Tensor | None) -> None:
         state = self._state(group, parameter)
         state["step"] += 1
         steps = int(state["step"])
@@ -118,9 +114,7 @@ class StalenessAwareAdam:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
         if "last_delivered" not in state:
             # State of the bare optimizer: it has stepped every coordinate every time.
-            state["last_delivered"] = torch.full_like(
-                parameter, int(state["step"]), dtype=torch.int32
-            )
+            state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
         return state
 
 

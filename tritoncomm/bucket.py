@@ -22,9 +22,7 @@ class BucketLayout:
         self.bounds = [0, *accumulate(p.numel() for p in self.parameters)]
         devices = {p.device for p in self.parameters}
         if len(devices) > 1:
-            raise ConfigurationError(
-                f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device"
-            )
+            raise ConfigurationError(f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device")
         for number, parameter in enumerate(self.parameters):
             if parameter.is_complex():
                 raise ConfigurationError(
@@ -69,7 +67,4 @@ class BucketLayout:
         """Ascending flat ``indices`` (int32) as int64 indices into each flattened parameter."""
         bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
         cuts = torch.searchsorted(indices.long(), bounds).tolist()
-        return [
-            indices[a:b].long() - start
-            for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)
-        ]
+        return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import tritoncomm_kernels as kernels
 
+import tritoncomm_kernels as kernels
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern, Post, Round, Wait
@@ -70,7 +70,7 @@ def bruck_all_gather(
         lengths = [words[(source + i) % world_size] for i in range(count)]
         inbox: Inbox = yield Round(phase, {to: torch.cat(slots[:count])}, {source: sum(lengths)})
         arrived = inbox.get(source, block.new_empty(0))
-        slots.extend(arrived.split(lengths))
+        slots.extend(torch.split(arrived, lengths))
     return [slots[(r - rank) % world_size] for r in range(world_size)]
 
 

@@ -25,9 +25,7 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         raise ConfigMismatchError("ranks are set up differently: " + "; ".join(differences))
 
 
-def parameter_fields(
-    parameters: Sequence[torch.Tensor], names: Sequence[str]
-) -> dict[str, Any]:
+def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, Any]:
     """What must agree about the parameters: names, shapes, dtypes, and the values by digest.
 
     The order is part of it: the fields are lists in flat-vector order.
@@ -44,7 +42,7 @@ def parameter_fields(
 def digest(tensor: torch.Tensor) -> str:
     """A short digest of the bytes of ``tensor``."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:

@@ -20,6 +20,7 @@ from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 from tritoncomm.version import __version__
@@ -85,9 +86,7 @@ def wrap(
     chosen = _choose(algo, density, recipe_fields)
     if warmup_steps:
         chosen = Warmup(recipe=chosen, steps=warmup_steps)
-    options = _Options(
-        staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout
-    )
+    options = _Options(staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout)
     return SparseOptimizer(optimizer, chosen, process_group, options)
 
 
@@ -111,7 +110,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._adam = self._staleness_aware_step()
         self._steps = self._skipped = 0
         self._total = Meter()
-        self._reset_exchange()
+        self._exchanged = False
+        self._mean: SparseVector | None = None
+        self._scheduler: ProcessGroupScheduler | None = None
         self._set_up({})
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
@@ -145,7 +146,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._reset_exchange()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange, unless :meth:`synchronize` has done so, then step; returns the closure's loss."""
         loss = None
         if closure is not None:
@@ -254,9 +255,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return
         if dist.get_rank(self._group) < 0:
             raise ConfigurationError("this rank is not a member of process_group")
-        self._scheduler = ProcessGroupScheduler(
-            self._group, self._options.timeout, self._layout.device
-        )
+        self._scheduler = ProcessGroupScheduler(self._group, self._options.timeout, self._layout.device)
         self._rank, self._world_size = self._scheduler.rank, self._scheduler.world_size
         fields = {
             "version": __version__,
@@ -267,19 +266,18 @@ class SparseOptimizer(torch.optim.Optimizer):
             "options": repr(self._options),
         }
         names = [name for _, name in pairs]
-        fingerprint.compare(
-            fields | fingerprint.parameter_fields(self._layout.parameters, names), self._group
-        )
+        fingerprint.compare(fields | fingerprint.parameter_fields(self._layout.parameters, names), self._group)
         if self._rank == 0:
             predicted = self._feedback.algorithm.predicted_traffic(self._world_size).bytes
             logger.info(
                 "%r over %d ranks: %d values, first step at most %d bytes per rank",
-                self.recipe, self._world_size, self._layout.numel, predicted,
+                self.recipe,
+                self._world_size,
+                self._layout.numel,
+                predicted,
             )
 
-    _scheduler: ProcessGroupScheduler | None
-
-    def _run(self, pattern: Any) -> SparseVector:
+    def _run(self, pattern: Pattern[SparseVector]) -> SparseVector:
         if self._scheduler is not None:
             mean = self._scheduler.run(pattern)
             self._meter = self._scheduler.meter
@@ -306,7 +304,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _reset_exchange(self) -> None:
         self._exchanged = False
-        self._mean: SparseVector | None = None
+        self._mean = None
 
     def _measure(self, mean: SparseVector, seconds: float) -> None:
         meter, accumulator = self._meter, self._feedback.accumulator

@@ -9,7 +9,7 @@ MAX_CORRECTION = 2.0
 
 
 def entries_to_keep(numel: int, density: float) -> int:
-    """k = floor(numel x density), at least 1 (0 only for an empty vector) and at most ``numel``."""
+    """K = floor(numel x density), at least 1 (0 only for an empty vector) and at most ``numel``."""
     return min(numel, max(1, int(numel * density)))
 
 

@@ -31,9 +31,7 @@ class SimulatedWorld:
         self.workers = [ErrorFeedback(recipe.build(numel)) for _ in range(world_size)]
         self.scheduler = SimulatedScheduler(world_size)
 
-    def step(
-        self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None
-    ) -> list[SparseVector]:
+    def step(self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None) -> list[SparseVector]:
         """Exchange ``gradients`` (``[world_size, numel]``, row r is rank r's); the mean, by rank.
 
         ``before_round(number, words)`` is called before every round and may raise to inject a failure.
@@ -42,7 +40,8 @@ class SimulatedWorld:
         """
         if gradients.shape != (self.world_size, self.numel):
             raise ConfigurationError(
-                f"gradients has shape {tuple(gradients.shape)}: pass [world_size, numel] = [{self.world_size}, {self.numel}]"
+                f"gradients has shape {tuple(gradients.shape)}: "
+                f"pass [world_size, numel] = [{self.world_size}, {self.numel}]"
             )
         patterns = [
             worker.begin(gradients[rank].contiguous(), rank, self.world_size)
@@ -87,8 +86,6 @@ class SimulatedWorld:
         """Continue from what :meth:`state_dict` of an equal world returned."""
         workers = state["workers"]
         if len(workers) != self.world_size:
-            raise ConfigurationError(
-                f"saved by {len(workers)} workers, this world has {self.world_size}"
-            )
+            raise ConfigurationError(f"saved by {len(workers)} workers, this world has {self.world_size}")
         for worker, saved in zip(self.workers, workers, strict=True):
             worker.load_state_dict(saved)

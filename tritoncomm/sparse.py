@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tritoncomm_kernels import decompress
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm_kernels import decompress
 
 
 class SparseVector:
@@ -24,7 +24,8 @@ class SparseVector:
             )
         if indices.dim() != 1 or indices.shape != values.shape:
             raise ConfigurationError(
-                f"indices {tuple(indices.shape)} and values {tuple(values.shape)} must be one-dimensional and equally long"
+                f"indices {tuple(indices.shape)} and values {tuple(values.shape)} "
+                "must be one-dimensional and equally long"
             )
         self._indices: torch.Tensor | None = indices
         self.values = values
@@ -34,7 +35,7 @@ class SparseVector:
     def full(cls, values: torch.Tensor) -> SparseVector:
         """Every coordinate of the fp32 vector ``values`` (``[n]``), without storing indices."""
         vector = cls.__new__(cls)
-        vector._indices = None
+        vector._indices = None  # noqa: SLF001 - our own
         vector.values = values
         vector.numel = values.numel()
         return vector

@@ -30,7 +30,8 @@ def unpack(message: torch.Tensor, low: int, high: int) -> tuple[torch.Tensor, to
         low <= int(indices[0]) and int(indices[-1]) < high and bool((indices[1:] > indices[:-1]).all())
     ):
         raise ProtocolMismatchError(
-            f"received indices do not ascend inside [{low}, {high}): the sender holds another partition or the message is corrupt"
+            f"received indices do not ascend inside [{low}, {high}): "
+            "the sender holds another partition or the message is corrupt"
         )
     return indices, values.view(torch.float32)
 

@@ -10,9 +10,7 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_LIMIT = 2**31
 
 
-def accumulate(
-    residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, scale: float = 1.0
-) -> torch.Tensor:
+def accumulate(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``out = residual + scale * gradient`` with one rounding; returns ``out``.
 
     ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor; ``gradient`` is

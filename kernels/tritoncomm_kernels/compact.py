@@ -21,14 +21,14 @@ HOST_CHUNK = 1 << 18
 
 
 class Selection(NamedTuple):
-    """What passed a threshold: ascending int32 ``indices``, fp32 ``values``, and the true ``count``.
+    """What passed a threshold: ascending int32 ``indices``, fp32 ``values``, and how many were ``found``.
 
-    ``count`` exceeds ``len(indices)`` when a capacity cut the output short.
+    ``found`` exceeds ``len(indices)`` when a capacity cut the output short.
     """
 
     indices: torch.Tensor
     values: torch.Tensor
-    count: int
+    found: int
 
 
 def threshold_key(threshold: float) -> int:
@@ -45,9 +45,7 @@ def threshold_key(threshold: float) -> int:
         return max(1, int(np.float32(threshold).view(np.int32)))
 
 
-def select(
-    values: torch.Tensor, threshold: float, *, capacity: int | None = None, clear: bool = False
-) -> Selection:
+def select(values: torch.Tensor, threshold: float, *, capacity: int | None = None, clear: bool = False) -> Selection:
     """Every entry of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, ascending.
 
     Zeros are never selected, NaN always is. At most ``capacity`` entries are written; with
@@ -71,9 +69,7 @@ def accumulate_and_select(
     ``residual`` and ``out`` are fp32 ``[n]`` and may be the same tensor; ``gradient`` is fp32, bf16
     or fp16 ``[n]``. Raises ``ValueError`` naming the argument that does not fit.
     """
-    return accumulate_and_select_keys(
-        residual, gradient, out, threshold_key(threshold), capacity=capacity, clear=clear
-    )
+    return accumulate_and_select_keys(residual, gradient, out, threshold_key(threshold), capacity=capacity, clear=clear)
 
 
 def accumulate_and_select_keys(
@@ -90,9 +86,7 @@ def accumulate_and_select_keys(
     return _scan(out, key, capacity, clear, addends=(residual, gradient))
 
 
-def select_keys(
-    values: torch.Tensor, key: int, *, capacity: int | None = None, clear: bool = False
-) -> Selection:
+def select_keys(values: torch.Tensor, key: int, *, capacity: int | None = None, clear: bool = False) -> Selection:
     """:func:`select` with the threshold already turned into a key."""
     check_vector("values", values)
     return _scan(values, key, capacity, clear, addends=None)
@@ -106,9 +100,7 @@ def has_non_finite(values: torch.Tensor) -> bool:
 Addends = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _scan(
-    out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends
-) -> Selection:
+def _scan(out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends) -> Selection:
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity={capacity} is negative: give None for no limit")
     room = out.numel() if capacity is None else capacity
@@ -126,7 +118,8 @@ def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Add
     for start in range(0, out.numel(), HOST_CHUNK):
         part = out[start : start + HOST_CHUNK]
         if addends is not None:
-            accumulate(*(a[start : start + HOST_CHUNK] for a in addends), out=part)
+            residual, gradient = (a[start : start + HOST_CHUNK] for a in addends)
+            accumulate(residual, gradient, part)
         floats, size = part.numpy(), part.numel()
         np.bitwise_and(floats.view(np.int32), MAGNITUDE_MASK, out=keys[:size])
         found = np.flatnonzero(np.greater_equal(keys[:size], key, out=mask[:size]))
@@ -143,7 +136,8 @@ def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Add
 def _scan_device(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
     """The same with torch operators alone, on whichever device the tensors are."""
     if addends is not None:
-        accumulate(*addends, out=out)
+        residual, gradient = addends
+        accumulate(residual, gradient, out)
     found = positions((out.view(torch.int32) & MAGNITUDE_MASK) >= key)
     written = found[:room]
     values = out[written]

@@ -40,7 +40,7 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     if among.numel() == 0 or sought.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=sought.device)
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
-    return (among[where] == sought).nonzero().squeeze(1)
+    return positions(among[where] == sought)
 
 
 def _union(supports: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
@@ -52,4 +52,5 @@ def _union(supports: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
         marks = torch.zeros(numel, dtype=torch.bool, device=joined.device)
         marks[joined.long()] = True
         return positions(marks).to(torch.int32)
-    return torch.unique_consecutive(torch.sort(joined).values)
+    union: torch.Tensor = torch.unique_consecutive(torch.sort(joined).values)
+    return union

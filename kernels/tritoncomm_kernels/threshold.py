@@ -7,6 +7,8 @@ denormals, ranks NaN above infinity, and is the same on every device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,12 +40,10 @@ def top_k(values: torch.Tensor, k: int) -> Selection:
     """
     _check_k(k)
     sample = _sample_lines(values)
-    return _exact(lambda key: select_keys(values, key), sample, k, values.numel())
+    return _exact(partial(select_keys, values), sample, k, values.numel())
 
 
-def accumulate_top_k(
-    residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, k: int
-) -> Selection:
+def accumulate_top_k(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, k: int) -> Selection:
     """``out = residual + gradient`` and the ``k`` largest magnitudes of it, in one pass over n.
 
     The arguments are as for :func:`tritoncomm_kernels.accumulate_and_select`, the result as for
@@ -78,11 +78,11 @@ def smallest_magnitude(values: torch.Tensor) -> float:
     return float(magnitude_keys(values).min().view(torch.float32))
 
 
-def _exact(candidates, sample: torch.Tensor, k: int, numel: int) -> Selection:  # type: ignore[no-untyped-def]
+def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int, numel: int) -> Selection:
     """Filter by a threshold slightly too low, then finish on the candidates alone."""
     key = _sampled_key(sample, k, numel)
     selected = candidates(key)
-    if selected.count < k and key > 1:  # the sample misjudged: every non-zero is a candidate
+    if selected.found < k and key > 1:  # the sample misjudged: every non-zero is a candidate
         selected = candidates(1)
     return largest(selected, k)
 

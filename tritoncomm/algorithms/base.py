@@ -33,9 +33,7 @@ class Algorithm(ABC):
         self.report: dict[str, float] = {}
 
     @abstractmethod
-    def reduce(
-        self, acc: Accumulator, rank: int, world_size: int
-    ) -> Pattern[SparseVector]:
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """The exchange of one step: yields rounds, returns the mean over ranks, the same on all.
 
         Clears in ``acc`` exactly what this rank contributed to that mean. Raises

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
 
+import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
@@ -27,6 +26,7 @@ from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets,
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern
 from tritoncomm.selection import corrected_threshold, entries_to_keep
 from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
 
 _NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 # With strict_volume an unbalanced all-gather must not cost more than balancing plus a balanced one.
@@ -154,9 +154,7 @@ class OkTopkAlgorithm(Algorithm):
         if reevaluate:
             delivered = yield from self._global_top_k(candidates, sizes, state, rank, world_size)
         else:
-            delivered = yield from self._balance_and_gather(
-                candidates, sizes, state, rank, world_size
-            )
+            delivered = yield from self._balance_and_gather(candidates, sizes, state, rank, world_size)
 
         # A coordinate is cleared iff this rank sent it and the global selection kept it.
         mine = kernels.common_positions(local.indices, delivered.indices)
@@ -179,17 +177,13 @@ class OkTopkAlgorithm(Algorithm):
         )
         return SparseVector(delivered.indices, delivered.sums / world_size, self.numel)
 
-    def _alone(
-        self, acc: Accumulator, local: Selection, threshold: float, finite: bool
-    ) -> SparseVector:
+    def _alone(self, acc: Accumulator, local: Selection, threshold: float, finite: bool) -> SparseVector:
         """One worker: what it selects is what is delivered."""
         if not finite:
             raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
         acc.clear(local.indices)
         state = self._state_for(1)
-        self.state = replace(
-            state, step=state.step + 1, local_threshold=threshold, force_reevaluate=False
-        )
+        self.state = replace(state, step=state.step + 1, local_threshold=threshold, force_reevaluate=False)
         return SparseVector(local.indices, local.values, self.numel)
 
     def _state_for(self, world_size: int) -> OkTopkState:
@@ -210,16 +204,14 @@ class OkTopkAlgorithm(Algorithm):
         early = step < period and step & (step - 1) == 0
         return early or step % period == 0
 
-    def _select_local(
-        self, acc: Accumulator, state: OkTopkState, reevaluate: bool
-    ) -> tuple[Selection, float]:
+    def _select_local(self, acc: Accumulator, state: OkTopkState, reevaluate: bool) -> tuple[Selection, float]:
         """L: this rank's selection, and the threshold it hands to the next step (0 when invalid)."""
         if reevaluate or state.local_threshold <= 0:
             local = acc.top_k(self.k)
-            enough = local.count == self.k
+            enough = local.found == self.k
             return local, kernels.smallest_magnitude(local.values) if enough else 0.0
         local = acc.at_least(state.local_threshold)
-        following = self._corrected(state.local_threshold, local.count)
+        following = self._corrected(state.local_threshold, local.found)
         return kernels.largest(local, self.local_cap), following
 
     def _corrected(self, threshold: float, count: int) -> float:
@@ -233,9 +225,7 @@ class OkTopkAlgorithm(Algorithm):
         total = yield AllReduce("repartition", proposal)
         return consensus_cuts(total.tolist(), self.numel)
 
-    def _cap_pairs(
-        self, local: Selection, cuts: Sequence[int], rank: int, world_size: int
-    ) -> Selection:
+    def _cap_pairs(self, local: Selection, cuts: Sequence[int], rank: int, world_size: int) -> Selection:
         """At most ceil(k/P) entries for each peer; what is cut stays in the residual."""
         limit = math.ceil(self.k / world_size)
         starts = offsets(local.indices, cuts)
@@ -256,7 +246,7 @@ class OkTopkAlgorithm(Algorithm):
         region = torch.zeros(high - low, device=local.values.device)
         starts = offsets(local.indices, cuts)
         parts = [_slice(local, starts[p], starts[p + 1]) for p in range(world_size)]
-        incoming = yield from self._share_counts([p.count for p in parts], finite, local.indices)
+        incoming = yield from self._share_counts([p.found for p in parts], finite, local.indices)
 
         def add(_: int, message: torch.Tensor) -> None:
             indices, values = wire.unpack(message, low, high)
@@ -274,9 +264,7 @@ class OkTopkAlgorithm(Algorithm):
         )
         return region, sum(incoming)
 
-    def _share_counts(
-        self, counts: list[int], finite: bool, like: torch.Tensor
-    ) -> Pattern[list[int]]:
+    def _share_counts(self, counts: list[int], finite: bool, like: torch.Tensor) -> Pattern[list[int]]:
         """How many entries each rank has for us; a non-finite gradient anywhere ends the step here."""
         outgoing = counts if finite else [_NON_FINITE] * len(counts)
         words = torch.tensor(outgoing, dtype=torch.int64, device=like.device)
@@ -286,12 +274,10 @@ class OkTopkAlgorithm(Algorithm):
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
         return incoming
 
-    def _share_sizes(
-        self, candidates: Selection, received: int
-    ) -> Pattern[tuple[list[int], list[int]]]:
+    def _share_sizes(self, candidates: Selection, received: int) -> Pattern[tuple[list[int], list[int]]]:
         """Everybody's number of candidates, and its load in phase 1."""
         finite = not kernels.has_non_finite(candidates.values)
-        pair = [candidates.count if finite else _NON_FINITE, received]
+        pair = [candidates.found if finite else _NON_FINITE, received]
         words = torch.tensor(pair, dtype=torch.int64, device=candidates.values.device)
         rows = (yield AllGather("sizes", words)).tolist()
         sizes, loads = [row[0] for row in rows], [row[1] for row in rows]
@@ -315,7 +301,7 @@ class OkTopkAlgorithm(Algorithm):
         kept = kernels.largest(gathered, self.k)
         # Nothing to learn a threshold from: keep the old one and look again next step.
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
-        return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.count == 0)
+        return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
 
     def _balance_and_gather(
         self,
@@ -336,13 +322,9 @@ class OkTopkAlgorithm(Algorithm):
         gathered = yield from self._gather(candidates, sizes, rank, world_size, "all-gather")
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
         threshold = self._corrected(state.global_threshold, wanted)
-        return _Delivered(
-            gathered.indices, gathered.values, threshold, not low <= wanted <= high
-        )
+        return _Delivered(gathered.indices, gathered.values, threshold, not low <= wanted <= high)
 
-    def _balance(
-        self, block: Selection, sizes: list[int], rank: int, world_size: int
-    ) -> Pattern[Selection]:
+    def _balance(self, block: Selection, sizes: list[int], rank: int, world_size: int) -> Pattern[Selection]:
         """Data balancing: move entries so that every rank holds an equal share, in the same order."""
         leaving, arriving = moves(sizes, rank)
         sends = {p: _slice(block, start, stop) for p, (start, stop) in leaving.items()}
@@ -362,9 +344,7 @@ class OkTopkAlgorithm(Algorithm):
         )
         return _join([_slice(block, 0, 0), *(parts[p] for p in sorted(parts))])
 
-    def _gather(
-        self, block: Selection, sizes: list[int], rank: int, world_size: int, phase: str
-    ) -> Pattern[Selection]:
+    def _gather(self, block: Selection, sizes: list[int], rank: int, world_size: int, phase: str) -> Pattern[Selection]:
         """Everybody's entries in rank order, which is index order."""
         words = [2 * size for size in sizes]
         message = wire.pack(block.indices, block.values)
@@ -392,7 +372,7 @@ class OkTopkAlgorithm(Algorithm):
             parts.append(cost.messages(rounds, 2 * rounds * union))
         else:
             share = math.ceil(self.global_cap / world_size)
-            largest = min(self.global_cap, math.ceil(self.balance_trigger * self.global_cap / world_size))
+            largest = math.ceil(min(self.global_cap, self.balance_trigger * self.global_cap / world_size))
             unbalanced = cost.messages(rounds, 2 * min(peers * largest, rounds * self.global_cap))
             balanced = cost.messages(peers + rounds, 2 * (self.global_cap - share + 1 + peers * share))
             parts.append(max(unbalanced, balanced, key=lambda traffic: traffic.bytes))
@@ -408,6 +388,4 @@ def _slice(whole: Selection, start: int, stop: int) -> Selection:
 
 
 def _join(parts: Sequence[Selection]) -> Selection:
-    return _selection(
-        torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
-    )
+    return _selection(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import tritoncomm_kernels as kernels
 
+import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
@@ -67,9 +67,9 @@ class TopkAllgatherAlgorithm(Algorithm):
     def _pack(self, own: kernels.Selection, finite: bool) -> torch.Tensor:
         block = torch.zeros(1 + 2 * self.k, dtype=torch.int32, device=own.indices.device)
         pairs = block[1:].view(2, self.k)
-        block[0] = own.count if finite else _NON_FINITE
-        pairs[0, : own.count] = own.indices
-        pairs[1, : own.count] = own.values.view(torch.int32)
+        block[0] = own.found if finite else _NON_FINITE
+        pairs[0, : own.found] = own.indices
+        pairs[1, : own.found] = own.values.view(torch.int32)
         return block
 
     def _unpack(self, blocks: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

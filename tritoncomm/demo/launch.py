@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from tritoncomm.errors import ExchangeError
 
@@ -41,7 +46,7 @@ def run_workers(
     worker dies, the others are stopped and :class:`WorkerError` holds the traceback of the one that
     failed first. ``function`` must be importable by name.
     """
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    queue = get_context("spawn").SimpleQueue()
     results: dict[int, Any] = {}
     errors: list[tuple[int, str, bool]] = []
 
@@ -56,7 +61,7 @@ def run_workers(
                 listen(content)
 
     with tempfile.TemporaryDirectory() as folder, _one_thread_per_worker():
-        context = multiprocessing.start_processes(
+        context = start_processes(  # type: ignore[no-untyped-call]
             _work,
             args=(function, world_size, str(Path(folder) / "store"), queue, timeout, args),
             nprocs=world_size,
@@ -66,7 +71,7 @@ def run_workers(
         try:
             while not context.join(timeout=POLL_SECONDS):
                 drain()
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             drain()
             raise WorkerError(_first_cause(errors, error)) from error
         finally:
@@ -126,7 +131,7 @@ def _work(  # runs in the worker process
 
 def _first_cause(errors: list[tuple[int, str, bool]], error: Exception) -> str:
     """A peer's death makes exchanges fail elsewhere: prefer an error that is not such an echo."""
-    if isinstance(error, multiprocessing.ProcessExitedException):
+    if isinstance(error, ProcessExitedException):
         own = [e for e in errors if not e[2]]
         if not own:
             return f"worker {error.error_index} died without a traceback: {error}"

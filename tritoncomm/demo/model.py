@@ -34,8 +34,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` and the result are ``[batch, time, width]``."""
         query, key, value = rearrange(
-            self.inputs(x), "batch time (three head width) -> three batch head time width",
-            three=3, head=self.heads,
+            self.inputs(x),
+            "batch time (three head width) -> three batch head time width",
+            three=3,
+            head=self.heads,
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         out: torch.Tensor = self.output(rearrange(mixed, "batch head time width -> batch time (head width)"))
@@ -51,9 +53,7 @@ class Block(nn.Module):
         self.before_attention = nn.LayerNorm(width)
         self.attention = Attention(shape)
         self.before_perceptron = nn.LayerNorm(width)
-        self.perceptron = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` and the result are ``[batch, time, width]``."""

@@ -35,9 +35,7 @@ def standard_library() -> Text:
     return Text(_vector(kept), _vector(held_out))
 
 
-def batch(
-    text: torch.Tensor, rows: int, context: int, seed: int, step: int, rank: int
-) -> torch.Tensor:
+def batch(text: torch.Tensor, rows: int, context: int, seed: int, step: int, rank: int) -> torch.Tensor:
     """Random windows, int64 ``[rows, context + 1]``, a function of seed, step and rank alone."""
     generator = np.random.default_rng([seed, step, rank])
     starts = torch.from_numpy(generator.integers(0, text.numel() - context, size=rows))
@@ -48,7 +46,7 @@ def validation_batches(text: torch.Tensor, rows: int, context: int, count: int) 
     """The same ``count`` batches every time, spread evenly over ``text``."""
     starts = torch.linspace(0, text.numel() - context - 1, rows * count).long()
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
-    return list(windows.split(rows))
+    return list(torch.split(windows, rows))
 
 
 def _vector(data: bytes) -> torch.Tensor:

@@ -76,15 +76,11 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
     return [dense, _train(rank, world_size, send, settings, text, chosen)]
 
 
-def _train(
-    rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]
-) -> Run:
+def _train(rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]) -> Run:
     torch.manual_seed(settings.seed)
     model = ByteGPT(Shape())
     optimizer = tritoncomm.wrap(
-        torch.optim.AdamW(
-            model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY
-        ),
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
         **options,
     )
     context = model.shape.context

@@ -110,9 +110,7 @@ class ProcessGroupScheduler:
         # The framed sends must live until the wait: the backend reads them in the background.
         return Ticket(round_.phase, (sequence, works, buffers, sends))
 
-    def _operation(
-        self, kind: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int
-    ) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._global_ranks[peer], self.group, tag)
 
     def _wait(self, ticket: Ticket) -> Inbox:

@@ -43,9 +43,7 @@ class SimulatedScheduler:
         self.meters = [Meter() for _ in range(world_size)]
         self.raised: dict[int, BaseException] = {}
 
-    def run(
-        self, patterns: Sequence[Pattern[Result]], before_round: BeforeRound | None = None
-    ) -> list[Result]:
+    def run(self, patterns: Sequence[Pattern[Result]], before_round: BeforeRound | None = None) -> list[Result]:
         """Run all patterns to their end and return their results by rank.
 
         ``before_round(round_number, words)`` sees what each rank is about to do and may raise: that is
@@ -91,9 +89,7 @@ class SimulatedScheduler:
         sides |= dict.fromkeys(done, "has finished")
         for rank in range(1, self.world_size):
             if sides[rank] != sides[0]:
-                raise ProtocolMismatchError(
-                    f"round {number}: rank 0 {sides[0]}, but rank {rank} {sides[rank]}"
-                )
+                raise ProtocolMismatchError(f"round {number}: rank 0 {sides[0]}, but rank {rank} {sides[rank]}")
 
     def _perform(self, number: int, words: list[Any]) -> list[Any]:
         first = words[0]

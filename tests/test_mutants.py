@@ -1,0 +1,143 @@
+"""Deliberately broken methods: the laws must catch each, or they prove nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import laws
+import pytest
+import torch
+from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
+from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
+from tritoncomm.sparse import SparseVector
+
+CASE = laws.Case(5, 90, ("random",) * 6, seed=3)
+FLOATS = laws.Case(5, 90, ("random",) * 6, seed=3, exact=False)
+
+
+class DropsOne(OkTopkAlgorithm):
+    """Forgets the last delivered entry after the residuals were cleared."""
+
+    def reduce(self, acc, rank, world_size):
+        mean = yield from super().reduce(acc, rank, world_size)
+        return SparseVector(mean.indices[:-1], mean.values[:-1], mean.numel)
+
+
+class CountsTwice(OkTopkAlgorithm):
+    """Delivers, and still owes what it delivered."""
+
+    def reduce(self, acc, rank, world_size):
+        acc.clear = lambda indices: None
+        return (yield from super().reduce(acc, rank, world_size))
+
+
+class ClearsWhatItSent(OkTopkAlgorithm):
+    """Clears everything it sent, also what the global selection dropped."""
+
+    def reduce(self, acc, rank, world_size):
+        clear = acc.clear
+        acc.clear = lambda indices: clear(acc.top_k(self.k).indices)
+        return (yield from super().reduce(acc, rank, world_size))
+
+
+class SumsInArrivalOrder(TopkAllgatherAlgorithm):
+    """Adds the lists starting with its own, so that ranks round differently."""
+
+    def reduce(self, acc, rank, world_size):
+        self.rank = rank
+        return (yield from super().reduce(acc, rank, world_size))
+
+    def _unpack(self, blocks):
+        lists = super()._unpack(blocks)
+        return lists[self.rank :] + lists[: self.rank]
+
+
+class ForgetsToRollBack(OkTopkAlgorithm):
+    """Counts the step before the exchange, in a place that no rollback reaches."""
+
+    taken = 0
+
+    def reduce(self, acc, rank, world_size):
+        self.taken += 1
+        return (yield from super().reduce(acc, rank, world_size))
+
+    def scheduled(self, step):
+        return super().scheduled(self.taken)
+
+
+class SeesOnlyItsOwn(TopkAllgatherAlgorithm):
+    """Does not look at the other ranks' non-finite flags."""
+
+    def _unpack(self, blocks):
+        counts = [max(0, int(block[0])) for block in blocks]
+        return [(b[1 : 1 + c], b[1 + self.k :][:c].view(torch.float32)) for b, c in zip(blocks, counts, strict=True)]
+
+
+class TalksTooMuch(TopkAllgatherAlgorithm):
+    """Predicts less than it sends."""
+
+    def predicted_traffic(self, world_size):
+        return super().predicted_traffic(world_size)._replace(bytes=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenOkTopk(OkTopk):
+    """A recipe for a broken Ok-Topk."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[OkTopkAlgorithm] = OkTopkAlgorithm
+
+    def build(self, numel):
+        return self.kind(self, numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenTopk(TopkAllgather):
+    """A recipe for a broken all-gather."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[TopkAllgatherAlgorithm] = TopkAllgatherAlgorithm
+
+    def build(self, numel):
+        return self.kind(numel, kernels_k(numel, self.density))
+
+
+def kernels_k(numel: int, density: float) -> int:
+    """As the library counts."""
+    return max(1, int(numel * density))
+
+
+@pytest.mark.parametrize(
+    ("law", "recipe", "case"),
+    [
+        (laws.conservation, BrokenOkTopk(density=0.1, kind=DropsOne), CASE),
+        (laws.equivalence, BrokenOkTopk(density=0.1, kind=DropsOne), CASE),
+        (laws.conservation, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
+        (laws.equivalence, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
+        (laws.conservation, BrokenOkTopk(density=0.1, kind=ClearsWhatItSent), CASE),
+        (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
+        (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
+        (laws.budget, BrokenTopk(density=0.1, kind=TalksTooMuch), CASE),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
+)
+def test_the_laws_bite(law, recipe, case: laws.Case) -> None:
+    """A broken method breaks the law, and the sound one it derives from does not."""
+    with pytest.raises(AssertionError):
+        law(recipe, case)
+    sound = OkTopk(density=recipe.density) if isinstance(recipe, OkTopk) else TopkAllgather(density=recipe.density)
+    law(sound, case)
+
+
+def test_refusal_bites() -> None:
+    """A method that ignores the flag does not raise, which the law reports."""
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        laws.refusal(BrokenTopk(density=0.1, kind=SeesOnlyItsOwn), CASE)
+
+
+def test_exact_laws_do_not_forgive_rounding() -> None:
+    """The exact form of conservation fails on ordinary floats, so its exactness is real."""
+    recipe = TopkAllgather(density=0.5)
+    with pytest.raises(AssertionError):
+        laws.conservation(recipe, FLOATS)
