@@ -14,6 +14,9 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
 
 
+INDEX_LIMIT = 2**31
+
+
 @dataclasses.dataclass(frozen=True)
 class Stateless:
     """The state of a method that remembers nothing."""
@@ -29,6 +32,10 @@ class Algorithm(ABC):
     state: Any
 
     def __init__(self, numel: int) -> None:
+        if numel >= INDEX_LIMIT:
+            raise ConfigurationError(
+                f"numel={numel}: indices are int32, split the vector into parts below 2^31"
+            )
         self.numel = numel
         self.report: dict[str, float] = {}
 

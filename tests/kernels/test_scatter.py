@@ -1,0 +1,70 @@
+"""Decompress and merge against plain Python sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+supports = st.lists(st.sets(st.integers(0, 199), max_size=60), min_size=1, max_size=7)
+
+
+@given(supports, st.integers(0, 1000), st.sampled_from([200, 1_000_000]))
+@settings(deadline=None, max_examples=200)
+def test_merge(sets: list[set[int]], seed: int, numel: int) -> None:
+    """The union, ascending, with the terms added in list order: numpy fp32 gives the same bits."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = []
+    sums: dict[int, np.float32] = {}
+    for support in sets:
+        indices = torch.tensor(sorted(support), dtype=torch.int32)
+        values = torch.randn(len(support), generator=generator) * 1e3
+        lists.append((indices, values))
+        for i, v in zip(indices.tolist(), values.numpy(), strict=True):
+            sums[i] = np.float32(sums.get(i, np.float32(0))) + v
+    union, values = kernels.merge(lists, numel)
+    assert union.dtype == torch.int32
+    assert union.tolist() == sorted(sums)
+    assert np.array_equal(values.numpy(), np.array([sums[i] for i in sorted(sums)], dtype=np.float32))
+
+
+def test_merge_order_matters() -> None:
+    """Large + tiny - large: list order decides the rounding, so it has to be fixed."""
+    at = torch.tensor([4], dtype=torch.int32)
+    parts = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]
+    forward = kernels.merge([(at, v) for v in parts], 10)[1]
+    backward = kernels.merge([(at, parts[i]) for i in (0, 2, 1)], 10)[1]
+    assert (forward.item(), backward.item()) == (0.0, 1.0)
+
+
+@given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)))
+def test_common_positions(sought: set[int], among: set[int]) -> None:
+    """Positions of the intersection."""
+    a = torch.tensor(sorted(sought), dtype=torch.int32)
+    b = torch.tensor(sorted(among), dtype=torch.int32)
+    assert a[kernels.common_positions(a, b)].tolist() == sorted(sought & among)
+
+
+def test_decompress_overwrites() -> None:
+    """Poisoned output comes out clean."""
+    out = torch.full((6,), float("nan"))
+    kernels.decompress(out, torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]))
+    assert out.tolist() == [0, 2, 0, 0, -3, 0]
+
+
+def test_scatter_add() -> None:
+    """Adds at the given places only."""
+    out = torch.ones(4)
+    kernels.scatter_add(out, torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1.0, 2.0]))
+    assert out.tolist() == [2, 1, 1, 3]
+
+
+@pytest.mark.parametrize("numel", [0, 3])
+def test_merge_of_nothing(numel: int) -> None:
+    """Empty lists make an empty union."""
+    empty = (torch.empty(0, dtype=torch.int32), torch.empty(0))
+    union, values = kernels.merge([empty, empty], numel)
+    assert union.numel() == values.numel() == 0

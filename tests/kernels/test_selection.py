@@ -1,0 +1,184 @@
+"""Select, compact and exact top-k against plain Python lists, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+import tritoncomm_kernels as kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritoncomm_kernels import compact, threshold
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
+floats = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
+vectors = st.lists(floats, max_size=70)
+thresholds = st.one_of(st.sampled_from([0.0, -1.0, math.nan, math.inf, 1.0, 1e-45]), st.floats(width=32))
+
+
+def key_of(value: float) -> int:
+    """The integer key of one float, by hand."""
+    return struct.unpack("<i", struct.pack("<f", value))[0] & 0x7FFFFFFF
+
+
+def expected_key(limit: float) -> int:
+    """The key that a threshold stands for, by hand."""
+    if math.isnan(limit):
+        return 0x7FFFFFFF
+    return key_of(limit) if limit > 0 and key_of(limit) else 1
+
+
+def tensor(values: list[float]) -> torch.Tensor:
+    """fp32, without going through a rounding of NaN payloads."""
+    return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    """The bit patterns."""
+    return values.view(torch.int32).tolist()
+
+
+def by_list(values: torch.Tensor, key: int) -> list[int]:
+    """The second oracle: positions that reach a key."""
+    return [i for i, b in enumerate(bits(values)) if b & 0x7FFFFFFF >= key]
+
+
+@given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_select(values: list[float], limit: float, capacity: int | None, clear: bool) -> None:
+    """Ascending, zeros never, NaN always; cleared where and only where written; the true count."""
+    x = tensor(values)
+    before = bits(x)
+    expected = by_list(x, expected_key(limit))
+    got = kernels.select(x, limit, capacity=capacity, clear=clear)
+    written = expected[:capacity]
+    assert got.found == len(expected)
+    assert got.indices.tolist() == written
+    assert bits(got.values) == [before[i] for i in written]
+    after = [0 if clear and i in written else b for i, b in enumerate(before)]
+    assert bits(x) == after
+
+
+@given(vectors, st.data())
+@settings(deadline=None, max_examples=200)
+def test_accumulate_and_select(values: list[float], data: st.DataObject) -> None:
+    """The fused pass equals adding first and selecting afterwards, and only reads its inputs."""
+    limit = data.draw(thresholds)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    residual = tensor(values)
+    gradient = tensor(data.draw(st.lists(floats, min_size=len(values), max_size=len(values)))).to(dtype)
+    out = torch.full_like(residual, math.nan)
+    inputs = bits(residual)
+    total = torch.add(residual, gradient)
+    got = kernels.accumulate_and_select(residual, gradient, out, limit)
+    expected = kernels.select(total, limit)
+    assert bits(out) == bits(total)
+    assert got.indices.tolist() == expected.indices.tolist()
+    assert bits(got.values) == bits(expected.values)
+    assert bits(residual) == inputs
+
+
+@given(vectors, st.integers(0, 80))
+@settings(deadline=None, max_examples=300)
+def test_top_k(values: list[float], k: int) -> None:
+    """Exactly min(k, non-zeros) entries, largest keys first, ties to the lower index, ascending."""
+    x = tensor(values)
+    keys = [b & 0x7FFFFFFF for b in bits(x)]
+    order = sorted((i for i, key in enumerate(keys) if key), key=lambda i: (-keys[i], i))
+    expected = sorted(order[:k])
+    got = kernels.top_k(x, k)
+    assert got.indices.tolist() == expected
+    assert got.found == len(expected)
+    assert bits(got.values) == [bits(x)[i] for i in expected]
+    kth = keys[order[k - 1]] if 0 < k <= len(order) else 0
+    found = kernels.kth_magnitude(x, k)
+    assert math.isnan(found) if kth > 0x7F800000 else key_of(found) == kth
+
+
+@pytest.mark.parametrize("k", [1, 17, 2000, 150_000, 299_999, 300_000])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "equal", "clustered", "sampled lines only"])
+def test_top_k_of_long_vectors(kind: str, k: int) -> None:
+    """The sampled first guess never shows in the result, however badly it misjudges."""
+    n = 300_000
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(n, generator=generator)
+    if kind == "heavy":
+        x = x.exp() * x.sign()
+    elif kind == "sparse":
+        x *= torch.rand(n, generator=generator) < 0.01
+    elif kind == "equal":
+        x = x.sign()
+    elif kind == "clustered":
+        x[: n // 2] = 0.0
+    elif kind == "sampled lines only":  # everything large lies where the sample looks
+        x = torch.zeros(n)
+        for start in range(0, n - threshold.SAMPLE_LINE, threshold.SAMPLE_STRIDE):
+            x[start : start + threshold.SAMPLE_LINE] = 1.0
+        x[1::2] += 0.25
+    got = kernels.top_k(x, k)
+    keys = kernels.magnitude_keys(x).numpy()
+    order = np.argsort(-keys.astype(np.int64), kind="stable")[:k]
+    expected = np.sort(order[keys[order] > 0])
+    assert np.array_equal(got.indices.numpy(), expected)
+    out = torch.empty(n)
+    fused = kernels.accumulate_top_k(torch.zeros(n), x, out, k)
+    assert torch.equal(fused.indices, got.indices)
+    assert torch.equal(out, x)
+
+
+def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunk sizes give the same bits, capacities that end inside a chunk included."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected = kernels.select(x.clone(), 0.5, capacity=333)
+    for chunk in (1, 7, 256, 999, 1000, 4096):
+        monkeypatch.setattr(compact, "HOST_CHUNK", chunk)
+        y = x.clone()
+        got = kernels.select(y, 0.5, capacity=333, clear=True)
+        assert got.found == expected.found
+        assert torch.equal(got.indices, expected.indices)
+        assert int((y != x).sum()) == 333
+
+
+@given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_device_path(values: list[float], limit: float, capacity: int | None, clear: bool) -> None:
+    """What runs on other devices selects the same as the host's chunk loop."""
+    x, y = tensor(values), tensor(values)
+    if not values:
+        return
+    room = len(values) if capacity is None else capacity
+    key = kernels.threshold_key(limit)
+    host = compact._scan_host(x, key, room, clear, None)
+    device = compact._scan_device(y, key, room, clear, None)
+    assert host.found == device.found
+    assert host.indices.tolist() == device.indices.tolist()
+    assert bits(x) == bits(y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"residual": torch.zeros(3, dtype=torch.float64)}, "residual has dtype torch.float64"),
+        ({"gradient": torch.zeros(3, dtype=torch.int32)}, "gradient has dtype torch.int32"),
+        ({"gradient": torch.zeros(4)}, "gradient has 4 elements, expected 3"),
+        ({"gradient": torch.zeros(6)[::2]}, "gradient is not contiguous"),
+        ({"out": torch.zeros(1, 3)}, "out has shape"),
+        ({"scale": math.inf}, "scale=inf is not finite"),
+    ],
+)
+def test_accumulate_names_bad_arguments(arguments: dict[str, object], named: str) -> None:
+    """A wrong argument is refused by name before anything is written."""
+    good = {"residual": torch.zeros(3), "gradient": torch.zeros(3), "out": torch.zeros(3)}
+    with pytest.raises(ValueError, match=named):
+        kernels.accumulate(**(good | arguments))
+
+
+def test_bad_counts_are_named() -> None:
+    """Negative capacities and ks are refused."""
+    with pytest.raises(ValueError, match="capacity=-1"):
+        kernels.select(torch.zeros(3), 1.0, capacity=-1)
+    with pytest.raises(ValueError, match="k=-2"):
+        kernels.top_k(torch.zeros(3), -2)

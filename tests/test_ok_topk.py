@@ -1,0 +1,275 @@
+"""Ok-Topk against its specification: the worked example, an independent oracle, and the invariants."""
+
+from __future__ import annotations
+
+import math
+
+import laws
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ok_topk_oracle import Oracle
+from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
+from tritoncomm.partition import offsets
+from tritoncomm.scheduler.rounds import Post
+
+WORKED = torch.tensor(
+    [
+        [9, -1, 0, 7, 2, -6, 1, 0, 5, -2, 3, 0],
+        [0, 8, -3, 6, -7, 1, 0, 10, -1, 2, 0, 4],
+        [-5, 0, 1, 11, 0, -9, 2, 6, 0, 0, -3, 1],
+    ],
+    dtype=torch.float32,
+)
+
+
+def state(world: SimulatedWorld, rank: int = 0):
+    """The algorithm state of one rank."""
+    return world.workers[rank].algorithm.state
+
+
+def normal(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary gradients."""
+    return torch.randn(world_size, numel, generator=torch.Generator().manual_seed(seed))
+
+
+def test_worked_example() -> None:
+    """Appendix C: three workers, twelve coordinates, every intermediate figure."""
+    world = SimulatedWorld(recipe("oktopk", density=4 / 12), 3, 12)
+    means = world.step(WORKED)
+    for mean in means:
+        assert mean.indices.tolist() == [1, 3, 5, 7]
+        assert torch.equal(mean.values, torch.tensor([8.0, 24.0, -15.0, 16.0]) / 3)
+    assert [state(world, r).local_threshold for r in range(3)] == [5, 6, 5]
+    assert all(state(world, r).cuts == (0, 3, 4, 12) for r in range(3))
+    assert all(state(world, r).global_threshold == 8 for r in range(3))
+    assert world.residuals.tolist() == [
+        [9, -1, 0, 0, 2, 0, 1, 0, 5, -2, 3, 0],
+        [0, 0, -3, 0, -7, 1, 0, 0, -1, 2, 0, 4],
+        [-5, 0, 1, 0, 0, 0, 2, 0, 0, 0, -3, 1],
+    ]
+    selections = [[0, 3, 5, 8], [1, 3, 4, 7], [0, 3, 5, 7]]
+    for chosen in selections:
+        at = offsets(torch.tensor(chosen, dtype=torch.int32), (0, 3, 4, 12))
+        assert [b - a for a, b in zip(at, at[1:], strict=False)] == [1, 1, 2]
+
+
+oracle_recipes = st.builds(
+    OkTopk,
+    density=st.sampled_from([0.01, 0.05, 0.1, 0.3]),
+    repartition_every=st.integers(1, 6),
+    reevaluate_every=st.integers(1, 9),
+    bucket_width=st.integers(1, 5),
+    local_cap=st.sampled_from([1.0, 1.5, 2.0, 50.0]),
+    global_cap=st.sampled_from([1.0, 1.3, 2.0, 50.0]),
+    balance_trigger=st.sampled_from([1.0, 1.5, 4.0, math.inf]),
+    skew_trigger=st.sampled_from([1.0, 2.0, 100.0]),
+    drift_low=st.sampled_from([0.0, 0.5]),
+    drift_high=st.sampled_from([1.5, 2.0, 1e9]),
+    correct_thresholds=st.booleans(),
+    strict_volume=st.booleans(),
+    force_sparse=st.just(value=True),
+)
+
+
+@given(oracle_recipes, laws.cases(max_world_size=9), st.integers(1, 9))
+@example(OkTopk(density=0.1), laws.Case(7, 120, ("random",) * 30), 1)
+@settings(max_examples=150, deadline=None)
+def test_oracle(chosen: OkTopk, case: laws.Case, repeats: int) -> None:
+    """Support, sums, residuals and decisions equal the plain Python version's, step after step."""
+    case = laws.Case(case.world_size, case.numel, case.families * repeats, case.exponent, case.seed)
+    world = SimulatedWorld(chosen, case.world_size, case.numel)
+    oracle = Oracle(chosen, case.world_size, case.numel)
+    for gradient in case.gradients():
+        mean = world.step(gradient)[0]
+        expected = oracle.step(gradient.tolist())
+        assert mean.indices.tolist() == sorted(expected.sums)
+        sums = torch.tensor([expected.sums[j] for j in sorted(expected.sums)])
+        assert torch.equal(mean.values, sums / case.world_size)
+        assert torch.equal(world.residuals, torch.tensor(expected.residuals))
+        algorithm = world.workers[0].algorithm
+        assert all(len(chosen) <= max(algorithm.local_cap, algorithm.k) for chosen in expected.selected)
+        if case.world_size > 1:
+            assert len(mean) <= algorithm.global_cap
+            assert algorithm.report["reevaluated"] == expected.reevaluated
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_reevaluation_keeps_exactly_the_largest(world_size: int) -> None:
+    """On a re-evaluation step |S| = min(k, candidates), and nothing kept is smaller than what is dropped."""
+    world = SimulatedWorld(OkTopk(density=0.05), world_size, 400)
+    acc = normal(world_size, 400)
+    (mean, *_) = world.step(acc)
+    assert len(mean) == 20
+    reduced = torch.zeros(400)
+    for row in acc:
+        top = row.abs().topk(20).indices
+        reduced[top] += row[top]
+    reduced[mean.indices.long()] = 0
+    assert (mean.values * world_size).abs().min() >= reduced.abs().max()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("trigger", [1.0, math.inf])
+def test_schedule_does_not_show(width: int, trigger: float) -> None:
+    """Bucket width and data balancing change neither result nor residual, to the bit."""
+    control = SimulatedWorld(OkTopk(density=0.1, balance_trigger=math.inf), 7, 300)
+    world = SimulatedWorld(OkTopk(density=0.1, balance_trigger=trigger, bucket_width=width), 7, 300)
+    for step in range(12):
+        gradient = normal(7, 300, step) * torch.linspace(3, 1, 300)
+        assert laws.same_vector(world.step(gradient)[0], control.step(gradient)[0])
+        assert laws.same_bits(world.residuals, control.residuals)
+
+
+def test_reduction_overlaps_the_next_bucket() -> None:
+    """Every bucket is posted before the one before it is reduced."""
+    world = SimulatedWorld(OkTopk(density=0.2, bucket_width=2), 7, 200)
+    words: list[str] = []
+
+    def watch(_: int, round_: list[object]) -> None:
+        if round_[0].phase == "split-and-reduce":
+            words.append("post" if isinstance(round_[0], Post) else "wait")
+
+    gradient = normal(7, 200)
+    world.step(gradient, before_round=watch)
+    assert words == ["post", "wait"] * math.ceil(7 / 2)
+
+
+def test_scaling_by_a_power_of_two() -> None:
+    """Scaled inputs give scaled results, residuals and thresholds, to the bit."""
+    small, large = (SimulatedWorld(OkTopk(density=0.1), 4, 200) for _ in range(2))
+    for step in range(10):
+        gradient = normal(4, 200, step)
+        a, b = small.step(gradient)[0], large.step(gradient * 1024)[0]
+        assert torch.equal(a.indices, b.indices)
+        assert torch.equal(a.values * 1024, b.values)
+        assert torch.equal(small.residuals * 1024, large.residuals)
+    assert state(large).global_threshold == pytest.approx(1024 * state(small).global_threshold, rel=1e-12)
+
+
+def test_permuting_the_ranks() -> None:
+    """Who holds which gradient does not matter for the result."""
+    case = laws.Case(6, 150, ("random",) * 8, seed=5)
+    order = torch.tensor([3, 5, 0, 2, 4, 1])
+    plain, permuted = (SimulatedWorld(OkTopk(density=0.1), 6, 150) for _ in range(2))
+    for gradient in case.gradients():
+        assert laws.same_vector(plain.step(gradient)[0], permuted.step(gradient[order])[0])
+        assert torch.equal(plain.residuals[order], permuted.residuals)
+
+
+def test_identical_workers() -> None:
+    """The same input everywhere: S is its exact top k, u = P times it, residuals are identical."""
+    row = normal(1, 300)
+    world = SimulatedWorld(OkTopk(density=0.1), 5, 300)
+    mean = world.step(row.repeat(5, 1))[0]
+    assert mean.indices.tolist() == sorted(row[0].abs().topk(30).indices.tolist())
+    assert torch.allclose(mean.values, row[0][mean.indices.long()])
+    assert all(torch.equal(residual, world.residuals[0]) for residual in world.residuals)
+
+
+def test_disjoint_and_few_is_lossless() -> None:
+    """Disjoint supports of at most k entries in all arrive whole."""
+    gradient = torch.zeros(4, 100)
+    for rank in range(4):
+        gradient[rank, 7 * rank : 7 * rank + 5] = torch.arange(1.0, 6.0)
+    world = SimulatedWorld(OkTopk(density=0.2), 4, 100)
+    assert torch.equal(world.step(gradient)[0].to_dense(), gradient.mean(0))
+    assert not world.residuals.any()
+
+
+def test_everything_on_the_sparse_path() -> None:
+    """k = n with the sparse path forced: the dense sum, and nothing owed in total."""
+    case = laws.Case(5, 60, ("random", "cancelling", "random", "ties"))
+    world = SimulatedWorld(OkTopk(density=1.0, force_sparse=True), 5, 60)
+    for gradient in case.gradients():
+        held = gradient + world.residuals
+        mean = world.step(gradient)[0]
+        assert torch.equal(mean.to_dense() + world.residuals.sum(0) / 5, held.mean(0))
+
+
+@pytest.mark.parametrize("tau", [1, 3, 8, 20, 32])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_reevaluation_schedule(tau: int, warmup: int) -> None:
+    """Sparse steps 0, 1, 2, 4, 8, ... up to tau', then every tau'; warm-up steps do not count."""
+    inner = OkTopk(density=0.1, reevaluate_every=tau, drift_low=0.0, drift_high=1e9)
+    world = SimulatedWorld(Warmup(recipe=inner, steps=warmup), 3, 60)
+    taken = []
+    for step in range(warmup + 70):
+        mean = world.step(normal(3, 60, step))[0]
+        assert mean.is_full == (step < warmup)
+        if step >= warmup and world.workers[0].algorithm.report["reevaluated"]:
+            taken.append(step - warmup)
+    powers = [2**i for i in range(7) if 2**i < tau]
+    assert taken == sorted({0, *powers, *range(0, 70, tau)})
+
+
+@pytest.mark.parametrize("warmup", [1, 3, 5])
+def test_first_sparse_step_is_forced(warmup: int) -> None:
+    """Whatever the warm-up length, the first sparse step re-evaluates and repartitions."""
+    world = SimulatedWorld(Warmup(recipe=OkTopk(density=0.1), steps=warmup), 4, 100)
+    for step in range(warmup + 1):
+        world.step(normal(4, 100, step))
+    report = world.workers[0].algorithm.report
+    assert (report["reevaluated"], report["repartitioned"]) == (1, 1)
+
+
+def test_drift_triggers_reevaluation() -> None:
+    """A global count outside [k/2, 2k] makes every rank re-evaluate at the next step."""
+    world = SimulatedWorld(OkTopk(density=0.05, correct_thresholds=False), 4, 400)
+    gradient = normal(4, 400)
+    for step in range(3):
+        world.step(gradient)
+    assert not state(world).force_reevaluate or step
+    world.step(100 * gradient)
+    assert all(state(world, r).force_reevaluate for r in range(4))
+    world.step(gradient)
+    assert world.workers[2].algorithm.report["reevaluated"] == 1
+
+
+def test_correction_keeps_counts_near_k() -> None:
+    """Steady heavy-tailed gradients: corrected thresholds deliver about k, reused ones overshoot to the cap."""
+    counts = {}
+    for corrected in (True, False):
+        chosen = OkTopk(density=0.01, correct_thresholds=corrected, drift_high=1e9, drift_low=0.0)
+        world = SimulatedWorld(chosen, 8, 20_000)
+        delivered = []
+        for step in range(48):
+            gradient = normal(8, 20_000, step) * torch.linspace(2, 0.1, 20_000)
+            delivered.append(len(world.step(gradient)[0]))
+        counts[corrected] = sum(delivered[33:]) / 15 / 200
+    assert 0.7 < counts[True] < 1.3
+    assert counts[False] > 1.5
+
+
+def test_long_run_converges() -> None:
+    """On a quadratic, error feedback comes near the dense solution and the residuals stay bounded."""
+    targets = normal(4, 200)
+    optimum = targets.mean(0)
+    world = SimulatedWorld(OkTopk(density=0.05), 4, 200)
+    x = torch.zeros(200)
+    norms = []
+    for step in range(1200):
+        x -= 0.02 / (1 + step / 200) * world.step(x - targets)[0].to_dense()
+        norms.append(float(world.residuals.norm()))
+    assert float((x - optimum).norm()) < 0.15 * float(optimum.norm())
+    assert max(norms[-200:]) < 2 * max(norms[200:400])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"density": 0.0}, "density=0.0"),
+        ({"density": 1.5}, "density=1.5"),
+        ({"repartition_every": 0}, "repartition_every=0"),
+        ({"bucket_width": 0}, "bucket_width=0"),
+        ({"local_cap": 0.5}, "local_cap=0.5"),
+        ({"global_cap": math.inf}, "global_cap=inf"),
+        ({"drift_high": 0.2}, "drift_high=0.2"),
+        ({"balance_trigger": math.nan}, "balance_trigger=nan"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, float], named: str) -> None:
+    """A setting that cannot work names the field, its value and the fix."""
+    with pytest.raises(ValueError, match=named):
+        OkTopk(**fields)

@@ -1,0 +1,451 @@
+"""Ok-Topk in awkward situations, and the defects of earlier implementations that must not return.
+
+One test per row of the specification's tables "situation by situation" and "defects".
+"""
+
+from __future__ import annotations
+
+import math
+
+import laws
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import NonFiniteError, OkTopk, ProtocolMismatchError, SimulatedWorld, Warmup
+from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.partition import consensus_cuts, propose_cuts
+from tritoncomm.scheduler.rounds import Post, Round, Wait
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+
+ALL_LAWS = (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget)
+SHORT = {"repartition_every": 3, "reevaluate_every": 4}
+
+
+def obeys(recipe: OkTopk, case: laws.Case) -> None:
+    """All exact laws on one case."""
+    for law in ALL_LAWS:
+        law(recipe, case)
+
+
+def state(world: SimulatedWorld, rank: int = 0):
+    """The algorithm state of one rank."""
+    return world.workers[rank].algorithm.state
+
+
+def random(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Exact random gradients."""
+    (gradient,) = laws.Case(world_size, numel, ("random",), seed=seed).gradients()
+    return gradient
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 9, 12, 13])
+def test_any_world_size(world_size: int) -> None:
+    """World sizes that are no powers of two, and the smallest ones."""
+    obeys(OkTopk(density=0.1, **SHORT), laws.Case(world_size, 97, ("random",) * 7))
+
+
+def test_one_worker() -> None:
+    """No message; S = L is the exact top k; the rest is the residual."""
+    gradient = random(1, 100)
+    world = SimulatedWorld(OkTopk(density=0.1), 1, 100)
+    (mean,) = world.step(gradient)
+    order = sorted(range(100), key=lambda j: (-abs(float(gradient[0, j])), j))[:10]
+    assert mean.indices.tolist() == sorted(order)
+    assert torch.equal(mean.to_dense() + world.residuals[0], gradient[0])
+    assert world.traffic == [(0, 0)]
+
+
+def test_fewer_entries_than_workers() -> None:
+    """k < P: nobody has an opinion about cuts, so they are equal."""
+    world = SimulatedWorld(OkTopk(density=0.03), 8, 100)
+    world.step(random(8, 100))
+    assert state(world).cuts == (0, 12, 25, 37, 50, 62, 75, 87, 100)
+    obeys(OkTopk(density=0.03, **SHORT), laws.Case(8, 100, ("random", "ties", "one-region") * 2))
+
+
+def test_density_below_one_entry() -> None:
+    """n x density < 1 still sends one entry."""
+    world = SimulatedWorld(OkTopk(density=1e-9), 3, 50)
+    assert len(world.step(random(3, 50))[0]) == 1
+
+
+def test_density_one_goes_dense_unless_forced() -> None:
+    """k = n is a dense all-reduce; a flag keeps the sparse path."""
+    gradient = random(3, 50)
+    dense = SimulatedWorld(OkTopk(density=1.0), 3, 50)
+    assert dense.step(gradient)[0].is_full
+    assert list(dense.scheduler.meters[0].bytes_by_phase) == ["all-reduce"]
+    forced = SimulatedWorld(OkTopk(density=1.0, force_sparse=True), 3, 50)
+    assert torch.equal(forced.step(gradient)[0].to_dense(), gradient.mean(0))
+    assert "split-and-reduce" in forced.scheduler.meters[0].bytes_by_phase
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 5])
+def test_fewer_coordinates_than_workers(numel: int) -> None:
+    """n < P: regions are tiny or empty."""
+    obeys(OkTopk(density=0.4, **SHORT), laws.Case(7, numel, ("random", "ties", "zero", "random")))
+
+
+def test_empty_regions_send_nothing() -> None:
+    """An owner of nothing gets no message, and empty messages are never posted."""
+    gradient = torch.zeros(4, 100)
+    gradient[:, 60:68] = 1 + torch.arange(8)
+    world = SimulatedWorld(OkTopk(density=0.04, **SHORT), 4, 100)
+    seen = []
+
+    def watch(_: int, words: list[object]) -> None:
+        seen.extend(w.round if isinstance(w, Post) else w for w in words if isinstance(w, (Post, Round)))
+
+    for _ in range(6):
+        world.step(gradient, before_round=watch)
+    assert any(not round_.sends for round_ in seen)
+    assert all(t.numel() for round_ in seen for t in round_.sends.values())
+    assert all(words for round_ in seen for words in round_.receives.values())
+
+
+def test_all_zero_gradient() -> None:
+    """Nothing is selected or delivered, thresholds are not poisoned, and the next step recovers."""
+    world = SimulatedWorld(OkTopk(density=0.1), 3, 80)
+    zero, gradient = torch.zeros(3, 80), random(3, 80)
+    assert len(world.step(zero)[0]) == 0
+    assert state(world).force_reevaluate
+    assert len(world.step(gradient)[0]) == 8
+    threshold = state(world).global_threshold
+    assert threshold > 0
+    fresh = SimulatedWorld(OkTopk(density=0.1), 3, 80)
+    fresh.step(gradient)
+    for _ in range(4):
+        fresh.step(torch.zeros(3, 80))
+    assert state(fresh).global_threshold > 0
+
+
+def test_zero_on_a_reevaluation_step_keeps_the_threshold() -> None:
+    """With nothing to learn from, the old global threshold stays and the next step looks again."""
+    world = SimulatedWorld(OkTopk(density=0.1, reevaluate_every=1), 3, 80)
+    world.step(torch.full((3, 80), 3.0) * (torch.arange(80) < 8))
+    before = state(world).global_threshold
+    assert before == 9
+    assert not world.residuals.any()
+    world.step(torch.zeros(3, 80))
+    assert state(world).global_threshold == before
+    assert state(world).force_reevaluate
+
+
+def test_fewer_nonzeros_than_k() -> None:
+    """Exactly the non-zeros travel, and the local threshold is invalid rather than zero."""
+    gradient = torch.zeros(3, 100)
+    gradient[:, :4] = torch.tensor([3.0, 6.0, 9.0, 12.0])
+    world = SimulatedWorld(OkTopk(density=0.1), 3, 100)
+    assert world.step(gradient)[0].indices.tolist() == [0, 1, 2, 3]
+    assert state(world).local_threshold == 0
+    assert len(world.step(random(3, 100))[0]) == 10
+
+
+def test_nothing_reaches_the_global_threshold() -> None:
+    """S is empty and everything stays owed."""
+    world = SimulatedWorld(OkTopk(density=0.1, **SHORT), 3, 60)
+    for step in range(3):
+        world.step(random(3, 60, step) * 1000)
+    for worker in world.workers:
+        worker.residual.zero_()
+    gradient = random(3, 60)
+    assert state(world).step == 3
+    assert len(world.step(gradient / 1e6)[0]) == 0
+    assert torch.equal(world.residuals, gradient / 1e6)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    """All magnitudes equal: exactly k, the lowest indices, the same on all ranks."""
+    world = SimulatedWorld(OkTopk(density=0.1), 4, 100)
+    means = world.step(torch.ones(4, 100))
+    assert all(mean.indices.tolist() == list(range(10)) for mean in means)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_non_finite(bad: float, step: int) -> None:
+    """A NaN or Inf on one rank is refused by all, by name of the rank, on every kind of step."""
+    world = SimulatedWorld(OkTopk(density=0.1), 4, 100)
+    for number in range(step):
+        world.step(random(4, 100, number))
+    poisoned, before = random(4, 100), world.residuals
+    poisoned[2, 57] = bad
+    with pytest.raises(NonFiniteError, match=r"ranks \[2\]"):
+        world.step(poisoned)
+    assert laws.same_bits(world.residuals, before)
+
+
+def test_opposite_infinities() -> None:
+    """+Inf and -Inf at one coordinate do not hide behind their NaN sum."""
+    poisoned = random(3, 50)
+    poisoned[0, 7], poisoned[2, 7] = math.inf, -math.inf
+    with pytest.raises(NonFiniteError) as caught:
+        SimulatedWorld(OkTopk(density=0.1), 3, 50).step(poisoned)
+    assert caught.value.ranks == (0, 2)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_sums_that_overflow(step: int) -> None:
+    """Finite gradients whose sum is Inf are refused as well, wherever the owner sits."""
+    world = SimulatedWorld(OkTopk(density=0.1), 3, 50)
+    for number in range(step):
+        world.step(random(3, 50, number))
+    huge, before = random(3, 50), world.residuals
+    huge[:, 31] = 3e38
+    with pytest.raises(NonFiniteError, match="overflow"):
+        world.step(huge)
+    assert laws.same_bits(world.residuals, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients(dtype: torch.dtype) -> None:
+    """Residuals are fp32 whatever the gradients are, and a refused step does not touch them."""
+    gradient = random(3, 90).to(dtype)
+    world = SimulatedWorld(OkTopk(density=0.1), 3, 90)
+    mean = world.step(gradient)[0]
+    assert world.residuals.dtype == torch.float32
+    assert torch.equal(mean.to_dense() * 3 + world.residuals.sum(0), gradient.float().sum(0))
+    before = world.residuals
+    with pytest.raises(NonFiniteError):
+        world.step(gradient * math.inf)
+    assert laws.same_bits(world.residuals, before)
+
+
+def test_skew_forces_a_repartition() -> None:
+    """When all large entries move into one region, the cuts follow one step later."""
+    world = SimulatedWorld(OkTopk(density=0.1), 4, 400)
+    left = random(4, 400) * (torch.arange(400) < 100)
+    right = random(4, 400, 1) * (torch.arange(400) >= 300) * 1000
+    for _ in range(3):
+        world.step(left)
+    before = state(world).cuts
+    world.step(right)
+    assert all(state(world, r).force_repartition for r in range(4))
+    world.step(right)
+    assert world.workers[1].algorithm.report["repartitioned"] == 1
+    after = state(world).cuts
+    assert after[1] > before[1]
+    assert after[3] > 300
+
+
+def test_workers_with_different_distributions() -> None:
+    """Averaged cuts may suit nobody; the laws hold all the same."""
+    obeys(OkTopk(density=0.1, **SHORT), laws.Case(5, 100, ("disjoint", "random", "one-region") * 3))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_overshoot_is_capped(corrected: bool) -> None:
+    """However far thresholds lag, no more than the caps are selected or delivered."""
+    chosen = OkTopk(density=0.05, correct_thresholds=corrected, reevaluate_every=1000)
+    world = SimulatedWorld(chosen, 4, 400)
+    for step in range(12):
+        mean = world.step(random(4, 400, step) * 3.0**step)[0]
+        assert len(mean) <= 40
+
+
+def test_another_world_size_starts_over() -> None:
+    """Thresholds on sums and cuts per worker mean nothing to another number of workers."""
+    workers = [ErrorFeedback(OkTopk(density=0.1).build(60)) for _ in range(5)]
+
+    def step(world_size: int, seed: int) -> None:
+        gradient = random(world_size, 60, seed)
+        members = workers[:world_size]
+        patterns = [w.begin(gradient[r], r, world_size) for r, w in enumerate(members)]
+        SimulatedScheduler(world_size).run(patterns)
+        for worker in members:
+            worker.commit()
+
+    for seed in range(4):
+        step(5, seed)
+    step(3, 9)
+    for worker in workers[:3]:
+        assert worker.algorithm.report["reevaluated"] == worker.algorithm.report["repartitioned"] == 1
+        assert len(worker.algorithm.state.cuts) == 4
+
+
+def test_state_dict_is_plain_and_continues() -> None:
+    """Residuals, thresholds, cuts and counters are saved; a resumed run gives the same bits."""
+    laws.resume(OkTopk(density=0.1, **SHORT), laws.Case(4, 90, ("random",) * 9))
+    world = SimulatedWorld(OkTopk(density=0.1), 2, 30)
+    world.step(random(2, 30))
+    saved = world.state_dict()["workers"][1]["algorithm"]
+    assert set(saved) == {
+        "step", "world_size", "local_threshold", "global_threshold",
+        "cuts", "force_reevaluate", "force_repartition",
+    }  # fmt: skip
+    assert all(isinstance(value, (int, float, bool, tuple)) for value in saved.values())
+
+
+def test_too_long_for_int32() -> None:
+    """2^31 elements are refused with the fix, before anything is allocated."""
+    with pytest.raises(ValueError, match=r"numel=2147483648.*split"):
+        OkTopk().build(2**31)
+
+
+def test_instances_share_nothing() -> None:
+    """Two worlds in one process keep their own residuals and thresholds."""
+    first, second = (SimulatedWorld(OkTopk(density=0.1), 2, 40) for _ in range(2))
+    first.step(random(2, 40))
+    assert not second.residuals.any()
+    assert state(second).step == 0
+
+
+def test_tiny_vectors_can_go_dense() -> None:
+    """Below ``dense_below`` elements latency decides, and one all-reduce is sent."""
+    gradient = random(3, 50)
+    world = SimulatedWorld(OkTopk(density=0.1, dense_below=51), 3, 50)
+    assert torch.equal(world.step(gradient)[0].to_dense(), gradient.mean(0))
+    sparse = SimulatedWorld(OkTopk(density=0.1, dense_below=50), 3, 50)
+    assert len(sparse.step(gradient)[0]) == 5
+
+
+def test_input_layout() -> None:
+    """Strided rows work; a gradient of another shape is refused by name."""
+    gradient = random(3, 40)
+    strided = torch.empty(40, 3).t()
+    strided.copy_(gradient)
+    worlds = [SimulatedWorld(OkTopk(density=0.1), 3, 40) for _ in range(2)]
+    assert laws.same_vector(worlds[0].step(gradient)[0], worlds[1].step(strided)[0])
+    with pytest.raises(ValueError, match=r"gradients has shape \(3, 4, 10\)"):
+        worlds[0].step(gradient.view(3, 4, 10))
+
+
+def test_one_packed_message_per_peer() -> None:
+    """Indices and values travel together: P - 1 messages in phase 1, told apart by order alone."""
+    world = SimulatedWorld(OkTopk(density=0.5, bucket_width=3), 6, 200)
+    sent = [0] * 6
+
+    def watch(_: int, words: list[object]) -> None:
+        if isinstance(words[0], Post):
+            for rank, word in enumerate(words):
+                sent[rank] += len(word.round.sends)
+        assert not isinstance(words[0], Wait) or len({type(w) for w in words}) == 1
+
+    world.step(random(6, 200), before_round=watch)
+    assert sent == [5] * 6
+
+
+@pytest.mark.parametrize("field", ["repartition_every", "reevaluate_every"])
+def test_ranks_with_other_settings(field: str) -> None:
+    """Ranks that disagree about a period are told which rank does what, at once."""
+    workers = [ErrorFeedback(OkTopk(density=0.2, **{field: 1 if r == 2 else 3}).build(60)) for r in range(3)]
+    with pytest.raises(ProtocolMismatchError, match="rank 0 .* but rank 2"):
+        for seed in range(9):
+            gradient = random(3, 60, seed)
+            SimulatedScheduler(3).run([w.begin(gradient[r], r, 3) for r, w in enumerate(workers)])
+            for worker in workers:
+                worker.commit()
+
+
+def test_defect_cleared_coordinates_on_reevaluation_steps() -> None:
+    """Defect 1: what is cleared equals L intersect S by set logic, on the unsorted top-k step too."""
+    for step in range(6):
+        world = SimulatedWorld(OkTopk(density=0.1, reevaluate_every=1 if step % 2 else 32), 4, 300)
+        for number in range(step):
+            world.step(random(4, 300, number))
+        held = world.residuals + random(4, 300, 50)
+        mean = world.step(random(4, 300, 50))[0]
+        kept = set(mean.indices.tolist())
+        after = world.residuals
+        for rank in range(4):
+            cleared = set(((held[rank] != 0) & (after[rank] == 0)).nonzero().squeeze(1).tolist())
+            assert cleared <= kept
+            assert torch.equal(after[rank][after[rank] != 0], held[rank][after[rank] != 0])
+        owed = held.sum(0) - after.sum(0)
+        assert torch.equal(owed, mean.to_dense() * 4)
+
+
+def test_defect_empty_result() -> None:
+    """Defects 2 and 8: empty selections and empty results, alone or with others."""
+    for world_size in (1, 4):
+        world = SimulatedWorld(OkTopk(density=0.1), world_size, 30)
+        for _ in range(3):
+            assert len(world.step(torch.zeros(world_size, 30))[0]) == 0
+
+
+def test_defect_indices_beyond_2_to_24() -> None:
+    """Defect 3: indices that fp32 cannot represent arrive exact."""
+    numel = 2**24 + 64
+    gradient = torch.zeros(2, numel)
+    places = [2**24 + 1, 2**24 + 3, numel - 1]
+    gradient[0, places] = torch.tensor([2.0, 4.0, 6.0])
+    world = SimulatedWorld(OkTopk(density=3.5 / numel), 2, numel)
+    mean = world.step(gradient)[0]
+    assert mean.indices.tolist() == places
+    assert mean.values.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_defect_sum_of_cuts_beyond_int32() -> None:
+    """Defect 4: cuts near 2^31 are summed over ranks without overflow."""
+    near = 2**31 - 5
+    proposal = propose_cuts(torch.tensor([near - 2, near - 1, near], dtype=torch.int32), 3)
+    assert proposal.dtype == torch.int64
+    assert consensus_cuts((proposal * 3).tolist(), 2**31 - 1) == (0, near - 1, near, 2**31 - 1)
+
+
+def test_defect_strict_comparison() -> None:
+    """Defect 5: the k-th magnitude itself is selected, so a re-evaluation step delivers k and not k - 1."""
+    world = SimulatedWorld(OkTopk(density=0.1), 2, 50)
+    gradient = torch.arange(1.0, 51.0).repeat(2, 1)
+    assert world.step(gradient)[0].indices.tolist() == [45, 46, 47, 48, 49]
+
+
+def test_defect_missing_balance() -> None:
+    """Defect 6: a block beyond the trigger is evened out, within the bound."""
+    world = SimulatedWorld(OkTopk(density=0.1, skew_trigger=100, balance_trigger=2.0), 5, 500)
+    world.step(random(5, 500))
+    phases = set()
+    for step in range(1, 12):
+        world.step(random(5, 500, step) * (torch.arange(500) < 60) * 100)
+        phases |= set(world.scheduler.meters[0].bytes_by_phase)
+    assert "balance" in phases
+
+
+@pytest.mark.parametrize("warmup", [1, 2, 3, 7])
+def test_defect_warmup_length(warmup: int) -> None:
+    """Defect 9: thresholds and cuts are found at the first sparse step whatever the warm-up length."""
+    recipe = Warmup(recipe=OkTopk(density=0.1, **SHORT), steps=warmup)
+    world = SimulatedWorld(recipe, 4, 120)
+    for step in range(warmup + 1):
+        mean = world.step(random(4, 120, step))[0]
+    assert len(mean) == 12
+    assert len(world.workers[0].algorithm.inner.state.cuts) == 5
+
+
+def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect 10: one selection pass over the accumulator per rank and step, not one per region."""
+    passes = []
+    accumulator = tritoncomm.accumulator.Accumulator
+    for name in ("at_least", "top_k"):
+        original = getattr(accumulator, name)
+        monkeypatch.setattr(
+            accumulator, name, lambda self, x, original=original: passes.append(1) or original(self, x)
+        )
+    world = SimulatedWorld(OkTopk(density=0.1), 6, 100)
+    for step in range(5):
+        passes.clear()
+        world.step(random(6, 100, step))
+        assert len(passes) == 6
+
+
+def test_strict_volume_is_a_bound_by_construction() -> None:
+    """6k(P-1)/P words, plus counts, sizes and headers, on every reuse step of hostile gradients."""
+    world_size, numel = 5, 1000
+    for trigger in (1.0, 4.0, math.inf):
+        recipe = OkTopk(density=0.05, strict_volume=True, balance_trigger=trigger, reevaluate_every=64)
+        world = SimulatedWorld(recipe, world_size, numel)
+        k = world.workers[0].algorithm.k
+        families = ("random", "one-region", "random", "disjoint", "identical", "ties", "one-region") * 6
+        reused = 0
+        for gradient in laws.Case(world_size, numel, families, seed=1).gradients():
+            world.step(gradient)
+            if world.workers[0].algorithm.report["reevaluated"]:
+                continue
+            reused += 1
+            for rank, meter in enumerate(world.scheduler.meters):
+                for traffic in (world.traffic[rank], world.received[rank]):
+                    headers = 16 * traffic.messages + 8 * 2 * world_size * 4
+                    rounding = 4 * 2 * 3 * world_size
+                    assert traffic.bytes <= 4 * 6 * k * (world_size - 1) / world_size + headers + rounding
+                assert meter.sent.messages <= 4 * world_size + 20
+        assert reused > 20
