@@ -23,7 +23,7 @@ from tritoncomm.bucket import BucketLayout
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 
-WORKERS, ROWS = 4, 16
+WORKERS = 4
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 0.1
 
 
@@ -59,7 +59,9 @@ VARIANTS: dict[str, Rule | None] = {
 }
 
 
-def train(recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int) -> float:
+def train(
+    recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int, rows: int, lr_warmup: int
+) -> float:
     """Final validation loss in nats per byte."""
     torch.manual_seed(seed)
     model = ByteGPT(Shape())
@@ -69,9 +71,11 @@ def train(recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: in
     world = tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
     gradients = torch.empty(WORKERS, layout.numel)
     for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / max(1, lr_warmup))
         for rank in range(WORKERS):
             optimizer.zero_grad()
-            model(batch(text.train, ROWS, model.shape.context, seed, step, rank)).backward()
+            model(batch(text.train, rows, model.shape.context, seed, step, rank)).backward()
             layout.gather(gradients[rank])
         mean = world.step(gradients)[0]
         layout.scatter(mean.to_dense())
@@ -90,6 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--warmup", type=int, help="dense steps; a tenth of the steps unless given")
+    parser.add_argument(
+        "--lr-warmup", type=int, default=0, help="steps of linear learning-rate warm-up, dense run included"
+    )
+    parser.add_argument("--rows", type=int, default=16, help="sequences per worker and step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01])
     parser.add_argument("--algo", nargs="+", default=["oktopk"], choices=tritoncomm.algorithms())
@@ -105,7 +113,10 @@ def main() -> None:
 
     def measure(name: str, recipe: tritoncomm.Recipe, rule: Rule | None) -> list[float]:
         started = time.perf_counter()
-        losses = [train(recipe, rule, text, steps=options.steps, seed=s) for s in options.seeds]
+        losses = [
+            train(recipe, rule, text, steps=options.steps, seed=s, rows=options.rows, lr_warmup=options.lr_warmup)
+            for s in options.seeds
+        ]
         gaps = [loss / reference - 1 for loss, reference in zip(losses, dense or losses, strict=True)]
         print(
             f"{name:52}",

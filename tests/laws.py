@@ -169,7 +169,7 @@ def budget(recipe: Recipe, case: Case) -> None:
         assert sum(t.bytes for t in world.traffic) == sum(t.bytes for t in world.received)
 
 
-class InjectedFailure(Exception):
+class InjectedFailure(Exception):  # noqa: N818 - not an error of ours
     """Stands in for a network that breaks."""
 
 

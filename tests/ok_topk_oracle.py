@@ -76,12 +76,14 @@ class Oracle:
             self.local[rank] = min((abs(acc[j]) for j in best), default=0.0) if len(best) == self.k else 0.0
             return sorted(best)
         passing = {j: v for j, v in enumerate(acc) if abs(v) >= limit and v}
-        self.local[rank] = self._corrected(limit, len(passing))
+        self.local[rank] = self._corrected(limit, passing, len(passing))
         return sorted(largest(passing, self.local_cap))
 
-    def _corrected(self, limit: float, count: int) -> float:
+    def _corrected(self, limit: float, passed: dict[int, float], count: int) -> float:
         if not self.recipe.correct_thresholds:
             return limit
+        if count >= self.k and passed:
+            return min(abs(passed[j]) for j in largest(passed, self.k))
         return corrected_threshold(limit, count, self.k, self.numel)
 
     def _cut(self, chosen: list[list[int]]) -> list[int]:
@@ -130,7 +132,7 @@ class Oracle:
                 self.threshold = min(map(abs, kept.values()))
             return
         self.reevaluate = not self.recipe.drift_low * self.k <= wanted <= self.recipe.drift_high * self.k
-        self.threshold = self._corrected(self.threshold, wanted)
+        self.threshold = self._corrected(self.threshold, kept, wanted)
 
 
 def largest(values: dict[int, float], k: int) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import laws
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+import laws
 from recipes import NAMES, under_test
 
 EXACT_LAWS = (

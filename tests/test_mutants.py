@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import laws
 import pytest
 import torch
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.sparse import SparseVector
+
+import laws
 
 CASE = laws.Case(5, 90, ("random",) * 6, seed=3)
 FLOATS = laws.Case(5, 90, ("random",) * 6, seed=3, exact=False)

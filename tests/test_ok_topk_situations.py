@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import laws
 import pytest
 import torch
 import tritoncomm
@@ -16,6 +15,8 @@ from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.partition import consensus_cuts, propose_cuts
 from tritoncomm.scheduler.rounds import Post, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+
+import laws
 
 ALL_LAWS = (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget)
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
@@ -240,7 +241,7 @@ def test_overshoot_is_capped(corrected: bool) -> None:
     world = SimulatedWorld(chosen, 4, 400)
     for step in range(12):
         mean = world.step(random(4, 400, step) * 3.0**step)[0]
-        assert len(mean) <= 40
+        assert len(mean) <= 25
 
 
 def test_another_world_size_starts_over() -> None:
@@ -329,12 +330,19 @@ def test_one_packed_message_per_peer() -> None:
 def test_ranks_with_other_settings(field: str) -> None:
     """Ranks that disagree about a period are told which rank does what, at once."""
     workers = [ErrorFeedback(OkTopk(density=0.2, **{field: 1 if r == 2 else 3}).build(60)) for r in range(3)]
-    with pytest.raises(ProtocolMismatchError, match="rank 0 .* but rank 2"):
+
+    def step(seed: int) -> None:
+        gradient = random(3, 60, seed)
+        SimulatedScheduler(3).run([w.begin(gradient[r], r, 3) for r, w in enumerate(workers)])
+        for worker in workers:
+            worker.commit()
+
+    def train() -> None:
         for seed in range(9):
-            gradient = random(3, 60, seed)
-            SimulatedScheduler(3).run([w.begin(gradient[r], r, 3) for r, w in enumerate(workers)])
-            for worker in workers:
-                worker.commit()
+            step(seed)
+
+    with pytest.raises(ProtocolMismatchError, match=r"rank 0 .* but rank 2"):
+        train()
 
 
 def test_defect_cleared_coordinates_on_reevaluation_steps() -> None:
@@ -418,9 +426,7 @@ def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = tritoncomm.accumulator.Accumulator
     for name in ("at_least", "top_k"):
         original = getattr(accumulator, name)
-        monkeypatch.setattr(
-            accumulator, name, lambda self, x, original=original: passes.append(1) or original(self, x)
-        )
+        monkeypatch.setattr(accumulator, name, lambda self, x, original=original: passes.append(1) or original(self, x))
     world = SimulatedWorld(OkTopk(density=0.1), 6, 100)
     for step in range(5):
         passes.clear()

@@ -30,4 +30,4 @@ class Meter:
     @property
     def waited(self) -> float:
         """Seconds spent on the network in all phases."""
-        return sum(self.seconds.values())
+        return sum(self.seconds.values(), 0.0)

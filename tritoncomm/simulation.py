@@ -83,9 +83,15 @@ class SimulatedWorld:
         return {"workers": [worker.state_dict() for worker in self.workers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` of an equal world returned."""
+        """Continue from what :meth:`state_dict` of an equal world returned; all of it fits, or nothing changes."""
         workers = state["workers"]
         if len(workers) != self.world_size:
             raise ConfigurationError(f"saved by {len(workers)} workers, this world has {self.world_size}")
-        for worker, saved in zip(self.workers, workers, strict=True):
-            worker.load_state_dict(saved)
+        before = self.state_dict()["workers"]
+        try:
+            for worker, saved in zip(self.workers, workers, strict=True):
+                worker.load_state_dict(saved)
+        except BaseException:
+            for worker, saved in zip(self.workers, before, strict=True):
+                worker.load_state_dict(saved)
+            raise

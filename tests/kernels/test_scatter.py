@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import tritoncomm_kernels as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import tritoncomm_kernels as kernels
 
 supports = st.lists(st.sets(st.integers(0, 199), max_size=60), min_size=1, max_size=7)
 

@@ -8,9 +8,10 @@ import struct
 import numpy as np
 import pytest
 import torch
-import tritoncomm_kernels as kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import compact, threshold
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]

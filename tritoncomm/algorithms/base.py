@@ -13,7 +13,6 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
 
-
 INDEX_LIMIT = 2**31
 
 
@@ -33,9 +32,7 @@ class Algorithm(ABC):
 
     def __init__(self, numel: int) -> None:
         if numel >= INDEX_LIMIT:
-            raise ConfigurationError(
-                f"numel={numel}: indices are int32, split the vector into parts below 2^31"
-            )
+            raise ConfigurationError(f"numel={numel}: indices are int32, split the vector into parts below 2^31")
         self.numel = numel
         self.report: dict[str, float] = {}
 

@@ -29,6 +29,9 @@ from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 _NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+# Re-evaluation looks at what reaches this share of the old threshold first. If that is k entries or more,
+# the k largest are among them and the other reduced non-zeros, often several k, need not travel.
+WARM_START = 0.95
 # With strict_volume an unbalanced all-gather must not cost more than balancing plus a balanced one.
 _STRICT_BALANCE_TRIGGER = 2.0
 
@@ -61,8 +64,8 @@ class OkTopk(Recipe):
     skew_trigger: float = 2.0
     drift_low: float = 0.5
     drift_high: float = 2.0
-    local_cap: float = 2.0
-    global_cap: float = 2.0
+    local_cap: float = 1.25
+    global_cap: float = 1.25
     correct_thresholds: bool = True
     strict_volume: bool = False
     dense_below: int = 0
@@ -148,10 +151,13 @@ class OkTopkAlgorithm(Algorithm):
             local = self._cap_pairs(local, cuts, rank, world_size)
         region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
-        candidates = kernels.select(region, 0.0 if reevaluate else state.global_threshold)
-        candidates = candidates._replace(indices=candidates.indices + cuts[rank])
+        floor = state.global_threshold * (WARM_START if reevaluate else 1.0)
+        candidates = self._candidates(region, floor, cuts[rank])
         sizes, loads = yield from self._share_sizes(candidates, received)
         if reevaluate:
+            if floor > 0 and sum(sizes) < self.k:  # the k largest are not all among them: look again
+                candidates = self._candidates(region, 0.0, cuts[rank])
+                sizes, loads = yield from self._share_sizes(candidates, received)
             delivered = yield from self._global_top_k(candidates, sizes, state, rank, world_size)
         else:
             delivered = yield from self._balance_and_gather(candidates, sizes, state, rank, world_size)
@@ -211,12 +217,15 @@ class OkTopkAlgorithm(Algorithm):
             enough = local.found == self.k
             return local, kernels.smallest_magnitude(local.values) if enough else 0.0
         local = acc.at_least(state.local_threshold)
-        following = self._corrected(state.local_threshold, local.found)
+        following = self._corrected(state.local_threshold, local, local.found)
         return kernels.largest(local, self.local_cap), following
 
-    def _corrected(self, threshold: float, count: int) -> float:
+    def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
+        """What would have let k entries pass: exact when at least k did, estimated when fewer."""
         if not self.recipe.correct_thresholds:
             return threshold
+        if count >= self.k and passed.found:
+            return kernels.smallest_magnitude(kernels.largest(passed, self.k).values)
         return corrected_threshold(threshold, count, self.k, self.numel)
 
     def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
@@ -274,6 +283,11 @@ class OkTopkAlgorithm(Algorithm):
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
         return incoming
 
+    def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
+        """The owner's side of the global selection: reduced non-zeros that reach ``threshold``."""
+        found = kernels.select(region, threshold)
+        return found._replace(indices=found.indices + offset)
+
     def _share_sizes(self, candidates: Selection, received: int) -> Pattern[tuple[list[int], list[int]]]:
         """Everybody's number of candidates, and its load in phase 1."""
         finite = not kernels.has_non_finite(candidates.values)
@@ -296,7 +310,7 @@ class OkTopkAlgorithm(Algorithm):
         rank: int,
         world_size: int,
     ) -> Pattern[_Delivered]:
-        """Phase 2 of a re-evaluation step: gather every reduced non-zero, keep exactly the k largest."""
+        """Phase 2 of a re-evaluation step: gather the candidates, keep exactly the k largest."""
         gathered = yield from self._gather(candidates, sizes, rank, world_size, "re-evaluation")
         kept = kernels.largest(gathered, self.k)
         # Nothing to learn a threshold from: keep the old one and look again next step.
@@ -321,7 +335,7 @@ class OkTopkAlgorithm(Algorithm):
             sizes = balanced_sizes(sum(sizes), world_size)
         gathered = yield from self._gather(candidates, sizes, rank, world_size, "all-gather")
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
-        threshold = self._corrected(state.global_threshold, wanted)
+        threshold = self._corrected(state.global_threshold, gathered, wanted)
         return _Delivered(gathered.indices, gathered.values, threshold, not low <= wanted <= high)
 
     def _balance(self, block: Selection, sizes: list[int], rank: int, world_size: int) -> Pattern[Selection]:
@@ -368,6 +382,7 @@ class OkTopkAlgorithm(Algorithm):
             cost.all_gather(2, 8, world_size),
         ]
         if reevaluate:
+            parts.append(cost.all_gather(2, 8, world_size))  # when the warm start did not suffice
             union = min(self.numel, world_size * self.k)
             parts.append(cost.messages(rounds, 2 * rounds * union))
         else:
@@ -375,7 +390,7 @@ class OkTopkAlgorithm(Algorithm):
             largest = math.ceil(min(self.global_cap, self.balance_trigger * self.global_cap / world_size))
             unbalanced = cost.messages(rounds, 2 * min(peers * largest, rounds * self.global_cap))
             balanced = cost.messages(peers + rounds, 2 * (self.global_cap - share + 1 + peers * share))
-            parts.append(max(unbalanced, balanced, key=lambda traffic: traffic.bytes))
+            parts.append(Traffic(balanced.messages, max(unbalanced.bytes, balanced.bytes)))
         return cost.total(parts)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,18 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from tritoncomm.errors import ExchangeError
-
 Send = Callable[[Any], None]
 POLL_SECONDS = 0.05
+# After a death the others may still say what they saw; it also tells cause from echo.
+GRACE_SECONDS = 1.0
+
+
+class _Failure(NamedTuple):
+    """An exception in a worker."""
+
+    rank: int
+    time: float
+    text: str
 
 
 class WorkerError(RuntimeError):
@@ -48,7 +58,7 @@ def run_workers(
     """
     queue = get_context("spawn").SimpleQueue()
     results: dict[int, Any] = {}
-    errors: list[tuple[int, str, bool]] = []
+    errors: list[_Failure] = []
 
     def drain() -> None:
         while not queue.empty():
@@ -56,7 +66,7 @@ def run_workers(
             if kind == "result":
                 results[rank] = content
             elif kind == "error":
-                errors.append((rank, *content))
+                errors.append(_Failure(rank, *content))
             elif listen is not None:
                 listen(content)
 
@@ -69,11 +79,12 @@ def run_workers(
             start_method="spawn",
         )
         try:
-            while not context.join(timeout=POLL_SECONDS):
+            while not context.join(timeout=POLL_SECONDS, grace_period=GRACE_SECONDS):
                 drain()
         except (ProcessRaisedException, ProcessExitedException) as error:
             drain()
-            raise WorkerError(_first_cause(errors, error)) from error
+            codes = [process.exitcode for process in context.processes]
+            raise WorkerError(_first_cause(errors, codes)) from error
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -121,20 +132,19 @@ def _work(  # runs in the worker process
         # A rank that leaves early would look like a lost peer to those that are still exchanging.
         dist.barrier()
         send("result", result)
-    except BaseException as error:
-        send("error", (traceback.format_exc(), isinstance(error, ExchangeError)))
+    except BaseException:
+        send("error", (time.time(), traceback.format_exc()))
         raise
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
 
-def _first_cause(errors: list[tuple[int, str, bool]], error: Exception) -> str:
-    """A peer's death makes exchanges fail elsewhere: prefer an error that is not such an echo."""
-    if isinstance(error, ProcessExitedException):
-        own = [e for e in errors if not e[2]]
-        if not own:
-            return f"worker {error.error_index} died without a traceback: {error}"
-    for rank, text, echo in sorted(errors, key=lambda e: e[2]):
-        return f"worker {rank} failed{' in an exchange' if echo else ''}:\n{text}"
-    return str(error)
+def _first_cause(errors: list[_Failure], exit_codes: Sequence[int | None]) -> str:
+    """A death makes exchanges fail elsewhere; the cause is who died silently, or failed first."""
+    reported = {error.rank for error in errors}
+    for rank, code in enumerate(exit_codes):
+        if code not in (0, None, -signal.SIGTERM) and rank not in reported:
+            return f"worker {rank} died without a traceback, exit code {code}"
+    first = min(errors, key=lambda error: error.time)
+    return f"worker {first.rank} failed:\n{first.text}"

@@ -1,0 +1,227 @@
+"""Bytes and milliseconds of one exchange: dense, top-k all-gather and Ok-Topk between local processes.
+
+Every method runs in the same processes on the same gradients. Bytes are per rank and direction, the
+larger of sent and received on the busiest rank. Times are medians over steps of the mean over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from tritoncomm.demo.launch import Send, run_workers
+from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+
+import tritoncomm_kernels as kernels
+
+LAYERS = 24
+SNAPSHOTS = 3  # different gradients, taken in turn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one density; one entry per step in each list."""
+
+    name: str
+    density: float
+    k: int
+    bytes: list[int]
+    predicted: list[int]
+    messages: list[int]
+    reevaluated: list[bool]
+    select: list[float]
+    exchange: list[float]
+    apply: list[float]
+    delivered: list[int]
+
+
+def layered_gradients(numel: int, rank: int) -> list[torch.Tensor]:
+    """Heavy-tailed gradients whose scale differs by layer, half common to all ranks, half their own."""
+    common, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
+    scale = torch.logspace(0, -1.5, LAYERS, base=10)[torch.randperm(LAYERS, generator=common)]
+    shape = scale.repeat_interleave(-(-numel // LAYERS))[:numel]
+    snapshots = []
+    for _ in range(SNAPSHOTS):
+        value = torch.empty(numel).exponential_(generator=common)
+        value += torch.empty(numel).exponential_(generator=own)
+        value *= torch.randint(0, 2, (numel,), generator=common).mul_(2).sub_(1)
+        snapshots.append(value.mul_(shape))
+    return snapshots
+
+
+def methods(density: float) -> list[tuple[str, tritoncomm.Recipe]]:
+    """What is compared at one density."""
+    return [
+        ("topk_allgather", tritoncomm.TopkAllgather(density=density)),
+        ("oktopk", tritoncomm.OkTopk(density=density)),
+        ("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)),
+    ]
+
+
+def work(rank: int, world_size: int, send: Send, numel: int, densities: list[float], steps: int) -> None:
+    """One worker: every method in turn; rank 0 reports."""
+    gradients = layered_gradients(numel, rank)
+    table = [("dense", 1.0, tritoncomm.Dense())]
+    table += [(name, density, recipe) for density in densities for name, recipe in methods(density)]
+    for name, density, recipe in table:
+        row = measure(name, density, recipe, gradients, rank, world_size, steps)
+        if rank == 0:
+            send(row)
+
+
+def measure(
+    name: str, density: float, recipe: tritoncomm.Recipe, gradients: list[torch.Tensor],
+    rank: int, world_size: int, steps: int,
+) -> Row:  # fmt: skip
+    """``steps`` exchanges of one method."""
+    numel = gradients[0].numel()
+    scheduler, feedback = ProcessGroupScheduler(), ErrorFeedback(recipe.build(numel))
+    algorithm = feedback.algorithm
+    flat = torch.empty(numel)
+    measured = []
+    for step in range(steps):
+        predicted = algorithm.predicted_traffic(world_size).bytes
+        dist.barrier()
+        started = time.perf_counter()
+        mean = scheduler.run(feedback.begin(gradients[step % SNAPSHOTS], rank, world_size))
+        feedback.commit()
+        mean.write_to(flat)
+        seconds = time.perf_counter() - started
+        assert feedback.accumulator is not None
+        select, waited = feedback.accumulator.seconds, scheduler.meter.waited
+        used = max(scheduler.meter.sent.bytes, scheduler.meter.received.bytes)
+        row = [used, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)]
+        measured.append([*row, select, waited, seconds - select - waited, len(mean)])
+    everybody = torch.empty(world_size, steps, len(measured[0]), dtype=torch.float64)
+    dist.all_gather(list(everybody), torch.tensor(measured, dtype=torch.float64))
+    busiest, mean_time = everybody.amax(0), everybody.mean(0)
+    return Row(
+        name, density, max(1, int(numel * density)),
+        *(busiest[:, column].long().tolist() for column in range(3)),
+        (busiest[:, 3] > 0).tolist(),
+        *(mean_time[:, column].mul(1e3).tolist() for column in (4, 5, 6)),
+        busiest[:, 7].long().tolist(),
+    )  # fmt: skip
+
+
+def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
+    """Print the table and return its figures."""
+    dense = statistics.median(map(sum, zip(rows[0].select, rows[0].exchange, rows[0].apply, strict=True)))
+    head = (
+        f"{'method':22}{'density':>8} {'MB/step':>9}{'of it in k':>11}{'reuse max':>10}{'re-eval':>9}{'6k(P-1)/P':>10}"
+    )
+    print(f"{head}{'bound held':>11}{'msgs':>6}{'select':>8}{'exch.':>8}{'apply':>8}{'total ms':>9}{'vs dense':>9}")
+    results = []
+    for row in rows:
+        words = [used / 4 / row.k for used in row.bytes]
+        reuse = [w for w, again in zip(words, row.reevaluated, strict=True) if not again]
+        again = [w for w, again in zip(words, row.reevaluated, strict=True) if again]
+        parts = [statistics.median(part) for part in (row.select, row.exchange, row.apply)]
+        total = statistics.median(map(sum, zip(row.select, row.exchange, row.apply, strict=True)))
+        figures = {
+            "method": row.name, "density": row.density, "k": row.k, "steps": len(row.bytes),
+            "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(words),
+            "words_per_k_reuse_mean": statistics.fmean(reuse) if reuse else None,
+            "words_per_k_reuse_max": max(reuse, default=None),
+            "words_per_k_reevaluation_mean": statistics.fmean(again) if again else None,
+            "bytes_predicted_mean": statistics.fmean(row.predicted),
+            "within_prediction": all(u <= p for u, p in zip(row.bytes, row.predicted, strict=True)),
+            "messages_mean": statistics.fmean(row.messages),
+            "density_delivered": statistics.fmean(row.delivered) / (row.k / row.density),
+            "select_ms": parts[0], "exchange_ms": parts[1], "apply_ms": parts[2], "total_ms": total,
+            "ratio_to_dense": total / dense,
+        }  # fmt: skip
+        results.append(figures)
+        bound = 6 * (world_size - 1) / world_size
+        print(
+            f"{row.name:22}{row.density:8.2%} {figures['bytes_mean'] / 1e6:9.3f}{figures['words_per_k_mean']:11.2f}"
+            f"{max(reuse, default=0):10.2f}{(statistics.fmean(again) if again else 0):9.2f}{bound:10.2f}"
+            f"{'yes' if figures['within_prediction'] else 'NO':>11}{figures['messages_mean']:6.0f}"
+            f"{parts[0]:8.1f}{parts[1]:8.1f}{parts[2]:8.1f}{total:9.1f}{total / dense:8.2f}x"
+        )
+    return results
+
+
+def selection(numel: int, densities: list[float], repeats: int) -> list[dict[str, float]]:
+    """CPU selection against a plain copy of the same vector, alternating in one process."""
+    residual, gradient, out = torch.randn(numel), torch.randn(numel), torch.empty(numel)
+    results = []
+    print(f"\nCPU selection, {numel} fp32 values, {torch.get_num_threads()} threads: median ms and ratio to a copy")
+    for density in densities:
+        k = max(1, int(numel * density))
+        threshold = kernels.smallest_magnitude(kernels.accumulate_top_k(residual, gradient, out, k).values)
+        total = residual + gradient
+        jobs = {
+            "copy": lambda: out.copy_(residual),
+            "add, select, compact, clear": lambda threshold=threshold: kernels.accumulate_and_select(
+                residual, gradient, out, threshold, clear=True
+            ),
+            "exact k": lambda total=total, k=k: kernels.top_k(total, k),
+            "add, exact k": lambda k=k: kernels.accumulate_top_k(residual, gradient, out, k),
+        }
+        times: dict[str, list[float]] = {name: [] for name in jobs}
+        for _ in range(repeats):
+            for name, job in jobs.items():
+                started = time.perf_counter()
+                job()
+                times[name].append(1e3 * (time.perf_counter() - started))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        ratios = {name: value / medians["copy"] for name, value in medians.items()}
+        print(f"{density:8.2%}  " + "   ".join(f"{name} {medians[name]:.1f} ({ratios[name]:.1f}x)" for name in jobs))
+        results.append({"density": density, **{f"{name} ms": v for name, v in medians.items()}})
+    return results
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tritoncomm": tritoncomm.__version__,
+    }
+
+
+def main() -> None:
+    """Measure and print, and write what ``--json`` names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--numel", type=float, default=25e6)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.numel, options.steps = 2e5, 12
+    numel, world_size = int(options.numel), options.workers
+    print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
+    rows: list[Row] = []
+    run_workers(work, world_size, numel, options.density, options.steps, listen=rows.append)
+    exchanged = show(rows, world_size)
+    selected = selection(numel, options.density, 5 if options.smoke else 15)
+    if options.json:
+        settings = {"numel": numel, "workers": world_size, "steps": options.steps}
+        content = {"machine": machine(), "settings": settings, "exchange": exchanged, "selection": selected}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

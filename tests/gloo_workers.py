@@ -1,0 +1,311 @@
+"""What runs inside the worker processes of the tests on real gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from tritoncomm import (
+    ConfigMismatchError,
+    ExchangeError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    SimulatedWorld,
+    SparseVector,
+)
+from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
+
+import laws
+from recipes import under_test
+
+FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "random", "cancelling", "random")
+
+
+def same_as_simulation(rank: int, world_size: int, send) -> None:
+    """Every recipe on real processes gives the bits, residuals and traffic of its simulation."""
+    scheduler = ProcessGroupScheduler()
+    case = laws.Case(world_size, 211, FAMILIES, seed=world_size)
+    for name, recipe in under_test(0.07).items():
+        simulated = SimulatedWorld(recipe, world_size, case.numel)
+        feedback = ErrorFeedback(recipe.build(case.numel))
+        for gradient in case.gradients():
+            mean = scheduler.run(feedback.begin(gradient[rank], rank, world_size))
+            feedback.commit()
+            expected = simulated.step(gradient)[rank]
+            assert laws.same_vector(mean, expected), name
+            assert laws.same_bits(feedback.residual, simulated.residuals[rank]), name
+            assert feedback.algorithm.state == simulated.workers[rank].algorithm.state, name
+            assert scheduler.meter.sent == simulated.traffic[rank], name
+            assert scheduler.meter.received == simulated.received[rank], name
+
+
+def laws_on_processes(rank: int, world_size: int, send) -> None:
+    """Conservation, agreement, refusal and determinism, measured with collectives of their own."""
+    scheduler = ProcessGroupScheduler()
+    for name, recipe in under_test(0.05).items():
+        runs = [ErrorFeedback(recipe.build(300)) for _ in range(2)]
+        for step in range(5):
+            gradient = torch.randn(300, generator=torch.Generator().manual_seed(100 * step + rank))
+            held = total(runs[0].residual.double() + gradient.double())
+            means: list[SparseVector] = []
+            for feedback in runs:
+                means.append(scheduler.run(feedback.begin(gradient, rank, world_size)))
+                feedback.commit()
+            after = means[0].to_dense().double() * world_size + total(runs[0].residual.double())
+            assert torch.allclose(held, after, atol=1e-5), name
+            assert laws.same_vector(*means), name
+            everybody = [None] * world_size
+            dist.all_gather_object(everybody, means[0].to_dense().view(torch.int32).tolist())
+            assert all(mean == everybody[0] for mean in everybody), name
+        before, state = runs[0].residual.clone(), runs[0].algorithm.state
+        if rank == world_size - 1:
+            gradient[7] = float("nan")
+        try:
+            scheduler.run(runs[0].begin(gradient, rank, world_size))
+        except NonFiniteError:
+            runs[0].rollback()
+        else:
+            raise AssertionError(f"{name} accepted a NaN")
+        assert laws.same_bits(runs[0].residual, before)
+        assert runs[0].algorithm.state == state
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks."""
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    """A model with an unused parameter and a frozen one."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    model.unused = nn.Parameter(torch.ones(5))
+    model.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A batch that depends on rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    return (model(x) - y).square().mean()
+
+
+def wrapped_training(rank: int, world_size: int, send) -> None:
+    """Dense wrap equals averaging by hand; sparse ones keep replicas identical to the bit."""
+    for algo, make in (
+        ("dense", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("oktopk", lambda p: torch.optim.AdamW(p, lr=0.01)),
+        ("oktopk", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("topk_allgather", lambda p: torch.optim.Adam(p, lr=0.01)),
+    ):
+        model, reference = tiny_model(), tiny_model()
+        optimizer = tritoncomm.wrap(make(model.parameters()), algo=algo, density=0.1, warmup_steps=2)
+        plain = make(reference.parameters())
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if rank == 0 and step % 2:
+                model[0].bias.grad = None  # one rank has no gradient: it counts as zero
+            optimizer.step()
+            if algo == "dense":
+                plain.zero_grad()
+                for r in range(world_size):
+                    loss = loss_of(reference, r, step) / world_size
+                    kept = reference[0].bias.grad.clone() if reference[0].bias.grad is not None else None
+                    loss.backward()
+                    if r == 0 and step % 2:
+                        reference[0].bias.grad = kept
+                if reference[0].bias.grad is None:
+                    reference[0].bias.grad = torch.zeros(20)
+                reference.unused.grad = torch.zeros(5)
+                plain.step()
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        everybody = [None] * world_size
+        dist.all_gather_object(everybody, flat.view(torch.int32).tolist())
+        assert all(other == everybody[0] for other in everybody)
+        if algo == "dense":
+            expected = torch.cat([p.detach().reshape(-1) for p in reference.parameters()])
+            assert torch.allclose(flat, expected, atol=1e-6)
+        metrics = optimizer.metrics()
+        assert metrics["steps"] == 8
+        assert (metrics["bytes_sent"] > 0) == (world_size > 1)
+        assert all(isinstance(value, float) for value in metrics.values())
+
+
+def clipping_and_skipping(rank: int, world_size: int, send) -> None:
+    """synchronize() averages once; a NaN on one rank skips the step on all."""
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), density=0.2)
+    loss_of(model, rank, 0).backward()
+    optimizer.synchronize()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    everybody = [None] * world_size
+    dist.all_gather_object(everybody, float(norm))
+    assert len(set(everybody)) == 1
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = torch.cat([(p.detach() - b).reshape(-1) for p, b in zip(model.parameters(), before, strict=True)])
+    assert 0.9e-3 < float(moved.norm()) < 1.1e-3
+    assert optimizer.metrics()["steps"] == 1
+
+    optimizer.zero_grad()
+    loss_of(model, rank, 1).backward()
+    if rank == 0:
+        model[2].weight.grad[0, 0] = float("inf")
+    before = [p.detach().clone() for p in model.parameters()]
+    owed = optimizer.state_dict()["tritoncomm"]["residuals"]
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, owed, optimizer.state_dict()["tritoncomm"]["residuals"]))
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def mismatches(rank: int, world_size: int, send) -> None:
+    """A rank that is set up differently is named on every rank, with the field."""
+
+    def attempt(named: str, build) -> None:
+        try:
+            build()
+        except ConfigMismatchError as error:
+            text = str(error)
+            assert named in text, text
+            assert "rank 1 has" in text, text
+        else:
+            raise AssertionError(f"no error about {named}")
+
+    odd = rank == 1
+
+    def wrap(model: nn.Module | None = None, **fields) -> object:
+        model = model or tiny_model()
+        return tritoncomm.wrap(torch.optim.AdamW(model.parameters()), **fields)
+
+    attempt("density", lambda: wrap(density=0.02 if odd else 0.01))
+    attempt("algorithm", lambda: wrap(algo="topk_allgather" if odd else "oktopk"))
+    attempt("recipe", lambda: wrap(repartition_every=7 if odd else 8))
+    attempt("recipe", lambda: wrap(warmup_steps=7 if odd else 8))
+    attempt("options", lambda: wrap(staleness="off" if odd else "aware"))
+    attempt(
+        "optimizer", lambda: tritoncomm.wrap((torch.optim.SGD if odd else torch.optim.Adam)(tiny_model().parameters()))
+    )
+    attempt("parameter values, first at parameter 1", lambda: wrap(tiny_model(seed=int(odd))))
+    attempt("parameter dtypes", lambda: wrap(tiny_model().double() if odd else tiny_model()))
+    attempt("parameter shapes", lambda: wrap(nn.Linear(3 + odd, 2)))
+    attempt("number of parameters", lambda: wrap(nn.Linear(3, 2, bias=odd)))
+    torch.manual_seed(0)
+    a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    order = [b, a] if odd else [a, b]
+    attempt("parameter order differs", lambda: tritoncomm.wrap(torch.optim.SGD(order, lr=0.1)))
+    named = [("b", a) if odd else ("a", a)]
+    attempt("parameter names", lambda: tritoncomm.wrap(torch.optim.SGD(named, lr=0.1)))
+    wrap()
+
+
+def subgroups(rank: int, world_size: int, send) -> None:
+    """Ranks inside a process group are the group's own; other ranks may be anywhere."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
+    group = groups[0] if rank in (0, 2) else groups[1]
+    scheduler = ProcessGroupScheduler(group)
+    size = dist.get_world_size(group)
+    recipe = tritoncomm.OkTopk(density=0.1)
+    simulated, feedback = SimulatedWorld(recipe, size, 100), ErrorFeedback(recipe.build(100))
+    for gradient in laws.Case(size, 100, FAMILIES).gradients():
+        mean = scheduler.run(feedback.begin(gradient[scheduler.rank], scheduler.rank, size))
+        feedback.commit()
+        assert laws.same_vector(mean, simulated.step(gradient)[0])
+    outside = groups[1] if rank in (0, 2) else groups[0]
+    try:
+        tritoncomm.wrap(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), process_group=outside)
+    except (tritoncomm.ConfigurationError, ValueError) as error:
+        send(str(error))
+
+
+def peer_dies(rank: int, world_size: int, send) -> None:
+    """One rank vanishes before its exchange: the others are told where, and keep all they had."""
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2, timeout=timedelta(seconds=20))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if step == 2:
+            break
+        optimizer.step()
+    if rank == 1:
+        os._exit(7)
+    parameters = [p.detach().clone() for p in model.parameters()]
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    owed = optimizer.state_dict()["tritoncomm"]
+    try:
+        optimizer.step()
+    except ExchangeError as error:
+        now = optimizer.state_dict()["tritoncomm"]
+        unchanged = (
+            all(map(torch.equal, owed["residuals"], now["residuals"]))
+            and owed["algorithm"] == now["algorithm"]
+            and all(torch.equal(p, q) for p, q in zip(parameters, model.parameters(), strict=True))
+            and all(
+                p.grad is None if g is None else torch.equal(g, p.grad)
+                for g, p in zip(gradients, model.parameters(), strict=True)
+            )
+        )
+        send((rank, unchanged, str(error)))
+
+
+def slow_peer(rank: int, world_size: int, send) -> None:
+    """A time-out given to the scheduler ends the wait, naming rank, round and phase."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=0.5))
+
+    def wait():
+        return (yield Round("slow phase", {}, {1: 3}))
+
+    if rank == 0:
+        started = time.monotonic()
+        try:
+            scheduler.run(wait())
+        except ExchangeError as error:
+            send((time.monotonic() - started, str(error)))
+    else:
+        time.sleep(2)  # and then finds that the other has given up on it
+
+
+def phases_differ(rank: int, world_size: int, send) -> None:
+    """Messages of another phase are refused by both sides, though their lengths agree."""
+    scheduler = ProcessGroupScheduler()
+    message = torch.arange(4, dtype=torch.int32)
+
+    def talk():
+        ticket = yield Post(Round("left" if rank else "right", {1 - rank: message}, {1 - rank: 4}))
+        yield Wait(ticket)
+
+    try:
+        scheduler.run(talk())
+    except ProtocolMismatchError as error:
+        send((rank, str(error)))
+
+    def reduce():
+        return (yield AllReduce("after", torch.ones(2)))
+
+    assert scheduler.run(reduce()).tolist() == [2, 2]
+
+
+def crash(rank: int, world_size: int, send) -> None:
+    """Rank 1 has a bug; the others are in an exchange."""
+    if rank == 1:
+        raise ZeroDivisionError("the bug of rank 1")
+    dist.barrier()
+
+
+def vanish(rank: int, world_size: int, send) -> None:
+    """Rank 0 is killed without a word."""
+    if rank == 0:
+        os._exit(9)
+    time.sleep(600)

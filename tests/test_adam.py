@@ -1,0 +1,190 @@
+"""The staleness-aware step: the laws of its specification."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm import ConfigurationError
+from tritoncomm.adam import StalenessAwareAdam
+
+KINDS = (torch.optim.Adam, torch.optim.AdamW)
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1},
+    {"amsgrad": True},
+    {"maximize": True, "weight_decay": 0.01},
+    {"betas": (0.0, 0.9)},
+    {"eps": 1e-3, "lr": torch.tensor(0.02)},
+    {"foreach": True},
+]
+
+
+def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
+    """Parameters after ``steps``; ``gradient(t)`` is delivered at ``delivered(t)`` (indices, or None for all)."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(numel))
+    catch_up = options.pop("max_catch_up", 20)
+    optimizer = kind([parameter], **({"lr": 0.02} | options))
+    aware = StalenessAwareAdam(optimizer, catch_up)
+    for t in range(1, steps + 1):
+        parameter.grad = gradient(t)
+        aware.step([parameter], [delivered(t)])
+    return parameter.detach(), optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
+@pytest.mark.parametrize("everything", [None, torch.arange(12)], ids=["dense", "indexed"])
+def test_density_one_is_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
+    """With everything delivered every step the trajectory is torch's own, to rounding."""
+    gradients = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
+    got, _ = run(kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), **options)
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(12))
+    optimizer = kind([parameter], **({"lr": 0.02} | options))
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    assert torch.allclose(got, parameter.detach(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("tau", [2, 5, 10])
+@pytest.mark.parametrize("catch_up", [1, 4, 20])
+def test_late_deliveries_catch_up(tau: int, catch_up: int) -> None:
+    """A constant gradient delivered every tau steps moves min(tau, max_catch_up)/tau of dense."""
+    steps, share = 20 * tau, min(tau, catch_up) / tau
+    adam = torch.optim.AdamW
+    dense, _ = run(adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(12), weight_decay=0)
+    late, _ = run(
+        adam,
+        steps,
+        delivered=lambda t: torch.arange(12) if t % tau == 0 else torch.arange(0),
+        gradient=lambda t: torch.full((12,), float(tau)) if t % tau == 0 else torch.zeros(12),
+        max_catch_up=catch_up,
+        weight_decay=0,
+    )
+    torch.manual_seed(0)
+    start = torch.randn(12)
+    assert torch.allclose((late - start) / (dense - start), torch.tensor(share), rtol=1e-4)
+
+
+def test_plain_adam_does_not_catch_up() -> None:
+    """The control: without the rule the same coordinate moves about 1/sqrt(tau) of dense."""
+    tau, steps = 10, 3000
+    moved = {}
+    for late in (False, True):
+        parameter = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.AdamW([parameter], lr=0.01, weight_decay=0)
+        for t in range(1, steps + 1):
+            parameter.grad = torch.tensor([float(tau * (t % tau == 0)) if late else 1.0])
+            optimizer.step()
+        moved[late] = float(parameter.detach())
+    assert moved[True] / moved[False] == pytest.approx(tau**-0.5, rel=0.1)
+
+
+def test_undelivered_coordinates_only_decay() -> None:
+    """Outside the delivered support weight decay is all that happens."""
+    got, optimizer = run(
+        torch.optim.AdamW,
+        7,
+        delivered=lambda _: torch.tensor([2, 5]),
+        gradient=lambda _: torch.ones(12),
+        weight_decay=0.5,
+    )
+    torch.manual_seed(0)
+    expected = torch.randn(12)
+    for _ in range(7):
+        expected *= 1 - 0.02 * 0.5
+    still = [i for i in range(12) if i not in (2, 5)]
+    assert torch.equal(got[still], expected[still])
+    assert not torch.equal(got[[2, 5]], expected[[2, 5]])
+    (state,) = optimizer.state.values()
+    assert state["last_delivered"].tolist() == [7 if i in (2, 5) else 0 for i in range(12)]
+    assert state["last_delivered"].dtype == torch.int32
+
+
+def test_scale_invariance() -> None:
+    """Gradients times a power of two leave the trajectory unchanged when eps is 0."""
+    gradients = torch.randn(30, 12, generator=torch.Generator().manual_seed(2)) + 0.1
+    schedule = [torch.randperm(12, generator=torch.Generator().manual_seed(t))[:4].sort().values for t in range(31)]
+    results = [
+        run(
+            torch.optim.Adam, 30, delivered=lambda t: schedule[t],
+            gradient=lambda t, scale=scale: gradients[t - 1] * scale, eps=0.0,
+        )[0]
+        for scale in (1.0, 256.0)
+    ]  # fmt: skip
+    assert torch.equal(*results)
+
+
+def test_strided_and_half_precision_parameters() -> None:
+    """Channels-last and bf16 parameters are updated in place, like their contiguous fp32 twins."""
+    torch.manual_seed(0)
+    plain = nn.Parameter(torch.randn(2, 3, 4, 4))
+    strided = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
+    half = nn.Parameter(plain.detach().clone().bfloat16())
+    for parameter in (plain, strided, half):
+        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.01))
+        for t in range(5):
+            generator = torch.Generator().manual_seed(t)
+            parameter.grad = torch.randn(2, 3, 4, 4, generator=generator).to(parameter)
+            aware.step([parameter], [torch.arange(t, 90, 2)])
+    assert not strided.is_contiguous()
+    assert torch.equal(plain, strided)
+    assert torch.allclose(plain, half.float(), atol=0.03)
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_unsupported_options_are_refused(option: str) -> None:
+    """What cannot be honoured is named, with the way out."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], **{option: True})
+    with pytest.raises(ConfigurationError, match=f'{option}=True.*staleness="off"'):
+        tritoncomm.wrap(optimizer)
+    assert tritoncomm.wrap(optimizer, staleness="off")
+
+
+def test_bad_catch_up_is_refused() -> None:
+    """A delivery cannot count for less than one step."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigurationError, match=r"max_catch_up=0\.5"):
+        tritoncomm.wrap(optimizer, max_catch_up=0.5)
+
+
+def test_groups_keep_their_own_settings() -> None:
+    """Learning rates and decay per group are honoured."""
+    fast, slow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([{"params": [fast], "lr": 0.1}, {"params": [slow], "lr": 0.001}], weight_decay=0)
+    for parameter in (fast, slow):
+        parameter.grad = torch.ones(3)
+    StalenessAwareAdam(optimizer).step([fast, slow], [None, None])
+    assert torch.allclose(1 - fast, torch.full((3,), 0.1), rtol=1e-4)
+    assert torch.allclose(1 - slow, torch.full((3,), 0.001), rtol=1e-3)
+
+
+def test_a_bare_optimizers_state_is_continued() -> None:
+    """Loading AdamW's own checkpoint: every coordinate counts as delivered at its last step."""
+    parameter = nn.Parameter(torch.ones(3))
+    bare = torch.optim.AdamW([parameter], lr=0.01)
+    for _ in range(4):
+        parameter.grad = torch.ones(3)
+        bare.step()
+    wrapped = tritoncomm.wrap(torch.optim.AdamW([parameter], lr=0.01), density=1.0)
+    wrapped.load_state_dict(bare.state_dict())
+    parameter.grad = torch.ones(3)
+    wrapped.step()
+    assert wrapped.state[parameter]["last_delivered"].tolist() == [5, 5, 5]
+
+
+def test_unknown_optimizers_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One line at wrap time for an optimizer that takes bursts at face value; none for SGD and Adam."""
+    parameters = [nn.Parameter(torch.ones(2))]
+    with caplog.at_level(logging.WARNING, logger="tritoncomm"):
+        tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1))
+        tritoncomm.wrap(torch.optim.Adam(parameters))
+        assert not caplog.records
+        tritoncomm.wrap(torch.optim.RMSprop(parameters))
+    assert "RMSprop is not staleness-aware" in caplog.text

@@ -1,0 +1,81 @@
+"""The demo as its user meets it: a command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.demo.text import batch, standard_library, validation_batches
+
+KEYS = {
+    "algo", "density", "workers", "steps", "numel", "loss", "dense_loss", "val_loss", "dense_val_loss",
+    "bytes_per_step", "dense_bytes_per_step", "achieved_density",
+}  # fmt: skip
+
+
+def demo(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "tritoncomm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_demo(tmp_path: Path) -> None:
+    """A short run ends with a table, a JSON file with all keys, and a picture."""
+    figures_file, plot = tmp_path / "figures.json", tmp_path / "curves.png"
+    done = demo(
+        "demo", "--steps", "12", "--workers", "2", "--density", "0.05", "--seed", "3",
+        "--json", str(figures_file), "--plot", str(plot),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step    12/12" in done.stdout
+    assert "validation loss, final" in done.stdout
+    figures = json.loads(figures_file.read_text())
+    assert set(figures) >= KEYS
+    assert (figures["algo"], figures["workers"], figures["steps"]) == ("oktopk", 2, 12)
+    assert 200_000 <= figures["numel"] <= 2_000_000
+    assert 0 < figures["bytes_per_step"] < 0.3 * figures["dense_bytes_per_step"]
+    assert figures["dense_bytes_per_step"] == pytest.approx(4 * figures["numel"], rel=1e-3)
+    assert 0.02 < figures["achieved_density"] < 0.08
+    assert 0 < figures["val_loss"] < 5.6
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--density", "0"], "--density: 0.0 is not a share"),
+        (["demo", "--density", "x"], "'x' is not a number"),
+        (["demo", "--workers", "0"], "--workers: choose at least 1"),
+        (["demo", "--steps", "-3"], "--steps: -3 is negative"),
+        (["demo", "--steps", "1.5"], "'1.5' is not a whole number"),
+        (["demo", "--algo", "nope"], "invalid choice: 'nope'"),
+        (["demo", "--json", "/no/such/folder/x.json"], "--json: cannot write to"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        ([], "required: command"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], named: str) -> None:
+    """A clear error and exit code 2, before any worker starts."""
+    done = demo(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+def test_model_and_text() -> None:
+    """The text is real and split by file, batches depend on seed, step and rank, the model starts at chance."""
+    text = standard_library()
+    assert b"def " in bytes(text.train[:100_000].tolist())
+    assert text.train.numel() > 1_000_000
+    assert text.validation.numel() > 100_000
+    first = batch(text.train, 2, 64, seed=0, step=1, rank=2)
+    assert first.shape == (2, 65)
+    assert torch.equal(first, batch(text.train, 2, 64, seed=0, step=1, rank=2))
+    assert not torch.equal(first, batch(text.train, 2, 64, seed=0, step=1, rank=3))
+    assert len(validation_batches(text.validation, 4, 64, 3)) == 3
+    torch.manual_seed(0)
+    assert ByteGPT(Shape())(first).item() == pytest.approx(5.55, abs=0.15)

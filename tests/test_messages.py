@@ -1,0 +1,145 @@
+"""What travels and what is returned: frames, packed lists, sparse vectors, recipes by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+import torch
+import tritoncomm
+from hypothesis import given
+from hypothesis import strategies as st
+from tritoncomm import ConfigurationError, OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, Warmup, wire
+
+
+@given(st.sets(st.integers(0, 2**31 - 2)))
+def test_pack_and_unpack(chosen: set[int]) -> None:
+    """Indices and values survive bit for bit, NaN and -0.0 included."""
+    indices = torch.tensor(sorted(chosen), dtype=torch.int32)
+    values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
+    got, floats = wire.unpack(wire.pack(indices, values), 0, 2**31 - 1)
+    assert torch.equal(got, indices)
+    assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])
+def test_malformed_indices_are_refused(indices: list[int]) -> None:
+    """Indices that do not ascend inside the receiver's range never reach a scatter."""
+    message = wire.pack(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
+    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+        wire.unpack(message, 0, 10)
+
+
+def test_frame() -> None:
+    """A frame opens only in its own round and phase."""
+    payload = torch.arange(5, dtype=torch.int32)
+    framed = wire.frame(payload, 7, "gather")
+    assert torch.equal(wire.unframe(framed, 7, "gather"), payload)
+    with pytest.raises(ProtocolMismatchError, match="header says round 7"):
+        wire.unframe(framed, 8, "gather")
+    with pytest.raises(ProtocolMismatchError, match="another phase"):
+        wire.unframe(framed, 7, "balance")
+    with pytest.raises(ProtocolMismatchError, match="5 words"):
+        wire.unframe(framed[:-1], 7, "gather")
+
+
+def test_sparse_vector() -> None:
+    """Dense form, density, and a full vector that makes indices only when asked."""
+    vector = SparseVector(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.0, -1.0]), 5)
+    assert vector.to_dense().tolist() == [0, 2, 0, -1, 0]
+    assert (len(vector), vector.density, vector.is_full) == (2, 0.4, False)
+    full = SparseVector.full(torch.arange(3.0))
+    assert full.is_full
+    assert full.indices.tolist() == [0, 1, 2]
+    assert full.to_dense().tolist() == [0, 1, 2]
+    assert repr(vector) == "SparseVector(2 of 5)"
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "named"),
+    [
+        (torch.tensor([1]), torch.ones(1), "int64"),
+        (torch.tensor([1], dtype=torch.int32), torch.ones(1).double(), "float64"),
+        (torch.tensor([1], dtype=torch.int32), torch.ones(2), r"\(1,\) and values \(2,\)"),
+    ],
+)
+def test_sparse_vector_refuses(indices: torch.Tensor, values: torch.Tensor, named: str) -> None:
+    """Wrong dtypes and lengths are named."""
+    with pytest.raises(ConfigurationError, match=named):
+        SparseVector(indices, values, 9)
+
+
+def test_recipes_by_name() -> None:
+    """Names are listed, looked up, and unknown names and fields list the known ones."""
+    assert tritoncomm.algorithms() == ["dense", "oktopk", "topk_allgather"]
+    assert tritoncomm.recipe("oktopk", density=0.02) == OkTopk(density=0.02)
+    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, oktopk, topk_allgather"):
+        tritoncomm.recipe("okaytopk")
+    with pytest.raises(ConfigurationError, match=r"no field 'tau'.*repartition_every"):
+        tritoncomm.recipe("oktopk", tau=3)
+    with pytest.raises(ConfigurationError, match=r"TopkAllgather\(density=2\)"):
+        tritoncomm.recipe("topk_allgather", density=2)
+
+
+def test_recipes_are_frozen() -> None:
+    """A recipe cannot change under an algorithm that was built from it."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OkTopk().density = 0.5
+
+
+def test_warmup() -> None:
+    """Dense first; the inner method starts counting afterwards; the density is the inner one's."""
+    recipe = Warmup(recipe=OkTopk(density=0.25), steps=2)
+    assert recipe.density == 0.25
+    world = SimulatedWorld(recipe, 2, 8)
+    full = [world.step(torch.randn(2, 8))[0].is_full for _ in range(4)]
+    assert full == [True, True, False, False]
+    with pytest.raises(ConfigurationError, match="steps=-1"):
+        Warmup(recipe=OkTopk(), steps=-1)
+    with pytest.raises(ConfigurationError, match="not a state of a warm-up"):
+        world.workers[0].algorithm.load_state_dict({"step": 1})
+
+
+def test_foreign_state_is_refused() -> None:
+    """States and residuals that do not fit are refused by name and change nothing."""
+    world = SimulatedWorld(OkTopk(density=0.1), 2, 20)
+    world.step(torch.randn(2, 20))
+    before = world.residuals
+    with pytest.raises(ConfigurationError, match="saved by 3 workers"):
+        world.load_state_dict(SimulatedWorld(OkTopk(), 3, 20).state_dict())
+    with pytest.raises(ConfigurationError, match=r"residual has shape \(21,\)"):
+        world.load_state_dict(SimulatedWorld(OkTopk(), 2, 21).state_dict())
+    with pytest.raises(ConfigurationError, match="not a state of OkTopkAlgorithm"):
+        world.load_state_dict(SimulatedWorld(tritoncomm.Dense(), 2, 20).state_dict())
+    half_good = world.state_dict()
+    half_good["workers"][0]["residual"] += 1
+    half_good["workers"][1]["algorithm"] = {}
+    with pytest.raises(ConfigurationError, match="not a state"):
+        world.load_state_dict(half_good)
+    assert torch.equal(world.residuals, before)
+
+
+@pytest.mark.parametrize(("arguments", "named"), [((0, 5), "world_size=0"), ((2, -1), "numel=-1")])
+def test_simulated_world_refuses(arguments: tuple[int, int], named: str) -> None:
+    """Impossible worlds are named."""
+    with pytest.raises(ConfigurationError, match=named):
+        SimulatedWorld(OkTopk(), *arguments)
+
+
+def test_empty_vector() -> None:
+    """A vector without coordinates is legal everywhere."""
+    for name in tritoncomm.algorithms():
+        world = SimulatedWorld(tritoncomm.recipe(name, density=0.1), 3, 0)
+        assert world.step(torch.empty(3, 0))[0].to_dense().numel() == 0
+
+
+def test_public_names() -> None:
+    """The public surface, pinned."""
+    assert sorted(tritoncomm.__all__) == [
+        "ConfigMismatchError", "ConfigurationError", "Dense", "ExchangeError", "NonFiniteError", "OkTopk",
+        "ProtocolMismatchError", "Recipe", "SimulatedWorld", "SparseOptimizer", "SparseVector", "TopkAllgather",
+        "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "wrap",
+    ]  # fmt: skip
+    assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
+    assert importlib.metadata.version("tritoncomm") == tritoncomm.__version__

@@ -1,0 +1,291 @@
+"""The wrapped optimizer, alone in one process: what users of torch.optim rely on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm import ConfigurationError, NonFiniteError
+from tritoncomm.bucket import BucketLayout
+
+
+def model() -> nn.Module:
+    """A small model, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
+    """A loss, backpropagated."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    return loss
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    """Momentum SGD."""
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def test_it_is_an_optimizer() -> None:
+    """Shares groups, state and defaults with the wrapped one, also after a load rebinds them."""
+    inner = sgd(model())
+    optimizer = tritoncomm.wrap(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    inner.load_state_dict(inner.state_dict())
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert "OkTopk" in repr(optimizer)
+    assert "SGD" in repr(optimizer)
+
+
+def test_density_one_is_the_bare_optimizer() -> None:
+    """One worker and density 1: bit for bit what the optimizer does alone."""
+    plain, wrapped = model(), model()
+    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=1.0)
+    for step in range(5):
+        for net, opt in ((plain, bare), (wrapped, optimizer)):
+            opt.zero_grad()
+            backward(net, step)
+            opt.step()
+    assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+
+
+def test_closure() -> None:
+    """step(closure) evaluates it with gradients on, and returns its loss."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward(net)
+
+    with torch.no_grad():
+        first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+    assert optimizer.metrics()["steps"] == 2
+
+
+def test_schedulers_and_hooks() -> None:
+    """A learning-rate scheduler drives the wrapped optimizer; step hooks run."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    backward(net)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.025
+    assert called == ["before", "after"]
+
+
+def test_synchronize_exchanges_once() -> None:
+    """After synchronize() the gradients are the average, and step() uses them as they are then."""
+    net = model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=1.0), density=0.3)
+    backward(net)
+    optimizer.synchronize()
+    kept = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+    assert int((kept != 0).sum()) <= 0.6 * kept.numel()
+    with pytest.raises(RuntimeError, match="exchanged already"):
+        optimizer.synchronize()
+    before = [p.detach().clone() for p in net.parameters()]
+    for p in net.parameters():
+        p.grad *= 0.5
+    optimizer.step()
+    assert all(torch.equal(b - 0.5 * k, p) for b, k, p in zip(before, _parts(kept, net), net.parameters(), strict=True))
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.synchronize()
+    optimizer.zero_grad()  # thrown away: the next exchange is free again
+    backward(net)
+    optimizer.synchronize()
+    assert optimizer.metrics()["steps"] == 3
+
+
+def _parts(flat: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
+    layout = BucketLayout(list(net.parameters()))
+    return [part.view(p.shape) for part, p in zip(layout.parts(flat), net.parameters(), strict=True)]
+
+
+def test_missing_gradients_count_as_zero() -> None:
+    """A parameter without gradient still pays what it owes."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    backward(net)
+    optimizer.step()
+    owed = optimizer.metrics()["residual_norm"]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(p.grad is not None for p in net.parameters())
+    assert optimizer.metrics()["residual_norm"] < owed
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_non_finite_gradients(policy: str) -> None:
+    """A NaN skips the step or raises; parameters and residuals stay, and training goes on."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net), density=0.2, on_nonfinite=policy)
+    backward(net)
+    optimizer.step()
+    before, owed = [p.detach().clone() for p in net.parameters()], optimizer.metrics()["residual_norm"]
+    optimizer.zero_grad()
+    backward(net)
+    net[0].weight.grad[1, 1] = float("nan")
+    if policy == "raise":
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert optimizer.metrics()["skipped_steps"] == 1
+    assert all(map(torch.equal, before, net.parameters()))
+    assert optimizer.metrics()["residual_norm"] == owed
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.step()
+    assert not all(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize("make", [sgd, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)], ids=["sgd", "adamw"])
+def test_resume(make) -> None:
+    """Save with weights_only loading, load, continue = never stopped; the bare optimizer can load it too."""
+    straight, stopped = model(), model()
+    first = tritoncomm.wrap(make(straight), density=0.1)
+    second = tritoncomm.wrap(make(stopped), density=0.1)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        optimizer.zero_grad()
+        backward(net, seed)
+        optimizer.step()
+
+    for seed in range(5):
+        step(straight, first, seed)
+        step(stopped, second, seed)
+    file = io.BytesIO()
+    torch.save([stopped.state_dict(), second.state_dict()], file)
+    file.seek(0)
+    weights, saved = torch.load(file, weights_only=True)
+    resumed = model()
+    resumed.load_state_dict(weights)
+    third = tritoncomm.wrap(make(resumed), density=0.1)
+    third.load_state_dict(saved)
+    for seed in range(5, 9):
+        step(straight, first, seed)
+        step(resumed, third, seed)
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
+    make(model()).load_state_dict(saved)
+
+
+def test_foreign_checkpoints_are_refused() -> None:
+    """Another rank's, world's or model's state changes nothing."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net))
+    backward(net)
+    optimizer.step()
+    owed = optimizer.metrics()["residual_norm"]
+    for field, value in (("rank", 3), ("world_size", 4), ("schema", 99)):
+        saved = optimizer.state_dict()
+        saved["tritoncomm"][field] = value
+        with pytest.raises(ConfigurationError, match=f"{field}={value}"):
+            optimizer.load_state_dict(saved)
+    saved = optimizer.state_dict()
+    saved["tritoncomm"]["residuals"][0] = torch.zeros(3)
+    with pytest.raises(ConfigurationError, match="other parameters"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.metrics()["residual_norm"] == owed
+
+
+def test_add_param_group_keeps_what_is_owed() -> None:
+    """New parameters join the exchange; the old ones' residuals stay."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    backward(net)
+    optimizer.step()
+    owed = optimizer.metrics()["residual_norm"]
+    extra = nn.Parameter(torch.ones(6))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    assert optimizer.metrics()["residual_norm"] == owed
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(net)
+        extra.grad = torch.full((6,), 100.0)
+        optimizer.step()
+    assert (extra < 1).all()
+
+
+def test_metrics_are_flat_floats() -> None:
+    """Ready for a TensorBoard writer, before and after the first step."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    assert all(isinstance(v, float) for v in optimizer.metrics().values())
+    backward(net)
+    optimizer.step()
+    metrics = optimizer.metrics()
+    assert all(isinstance(v, float) for v in metrics.values())
+    assert metrics["density"] == 0.1
+    assert metrics["density_delivered"] == pytest.approx(0.1, abs=0.02)
+    assert metrics["bytes_sent_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"algo": "nope"}, "unknown algorithm 'nope'"),
+        ({"density": 0}, "density=0"),
+        ({"tau": 3}, "no field 'tau'"),
+        ({"warmup_steps": -1}, "steps=-1"),
+        ({"staleness": "maybe"}, "staleness='maybe': choose one of 'aware', 'off'"),
+        ({"on_nonfinite": "pray"}, "on_nonfinite='pray'"),
+        ({"algo": tritoncomm.OkTopk(), "bucket_width": 2}, "carries its own bucket_width"),
+        ({"algo": tritoncomm.OkTopk(density=0.1), "density": 0.2}, "carries its own density"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> None:
+    """A wrong argument is an error with its name, value and the fix."""
+    with pytest.raises(ConfigurationError, match=named):
+        tritoncomm.wrap(sgd(model()), **arguments)
+
+
+def test_what_cannot_be_wrapped() -> None:
+    """Not an optimizer, wrapped twice, LBFGS, complex parameters, sparse gradients: by name."""
+    with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
+        tritoncomm.wrap(model())
+    with pytest.raises(ConfigurationError, match="wrapped already"):
+        tritoncomm.wrap(tritoncomm.wrap(sgd(model())))
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        tritoncomm.wrap(torch.optim.LBFGS(model().parameters()))
+    with pytest.raises(ConfigurationError, match=r"parameter 0 is torch\.complex64"):
+        tritoncomm.wrap(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1))
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = tritoncomm.wrap(torch.optim.SGD(table.parameters(), lr=0.1))
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigurationError, match="sparse=False"):
+        optimizer.step()
+
+
+def test_a_recipe_can_be_given() -> None:
+    """``algo`` may be a recipe with all its settings."""
+    optimizer = tritoncomm.wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
+    assert optimizer.recipe == tritoncomm.OkTopk(density=0.2, bucket_width=2)
+
+
+def test_layout() -> None:
+    """Gather and scatter are inverse, across dtypes, shapes and strides; split maps flat indices."""
+    a = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    b = nn.Parameter(torch.zeros(0))
+    c = nn.Parameter(torch.tensor(5.0, dtype=torch.bfloat16))
+    layout = BucketLayout([a, b, c])
+    a.grad, c.grad = a.detach() * 2, c.detach() * 2
+    flat = layout.gather(torch.full((7,), float("nan")))
+    assert flat.tolist() == [0, 6, 2, 8, 4, 10, 10]
+    layout.scatter(flat + 1)
+    assert torch.equal(a.grad, a.detach() * 2 + 1)
+    assert (c.grad.dtype, float(c.grad)) == (torch.bfloat16, 11.0)
+    assert [s.tolist() for s in layout.split(torch.tensor([0, 5, 6], dtype=torch.int32))] == [[0, 5], [], [0]]

@@ -1,0 +1,94 @@
+"""Cuts, rotation and moves: the invariants of Ok-Topk's integer arithmetic."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tritoncomm.collectives import bruck_all_gather, rotation
+from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+
+supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))
+
+
+@given(st.lists(supports, min_size=1, max_size=9))
+def test_cuts(selected: list[torch.Tensor]) -> None:
+    """Monotone from 0 to n, one owner per coordinate, and every entry falls in its slice."""
+    world_size = len(selected)
+    total = sum(propose_cuts(indices, world_size) for indices in selected)
+    cuts = consensus_cuts(total.tolist(), 100)
+    assert len(cuts) == world_size + 1
+    assert (cuts[0], cuts[-1]) == (0, 100)
+    assert list(cuts) == sorted(cuts)
+    for indices in selected:
+        at = offsets(indices, cuts)
+        assert (at[0], at[-1]) == (0, len(indices))
+        for owner in range(world_size):
+            part = indices[at[owner] : at[owner + 1]].tolist()
+            assert all(cuts[owner] <= j < cuts[owner + 1] for j in part)
+
+
+@given(st.sets(st.integers(0, 999), min_size=9), st.integers(1, 9))
+def test_equal_selections_balance_within_one(chosen: set[int], world_size: int) -> None:
+    """When every worker selects the same, region counts differ by at most one."""
+    indices = torch.tensor(sorted(chosen), dtype=torch.int32)
+    cuts = consensus_cuts((propose_cuts(indices, world_size) * world_size).tolist(), 1000)
+    at = offsets(indices, cuts)
+    counts = [b - a for a, b in pairwise(at)]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 17])
+@pytest.mark.parametrize("width", [1, 2, 4, 100])
+def test_rotation(world_size: int, width: int) -> None:
+    """Each step is a permutation, every ordered pair occurs once, and there are ceil(P/W) buckets."""
+    schedules = [[pair for bucket in rotation(r, world_size, width) for pair in bucket] for r in range(world_size)]
+    assert all(len(list(rotation(r, world_size, width))) == -(-world_size // width) for r in range(world_size))
+    for step in zip(*schedules, strict=True):
+        assert sorted(to for to, _ in step) == list(range(world_size))
+        assert all(step[to][1] == rank for rank, (to, _) in enumerate(step))
+    pairs = {(rank, to) for rank, schedule in enumerate(schedules) for to, _ in schedule}
+    assert len(pairs) == world_size * (world_size - 1)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9))
+def test_moves(sizes: list[int]) -> None:
+    """Blocks end balanced, in the same order, and what one sends the other expects."""
+    world_size, total = len(sizes), sum(sizes)
+    starts = [0, *accumulate(sizes)]
+    blocks = [list(range(starts[r], starts[r + 1])) for r in range(world_size)]
+    plans = [moves(sizes, rank) for rank in range(world_size)]
+    result = []
+    for rank in range(world_size):
+        arriving = plans[rank][1]
+        block = []
+        for source in sorted(arriving):
+            start, stop = plans[source][0][rank]
+            assert stop - start == arriving[source]
+            block += blocks[source][start:stop]
+        result.append(block)
+        assert all(rank in plans[to][1] for to in plans[rank][0])
+    assert [len(block) for block in result] == balanced_sizes(total, world_size)
+    assert [entry for block in result for entry in block] == list(range(total))
+    sent = [sum(b - a for to, (a, b) in plans[r][0].items() if to != r) for r in range(world_size)]
+    assert all(words <= total - total // world_size for words in sent)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=17))
+def test_bruck(sizes: list[int]) -> None:
+    """Everybody ends with every block by rank, in ceil(log2 P) rounds, receiving each block once."""
+    world_size = len(sizes)
+    blocks = [torch.full((size,), rank, dtype=torch.int32) for rank, size in enumerate(sizes)]
+    scheduler = SimulatedScheduler(world_size)
+    rounds = []
+    patterns = [bruck_all_gather(blocks[r], sizes, r, world_size, phase="gather") for r in range(world_size)]
+    results = scheduler.run(patterns, lambda number, _: rounds.append(number))
+    assert len(rounds) == (world_size - 1).bit_length()
+    for rank, result in enumerate(results):
+        assert all(torch.equal(a, b) for a, b in zip(result, blocks, strict=True))
+        received = scheduler.meters[rank].received
+        assert received.bytes == 4 * (sum(sizes) - sizes[rank]) + 16 * received.messages
