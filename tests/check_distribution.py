@@ -1,0 +1,58 @@
+"""Build both distributions, look inside, install the wheel into an empty environment, import it.
+
+Run by ``tox -e package``; not a pytest module, because it needs a network and a minute.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = """
+import tritoncomm, tritoncomm_kernels, importlib.metadata, pathlib, torch
+assert importlib.metadata.version("tritoncomm") == tritoncomm.__version__
+assert "site-packages" in tritoncomm.__file__ and "site-packages" in tritoncomm_kernels.__file__
+world = tritoncomm.SimulatedWorld(tritoncomm.recipe("oktopk", density=0.1), 3, 100)
+print("imported", tritoncomm.__version__, world.step(torch.randn(3, 100))[0])
+"""
+
+
+def run(*command: str, cwd: Path) -> None:
+    """Run a command, loudly."""
+    print("$", *command, flush=True)
+    subprocess.run(command, cwd=cwd, check=True)
+
+
+def check_contents(wheel: Path, source: Path) -> None:
+    """Two packages, both typed, and nothing of the repository's own."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"tritoncomm", "tritoncomm_kernels"}, tops
+    for package in ("tritoncomm", "tritoncomm_kernels"):
+        assert f"{package}/py.typed" in names, names
+    packed = {"/".join(name.split("/")[1:]) for name in tarfile.open(source).getnames()}
+    for needed in ("pyproject.toml", "README.md", "LICENSE", "tests/laws.py", "kernels/tritoncomm_kernels/compact.py"):
+        assert needed in packed, needed
+    assert not any("__pycache__" in name or name.startswith((".tox", ".venv")) for name in packed)
+
+
+def main() -> None:
+    """Do it all in a temporary folder."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT), cwd=folder)
+        (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+        check_contents(wheel, source)
+        run(sys.executable, "-m", "venv", "clean", cwd=folder)
+        python = str(folder / "clean" / "bin" / "python")
+        run(python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), str(wheel), cwd=folder)
+        run(python, "-c", PROBE, cwd=folder)
+
+
+if __name__ == "__main__":
+    main()
