@@ -35,7 +35,8 @@ def check_contents(wheel: Path, source: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tritoncomm", "tritoncomm_kernels"}, tops
     for package in ("tritoncomm", "tritoncomm_kernels"):
         assert f"{package}/py.typed" in names, names
-    packed = {"/".join(name.split("/")[1:]) for name in tarfile.open(source).getnames()}
+    with tarfile.open(source) as archive:
+        packed = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
     for needed in ("pyproject.toml", "README.md", "LICENSE", "tests/laws.py", "kernels/tritoncomm_kernels/compact.py"):
         assert needed in packed, needed
     assert not any("__pycache__" in name or name.startswith((".tox", ".venv")) for name in packed)
