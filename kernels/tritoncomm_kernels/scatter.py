@@ -21,17 +21,22 @@ def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -
     return out.zero_().index_copy_(0, indices.long(), values)
 
 
-def merge(lists: Sequence[SparseList], numel: int) -> SparseList:
-    """Sum sparse lists of one vector of ``numel`` elements; each ascending and unique by index.
+def merge(lists: Sequence[SparseList]) -> SparseList:
+    """Sum sparse lists of one vector, each ascending and unique by index; at least one list.
 
     Returns the ascending union of the supports (int32) and the sums (fp32). Per coordinate the terms
     are added in the order of ``lists``, so every rank that holds the same lists gets the same bits.
     """
-    supports = [indices for indices, _ in lists]
-    union = _union(supports, numel)
+    joined, order = torch.sort(torch.cat([indices for indices, _ in lists]), stable=True)
+    union, places = torch.unique_consecutive(joined, return_inverse=True)
+    where = torch.empty_like(places)
+    where[order] = places
     sums = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
-    for indices, values in lists:
-        scatter_add(sums, torch.searchsorted(union, indices), values)
+    # One list at a time: inside a list indices are unique, so the order of additions is that of the lists
+    # on every device.
+    starts = torch.split(where, [indices.numel() for indices, _ in lists])
+    for at, (_, values) in zip(starts, lists, strict=True):
+        scatter_add(sums, at, values)
     return union, sums
 
 
@@ -41,16 +46,3 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=sought.device)
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
     return positions(among[where] == sought)
-
-
-def _union(supports: Sequence[torch.Tensor], numel: int) -> torch.Tensor:
-    joined = torch.cat(list(supports))
-    if len(supports) == 1:
-        return joined
-    # A mark per coordinate beats sorting once the lists cover more than about 1/64 of the vector.
-    if joined.numel() * 64 > numel:
-        marks = torch.zeros(numel, dtype=torch.bool, device=joined.device)
-        marks[joined.long()] = True
-        return positions(marks).to(torch.int32)
-    union: torch.Tensor = torch.unique_consecutive(torch.sort(joined).values)
-    return union

@@ -53,7 +53,7 @@ class TopkAllgatherAlgorithm(Algorithm):
         words = [block.numel()] * world_size
         blocks = yield from bruck_all_gather(block, words, rank, world_size, phase="all-gather")
         lists = self._unpack(blocks)
-        indices, sums = kernels.merge(lists, self.numel)
+        indices, sums = kernels.merge(lists)
         acc.clear(own.indices)
         return SparseVector(indices, sums / world_size, self.numel)
 

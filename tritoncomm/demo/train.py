@@ -15,7 +15,8 @@ from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 
 ROWS = 8
-LEARNING_RATE, BETAS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 0.1
+LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
+LEARNING_RATE_WARMUP_SHARE = 0.1  # linear, in both runs
 VALIDATIONS = 10  # how often the validation loss is taken in a run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
 # The first steps move every coordinate, and the thresholds with them: a few dense ones are well spent.
@@ -37,6 +38,11 @@ class Settings:
     def warmup(self) -> int:
         """Dense steps at the start of the compressed run."""
         return int(self.steps * WARMUP_SHARE)
+
+    @property
+    def lr_warmup(self) -> int:
+        """Steps over which the learning rate rises, in both runs."""
+        return max(1, int(self.steps * LEARNING_RATE_WARMUP_SHARE))
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,20 @@ class Run:
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
     """The dense run, then the chosen method's, in one worker; the same on every rank."""
     text = standard_library()
-    dense = _train(rank, world_size, send, settings, text, {"algo": "dense"})
+    dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense"})
     chosen = {
         "algo": settings.algo,
         "density": settings.density,
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,
     }
-    return [dense, _train(rank, world_size, send, settings, text, chosen)]
+    label = settings.algo if settings.algo != "dense" else "dense, again"
+    return [dense, _train(label, rank, world_size, send, settings, text, chosen)]
 
 
-def _train(rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]) -> Run:
+def _train(
+    label: str, rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]
+) -> Run:
     torch.manual_seed(settings.seed)
     model = ByteGPT(Shape())
     optimizer = tritoncomm.wrap(
@@ -85,10 +94,12 @@ def _train(rank: int, world_size: int, send: Send, settings: Settings, text: Tex
     )
     context = model.shape.context
     held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
-    run = Run(options["algo"], sum(p.numel() for p in model.parameters()))
+    run = Run(label, sum(p.numel() for p in model.parameters()))
     every = max(1, settings.steps // VALIDATIONS)
     started = time.perf_counter()
     for step in range(settings.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / settings.lr_warmup)
         optimizer.zero_grad()
         loss = model(batch(text.train, ROWS, context, settings.seed, step, rank))
         loss.backward()
