@@ -201,13 +201,50 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("parameter dtypes", lambda: wrap(tiny_model().double() if odd else tiny_model()))
     attempt("parameter shapes", lambda: wrap(nn.Linear(3 + odd, 2)))
     attempt("number of parameters", lambda: wrap(nn.Linear(3, 2, bias=odd)))
+    attempt("param_groups", lambda: tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1 * (1 + odd))))
     torch.manual_seed(0)
     a, b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
     order = [b, a] if odd else [a, b]
     attempt("parameter order differs", lambda: tritoncomm.wrap(torch.optim.SGD(order, lr=0.1)))
     named = [("b", a) if odd else ("a", a)]
     attempt("parameter names", lambda: tritoncomm.wrap(torch.optim.SGD(named, lr=0.1)))
+    # A rank whose own arguments are wrong does not leave the others waiting.
+    try:
+        wrap(density=0.0 if odd else 0.01)
+    except ConfigMismatchError as error:
+        outcome = str(error)
+    except tritoncomm.ConfigurationError:
+        outcome = "own"
+    assert outcome == "own" if odd else "ranks [1] refused to start: rank 1: OkTopk(density=0.0)" in outcome
     wrap()
+
+
+def unfit_gradients(rank: int, world_size: int, send) -> None:
+    """A rank whose gradient cannot be exchanged raises; the others skip the step with it."""
+    table = nn.Embedding(5, 2, sparse=rank == 1)
+    nn.init.ones_(table.weight)
+    optimizer = tritoncomm.wrap(torch.optim.SGD(table.parameters(), lr=0.1))
+    table(torch.tensor([1])).sum().backward()
+    try:
+        optimizer.step()
+    except tritoncomm.ConfigurationError:
+        assert rank == 1
+    else:
+        assert rank != 1
+        assert optimizer.metrics()["skipped_steps"] == 1
+    assert torch.equal(table.weight, torch.ones(5, 2))
+
+
+def late_group(rank: int, world_size: int, send) -> None:
+    """Wrapped before the process group existed: an error, not silence."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    group = dist.distributed_c10d._get_default_group()
+    dist.distributed_c10d._update_default_pg(None)
+    optimizer = tritoncomm.wrap(torch.optim.SGD([weight], lr=0.1))
+    dist.distributed_c10d._update_default_pg(group)
+    with pytest.raises(tritoncomm.ConfigurationError, match=r"after wrap\(\)"):
+        optimizer.step()
 
 
 def subgroups(rank: int, world_size: int, send) -> None:

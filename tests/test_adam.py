@@ -18,6 +18,7 @@ OPTIONS = [
     {"amsgrad": True},
     {"maximize": True, "weight_decay": 0.01},
     {"betas": (0.0, 0.9)},
+    {"betas": (0.0, 0.0)},
     {"eps": 1e-3, "lr": torch.tensor(0.02)},
     {"foreach": True},
 ]
@@ -70,6 +71,21 @@ def test_late_deliveries_catch_up(tau: int, catch_up: int) -> None:
     torch.manual_seed(0)
     start = torch.randn(12)
     assert torch.allclose((late - start) / (dense - start), torch.tensor(share), rtol=1e-4)
+
+
+@pytest.mark.parametrize("tau", [1, 50, 400, 2000])
+@pytest.mark.parametrize("later", [1.0, 1e-2, 1e-4])
+def test_late_small_deliveries_are_accurate(tau: int, later: float) -> None:
+    """However long the wait and however small the delivery, fp32 state agrees with the rule in fp64."""
+    moved = {}
+    for dtype in (torch.float32, torch.float64):
+        parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+        aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=2e-3, betas=(0.9, 0.95), weight_decay=0))
+        for step in range(1, tau + 2):
+            parameter.grad = torch.tensor([1.0 if step == 1 else later * tau], dtype=dtype)
+            aware.step([parameter], [torch.arange(int(step in (1, tau + 1)))])
+        moved[dtype] = float(parameter.detach())
+    assert moved[torch.float32] == pytest.approx(moved[torch.float64], rel=1e-4)
 
 
 def test_plain_adam_does_not_catch_up() -> None:

@@ -54,6 +54,7 @@ def test_demo(tmp_path: Path) -> None:
         (["demo", "--steps", "-3"], "--steps: -3 is negative"),
         (["demo", "--steps", "1.5"], "'1.5' is not a whole number"),
         (["demo", "--algo", "nope"], "invalid choice: 'nope'"),
+        (["demo", "--seed", str(2**63)], "--seed: choose less than 2^63"),
         (["demo", "--json", "/no/such/folder/x.json"], "--json: cannot write to"),
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "required: command"),

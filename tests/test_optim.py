@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -190,10 +192,10 @@ def test_foreign_checkpoints_are_refused() -> None:
     backward(net)
     optimizer.step()
     owed = optimizer.metrics()["residual_norm"]
-    for field, value in (("rank", 3), ("world_size", 4), ("schema", 99)):
+    for field, value in (("rank", 3), ("world_size", 4), ("schema", 99), ("recipe", "dense")):
         saved = optimizer.state_dict()
         saved["tritoncomm"][field] = value
-        with pytest.raises(ConfigurationError, match=f"{field}={value}"):
+        with pytest.raises(ConfigurationError, match=f"{field}={value!r}"):
             optimizer.load_state_dict(saved)
     saved = optimizer.state_dict()
     saved["tritoncomm"]["residuals"][0] = torch.zeros(3)
@@ -237,6 +239,12 @@ def test_metrics_are_flat_floats() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        ({"density": "0.1"}, "density='0.1'"),
+        ({"repartition_every": 2.5}, r"repartition_every=2\.5.*whole number"),
+        ({"warmup_steps": 2.5}, r"steps=2\.5.*whole number"),
+        ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
+        ({"max_catch_up": 0.5}, "max_catch_up=0.5"),
+        ({"algo": ["oktopk"]}, "unknown algorithm"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),
         ({"tau": 3}, "no field 'tau'"),
@@ -289,3 +297,141 @@ def test_layout() -> None:
     assert torch.equal(a.grad, a.detach() * 2 + 1)
     assert (c.grad.dtype, float(c.grad)) == (torch.bfloat16, 11.0)
     assert [s.tolist() for s in layout.split(torch.tensor([0, 5, 6], dtype=torch.int32))] == [[0, 5], [], [0]]
+
+
+def test_replaced_gradients_are_noticed() -> None:
+    """Local gradients that took the place of averaged ones are never stepped on."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net))
+    backward(net)
+    optimizer.synchronize()
+    net.zero_grad()
+    backward(net)
+    with pytest.raises(RuntimeError, match="replaced after synchronize"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: backward(net))
+
+
+def test_freezing() -> None:
+    """Frozen after wrapping: stays. Unfrozen after wrapping: an error instead of a local step."""
+    net = model()
+    net[2].bias.requires_grad_(requires_grad=False)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.1), density=0.5)
+    backward(net)
+    optimizer.step()
+    net[0].bias.requires_grad_(requires_grad=False)
+    frozen = net[0].bias.detach().clone()
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.step()
+    assert torch.equal(net[0].bias, frozen)
+    net[2].bias.requires_grad_(requires_grad=True)
+    optimizer.zero_grad()
+    backward(net)
+    with pytest.raises(ConfigurationError, match=r"shape \(1,\) was frozen at wrap"):
+        optimizer.step()
+
+
+def test_float16_overflow_is_refused() -> None:
+    """A mean that fits fp32 but not the gradient's fp16 skips the step and keeps what is owed."""
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = tritoncomm.wrap(torch.optim.SGD([weight], lr=1.0), density=0.25)
+    for step in range(4):
+        weight.grad = torch.full((4,), 40000.0 + step, dtype=torch.float16)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight.isfinite().all()
+    assert optimizer.metrics()["skipped_steps"] > 0
+
+
+def test_expanded_gradients() -> None:
+    """A gradient whose elements share memory is replaced, not written through."""
+    weight = nn.Parameter(torch.zeros(6))
+    optimizer = tritoncomm.wrap(torch.optim.SGD([weight], lr=1.0), density=0.5)
+    weight.grad = torch.ones(1).expand(6)
+    optimizer.step()
+    assert weight.tolist() == [-1, -1, -1, 0, 0, 0]
+
+
+def test_nothing_is_saved_between_exchange_and_step() -> None:
+    """What was delivered is in the gradients alone at that moment."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net))
+    backward(net)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="waiting for its step"):
+        optimizer.state_dict()
+
+
+def test_a_refused_checkpoint_changes_nothing() -> None:
+    """Another method's state is refused before the wrapped optimizer is touched."""
+    net = model()
+    optimizer = tritoncomm.wrap(sgd(net), algo="topk_allgather")
+    other = tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
+    with pytest.raises(ConfigurationError, match="recipe='oktopk'"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_plain_steps_in_between_reset_the_ages() -> None:
+    """A checkpoint that went through plain AdamW does not make every coordinate look ancient."""
+    net = model()
+    aware = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
+    backward(net)
+    aware.step()
+    bare = torch.optim.AdamW(net.parameters(), lr=0.01)
+    bare.load_state_dict(aware.state_dict())
+    for _ in range(5):
+        bare.step()
+    again = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
+    again.load_state_dict(bare.state_dict())
+    again.step()
+    assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
+
+
+def test_add_param_group_keeps_the_warm_up() -> None:
+    """Dense steps are not taken twice; a group that cannot be honoured is refused."""
+    net = model()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=1)
+    backward(net)
+    optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(6))]})
+    backward(net)
+    optimizer.step()
+    assert optimizer.metrics()["density_delivered"] < 0.5
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(6))], "capturable": True})
+    with pytest.raises(ConfigurationError, match="capturable"):
+        optimizer.step()
+
+
+def test_copies_are_refused() -> None:
+    """Copying or pickling says what to do instead."""
+    optimizer = tritoncomm.wrap(sgd(model()))
+    with pytest.raises(TypeError, match="save state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_forgotten_process_group_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a launcher without a process group, one line says that nothing will be exchanged."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with caplog.at_level(logging.WARNING, logger="tritoncomm"):
+        tritoncomm.wrap(sgd(model()))
+    assert "not initialised" in caplog.text
+
+
+def test_a_scheduler_built_before_wrapping() -> None:
+    """It drives the same groups, without a warning about the order of steps."""
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = tritoncomm.wrap(inner)
+    backward(net)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05

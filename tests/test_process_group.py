@@ -37,6 +37,16 @@ def test_mismatched_set_ups() -> None:
     assert run_workers(gloo_workers.mismatches, 3) == [None] * 3
 
 
+def test_unfit_gradients() -> None:
+    """Nobody waits for a rank whose gradient cannot be exchanged."""
+    assert run_workers(gloo_workers.unfit_gradients, 3) == [None] * 3
+
+
+def test_process_group_after_wrap() -> None:
+    """Wrapping too early is noticed at the first exchange."""
+    assert run_workers(gloo_workers.late_group, 2) == [None] * 2
+
+
 def test_subgroups() -> None:
     """Two groups exchange at once; a rank outside of its group is refused."""
     refused: list[str] = []

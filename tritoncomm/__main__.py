@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     demo.add_argument("--density", type=_density, default=defaults.density, help="share of entries to deliver")
     demo.add_argument("--workers", type=_positive, default=defaults.workers, help="worker processes")
     demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps of each run")
-    demo.add_argument("--seed", type=_not_negative, default=defaults.seed, help="of model and data")
+    demo.add_argument("--seed", type=_seed, default=defaults.seed, help="of model and data")
     demo.add_argument(
         "--staleness",
         default=defaults.staleness,
@@ -85,6 +85,12 @@ def _not_negative(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    if (value := _not_negative(text)) >= 2**63:
+        raise argparse.ArgumentTypeError("choose less than 2^63")
+    return value
+
+
 def _density(text: str) -> float:
     try:
         value = float(text)
@@ -97,9 +103,11 @@ def _density(text: str) -> float:
 
 def _writable(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: name a file in an existing folder")
-    return path
+    try:
+        with path.open("a"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

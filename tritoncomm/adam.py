@@ -42,10 +42,10 @@ class StalenessAwareAdam:
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
-        if not self.max_catch_up >= 1:
-            raise ConfigurationError(
-                f"max_catch_up={self.max_catch_up}: a delivery is at least one step, choose 1 or more"
-            )
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` for options that this step cannot honour."""
         for group in self.optimizer.param_groups:
             for option in _REFUSED:
                 if group.get(option):
@@ -60,6 +60,7 @@ class StalenessAwareAdam:
 
         The averaged gradient is read from ``.grad``. Parameters that are not listed do not move.
         """
+        self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -76,29 +77,29 @@ class StalenessAwareAdam:
             parameter.mul_(1 - learning_rate * decay)
         if indices is not None and indices.numel() == 0:
             return
-        at = _Coordinates(indices)
-        last = at.read(state["last_delivered"])
-        tau = (steps - last).to(torch.float32)
+        # Half-precision state is updated in fp32; fp64 stays what it is.
+        at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
+        tau = steps - at.read(state["last_delivered"])
         assert parameter.grad is not None
-        mean = at.read(parameter.grad).float() / tau
+        mean = at.read(parameter.grad) / tau
         if group["maximize"]:
             mean = -mean
         if decay and not decoupled:
-            mean = mean + decay * at.read(parameter).float()
+            mean = mean + decay * at.read(parameter)
         beta1, beta2 = map(float, group["betas"])
         first = _average(at.read(state["exp_avg"]), mean, beta1, tau)
         second = _average(at.read(state["exp_avg_sq"]), mean * mean, beta2, tau)
         at.write(state["exp_avg"], first)
         at.write(state["exp_avg_sq"], second)
-        at.write(state["last_delivered"], torch.full_like(last, steps))
+        at.write(state["last_delivered"], torch.full_like(tau, steps))
         if group["amsgrad"]:
-            second = torch.maximum(at.read(state["max_exp_avg_sq"]).float(), second)
+            second = torch.maximum(at.read(state["max_exp_avg_sq"]), second)
             at.write(state["max_exp_avg_sq"], second)
         correct1 = 1 - beta1**steps if self.bias_correction else 1.0
         correct2 = 1 - beta2**steps if self.bias_correction else 1.0
         denominator = second.sqrt() / math.sqrt(correct2) + group["eps"]
         distance = self.catch_up(tau, steps) * (first / denominator)
-        at.write(parameter, at.read(parameter).float() - learning_rate / correct1 * distance)
+        at.write(parameter, at.read(parameter) - learning_rate / correct1 * distance)
 
     def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
         """For how many dense steps a delivery after ``tau`` steps counts, at step ``steps``."""
@@ -123,10 +124,11 @@ class _Coordinates:
     """Some coordinates of flattened tensors, or all of them."""
 
     indices: torch.Tensor | None
+    dtype: torch.dtype
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.detach().reshape(-1)
-        return flat if self.indices is None else flat[self.indices]
+        return (flat if self.indices is None else flat[self.indices]).to(self.dtype)
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """In place, whatever the strides of ``tensor``."""
@@ -143,6 +145,9 @@ class _Coordinates:
 
 def _average(old: torch.Tensor, new: torch.Tensor, beta: float, tau: torch.Tensor) -> torch.Tensor:
     """The exponential average after ``tau`` steps that all saw ``new``."""
-    # expm1 keeps 1 - beta^tau exact to rounding where beta is close to 1.
-    share = -torch.expm1(tau * math.log(beta)) if beta > 0 else torch.ones_like(tau)
-    return old.float() + share * (new - old.float())
+    if beta == 0:
+        return new
+    # expm1 keeps 1 - beta^tau exact to rounding where beta is close to 1. Not old + share * (new - old):
+    # once beta^tau is tiny a small new value would drown in the rounding of a large old one.
+    exponent = tau * math.log(beta)
+    return torch.exp(exponent) * old - torch.expm1(exponent) * new

@@ -23,6 +23,8 @@ class BucketLayout:
         devices = {p.device for p in self.parameters}
         if len(devices) > 1:
             raise ConfigurationError(f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device")
+        if len({id(p) for p in self.parameters}) < len(self.parameters):
+            raise ConfigurationError("a parameter is listed twice: give each to the optimizer once")
         for number, parameter in enumerate(self.parameters):
             if parameter.is_complex():
                 raise ConfigurationError(
@@ -52,12 +54,27 @@ class BucketLayout:
                 part.copy_(parameter.grad.detach().reshape(-1))
         return flat
 
+    def fits(self, flat: torch.Tensor) -> bool:
+        """False when a value of ``flat`` would overflow in the narrower gradient it belongs to."""
+        return all(
+            bool((part.abs() <= torch.finfo(parameter.dtype).max).all())
+            for parameter, part in zip(self.parameters, self.parts(flat), strict=True)
+            if parameter.dtype == torch.float16
+        )
+
     def scatter(self, flat: torch.Tensor) -> None:
-        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing."""
+        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing.
+
+        Parameters that have been frozen get none.
+        """
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            parameter.grad.detach().copy_(part.view(parameter.shape))
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None or 0 in parameter.grad.stride():
+                # Several elements of an expanded gradient share memory and cannot hold an average each.
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.detach().copy_(part.view(parameter.shape))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The view of ``flat`` that belongs to each parameter."""

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigMismatchError
 
+_REFUSED = "refused"
+
 
 def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Gather ``fields`` (small, picklable) of all ranks; all ranks raise alike when any differ.
@@ -18,11 +20,28 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     Raises :class:`~tritoncomm.ConfigMismatchError` that names every differing field, the values and
     the ranks that hold them.
     """
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, dict(fields), group=group)
+    everybody = _gather(dict(fields), group)
+    refused = {rank: e[_REFUSED] for rank, e in enumerate(everybody) if _REFUSED in e}
+    if refused:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
+        raise ConfigMismatchError(f"ranks {sorted(refused)} refused to start: {reasons}")
     differences = [text for name in fields if (text := _difference(name, [e.get(name) for e in everybody]))]
     if differences:
-        raise ConfigMismatchError("ranks are set up differently: " + "; ".join(differences))
+        raise ConfigMismatchError(
+            "ranks are set up differently, make them alike before wrapping (torch.distributed.broadcast for values): "
+            + "; ".join(differences)
+        )
+
+
+def refuse(reason: str, group: dist.ProcessGroup | None) -> None:
+    """Take part in the others' :func:`compare` with a ``reason`` why this rank cannot start."""
+    _gather({_REFUSED: reason}, group)
+
+
+def _gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, fields, group=group)
+    return everybody
 
 
 def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +15,8 @@ import torch.distributed as dist
 from tritoncomm import fingerprint
 from tritoncomm.adam import StalenessAwareAdam, is_adam
 from tritoncomm.algorithms import Dense, Recipe, Warmup, recipe
-from tritoncomm.bucket import BucketLayout
-from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.metrics import Meter
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.exchange import GradientExchange, is_initialised
 from tritoncomm.sparse import SparseVector
 from tritoncomm.version import __version__
 
@@ -41,6 +36,16 @@ class _Options:
     max_catch_up: float
     on_nonfinite: str
     timeout: timedelta | None
+
+    def __post_init__(self) -> None:
+        _one_of("staleness", self.staleness, ("aware", "off"))
+        _one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise"))
+        if not (isinstance(self.max_catch_up, (int, float)) and self.max_catch_up >= 1):
+            raise ConfigurationError(
+                f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
+            )
+        if not (self.timeout is None or isinstance(self.timeout, timedelta)):
+            raise ConfigurationError(f"timeout={self.timeout!r}: give a datetime.timedelta, or None")
 
 
 def wrap(
@@ -69,25 +74,26 @@ def wrap(
     :class:`~tritoncomm.NonFiniteError` on all. ``timeout`` limits each wait for a peer; None leaves it
     to the process group.
 
-    Every rank must call this alike: parameters, recipe and options are compared, and a difference is a
-    :class:`~tritoncomm.ConfigMismatchError` on every rank. Raises
+    Every rank must call this alike: parameters, optimizer, recipe and options are compared, and a
+    difference, or an argument that is wrong on some rank, is a
+    :class:`~tritoncomm.ConfigMismatchError` on the other ranks. Raises
     :class:`~tritoncomm.ConfigurationError` for arguments that cannot work.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
-    if isinstance(optimizer, SparseOptimizer):
-        raise ConfigurationError("optimizer is wrapped already: wrap the original one")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
-    if process_group is not None and not dist.is_initialized():
+    if process_group is not None and not is_initialised():
         raise ConfigurationError("process_group was given but torch.distributed is not initialised")
-    _one_of("staleness", staleness, ("aware", "off"))
-    _one_of("on_nonfinite", on_nonfinite, ("skip", "raise"))
-    chosen = _choose(algo, density, recipe_fields)
-    if warmup_steps:
-        chosen = Warmup(recipe=chosen, steps=warmup_steps)
-    options = _Options(staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout)
-    return SparseOptimizer(optimizer, chosen, process_group, options)
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise ConfigurationError("this rank is not a member of process_group")
+    try:
+        chosen = _choose(algo, density, recipe_fields)
+        if warmup_steps != 0:
+            chosen = Warmup(recipe=chosen, steps=warmup_steps)
+        options = _Options(staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout)
+        _check_optimizer(optimizer)
+        return SparseOptimizer(optimizer, chosen, process_group, options)
+    except ConfigurationError as error:
+        if is_initialised():  # the others are about to compare set-ups and must not wait for this rank
+            fingerprint.refuse(str(error), process_group)
+        raise
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -109,11 +115,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._group = process_group
         self._adam = self._staleness_aware_step()
         self._steps = self._skipped = 0
-        self._total = Meter()
         self._exchanged = False
         self._mean: SparseVector | None = None
-        self._scheduler: ProcessGroupScheduler | None = None
-        self._set_up({})
+        self._written: list[torch.Tensor | None] = []
+        self._exchange = self._set_up()
+        if self._exchange.rank == 0 and is_initialised():
+            logger.info("%r over %d ranks: %d values", recipe, self._exchange.world_size, self._exchange.layout.numel)
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
 
@@ -135,28 +142,43 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a SparseOptimizer cannot be copied or pickled, its process group cannot: save state_dict()")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike. What is owed to the others is kept."""
-        owed = self._owed()
+        """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
         self.optimizer.add_param_group(param_group)
-        self._set_up(owed)
+        try:
+            exchange = self._set_up()
+        except BaseException:
+            self.optimizer.param_groups.pop()
+            raise
+        exchange.take_over(self._exchange)
+        self._exchange = exchange
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and an exchange that no step has used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._reset_exchange()
+        self._reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange, unless :meth:`synchronize` has done so, then step; returns the closure's loss."""
+        """Exchange, unless :meth:`synchronize` has done so, then step; returns the closure's loss.
+
+        Raises :class:`RuntimeError` when the exchanged gradients have been replaced since.
+        """
         loss = None
         if closure is not None:
+            if self._exchanged:
+                raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
             with torch.enable_grad():
                 loss = closure()
         if not self._exchanged:
             self.synchronize()
+        if any(now is not then for now, then in zip(self._gradients(), self._written, strict=True)):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
         if self._mean is not None:
             self._take_step(self._mean)
-        self._reset_exchange()
+        self._reset()
         return loss
 
     @torch.no_grad()
@@ -164,27 +186,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Replace every ``.grad`` by the average over ranks now, for example to clip it.
 
         The following :meth:`step` does not exchange again. Parameters without gradient count as zero
-        and receive one. Raises :class:`RuntimeError` when the gradients were exchanged already.
+        and receive one. The staleness-aware step reads ``.grad`` at the delivered coordinates only.
+        Raises :class:`RuntimeError` when the gradients were exchanged already.
         """
         if self._exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
-        started = time.perf_counter()
-        flat = self._layout.gather(self._flat)
-        pattern = self._feedback.begin(flat, self._rank, self._world_size)
         try:
-            mean = self._run(pattern)
+            self._mean = self._exchange.average(self._unfit())
+            self._steps += 1
         except NonFiniteError as error:
-            self._feedback.rollback()
-            self._refuse(error)
-            return
-        except BaseException:
-            self._feedback.rollback()
-            raise
-        self._feedback.commit()
-        self._layout.scatter(mean.write_to(flat))
-        self._mean, self._exchanged = mean, True
-        self._steps += 1
-        self._measure(mean, time.perf_counter() - started)
+            self._skipped += 1
+            if self._options.on_nonfinite == "raise":
+                raise
+            logger.warning("step skipped on all ranks: %s", error)
+        self._exchanged = True  # without a mean the step does nothing
+        self._written = self._gradients()
 
     def metrics(self) -> dict[str, float]:
         """What the last exchange did, and totals; flat, ready for TensorBoard or W&B.
@@ -192,24 +208,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         ``bytes_*`` and ``messages_sent`` are this rank's, ``seconds_*`` split the exchange into
         selection, waiting for the network and everything else, ``residual_norm`` is computed here.
         """
-        return self._last | {
+        return self._exchange.last | {
             "steps": float(self._steps),
             "skipped_steps": float(self._skipped),
-            "bytes_sent_total": float(self._total.sent.bytes),
-            "bytes_received_total": float(self._total.received.bytes),
-            "residual_norm": float(self._feedback.residual.norm()),
+            "bytes_sent_total": float(self._exchange.total.sent.bytes),
+            "bytes_received_total": float(self._exchange.total.received.bytes),
+            "residual_norm": float(self._exchange.feedback.residual.norm()),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, loadable into the bare one, and what this rank still owes."""
-        owed = [part.clone() for part in self._layout.parts(self._feedback.residual)]
-        ours = {
-            "schema": _SCHEMA,
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "residuals": owed,
-            "algorithm": self._feedback.algorithm.state_dict(),
-        }
+        """The wrapped optimizer's state, loadable into the bare one, and what this rank still owes.
+
+        Raises :class:`RuntimeError` between :meth:`synchronize` and :meth:`step`, where what was
+        delivered is in the gradients alone.
+        """
+        if self._exchanged:
+            raise RuntimeError("an exchange is waiting for its step: call step() before state_dict()")
+        ours = {"schema": _SCHEMA, "staleness_aware": self._adam is not None, **self._exchange.state_dict()}
         return self.optimizer.state_dict() | {"tritoncomm": ours}
 
     @torch.no_grad()
@@ -218,110 +233,81 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         A bare state starts without anything owed. Raises
         :class:`~tritoncomm.ConfigurationError`, with nothing changed, when it belongs to another rank,
-        world size or model.
+        world size, method or model.
         """
-        ours = state_dict.get("tritoncomm")
-        if ours is not None:
-            self._check_saved(ours)
+        ours = state_dict.get("tritoncomm", {})
+        if ours and ours.get("schema") != _SCHEMA:
+            raise ConfigurationError(
+                f"this checkpoint was written with schema={ours.get('schema')}, known is {_SCHEMA}"
+            )
+        feedback = self._exchange.loaded(ours)
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "tritoncomm"})
-        self._restore_deliveries(state_dict)
-        self._reset_exchange()
-        self._feedback = ErrorFeedback(self.recipe.build(self._layout.numel), self._layout.device)
-        if ours is not None:
-            residual = torch.cat([*ours["residuals"], self._flat[:0]])
-            self._feedback.load_state_dict({"residual": residual, "algorithm": ours["algorithm"]})
+        self._restore_deliveries(state_dict if ours.get("staleness_aware") else None)
+        self._exchange.feedback = feedback
+        self._reset()
 
-    def _set_up(self, owed: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Lay out the parameters, check that all ranks agree, and start with what is ``owed``."""
+    def _set_up(self) -> GradientExchange:
+        """An exchange for the present parameters, once all ranks agree about it."""
         pairs = [
             (parameter, name)
             for group in self.param_groups
             for parameter, name in zip(
                 group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
             )
-            if parameter.requires_grad
         ]
-        self._layout = BucketLayout([parameter for parameter, _ in pairs])
-        self._flat = torch.zeros(self._layout.numel, device=self._layout.device)
-        self._feedback = ErrorFeedback(self.recipe.build(self._layout.numel), self._layout.device)
-        parts = self._layout.parts(self._feedback.residual)
-        for parameter, part in zip(self._layout.parameters, parts, strict=True):
-            if parameter in owed:
-                part.copy_(owed[parameter])
-        self._scheduler = None
-        self._rank, self._world_size = 0, 1
-        self._last: dict[str, float] = {}
-        if not dist.is_available() or not dist.is_initialized():
-            return
-        if dist.get_rank(self._group) < 0:
-            raise ConfigurationError("this rank is not a member of process_group")
-        self._scheduler = ProcessGroupScheduler(self._group, self._options.timeout, self._layout.device)
-        self._rank, self._world_size = self._scheduler.rank, self._scheduler.world_size
-        fields = {
+        trained = [(parameter, name) for parameter, name in pairs if parameter.requires_grad]
+        exchange = GradientExchange(
+            [parameter for parameter, _ in trained], self.recipe, self._group, self._options.timeout
+        )
+        self._frozen = [parameter for parameter, _ in pairs if not parameter.requires_grad]
+        if is_initialised():
+            fingerprint.compare(
+                self._fields() | fingerprint.parameter_fields(exchange.layout.parameters, [n for _, n in trained]),
+                self._group,
+            )
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
+        return exchange
+
+    def _fields(self) -> dict[str, Any]:
+        """What all ranks must have in common, besides the parameters."""
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        return {
             "version": __version__,
             "optimizer": type(self.optimizer).__name__,
             "algorithm": self.recipe.name,
             "density": self.recipe.density,
             "recipe": repr(self.recipe),
             "options": repr(self._options),
+            "param_groups": repr(groups),
         }
-        names = [name for _, name in pairs]
-        fingerprint.compare(fields | fingerprint.parameter_fields(self._layout.parameters, names), self._group)
-        if self._rank == 0:
-            predicted = self._feedback.algorithm.predicted_traffic(self._world_size).bytes
-            logger.info(
-                "%r over %d ranks: %d values, first step at most %d bytes per rank",
-                self.recipe,
-                self._world_size,
-                self._layout.numel,
-                predicted,
-            )
 
-    def _run(self, pattern: Pattern[SparseVector]) -> SparseVector:
-        if self._scheduler is not None:
-            mean = self._scheduler.run(pattern)
-            self._meter = self._scheduler.meter
-            return mean
-        alone = SimulatedScheduler(1)
-        (mean,) = alone.run([pattern])
-        (self._meter,) = alone.meters
-        return mean
+    def _unfit(self) -> ConfigurationError | None:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                return ConfigurationError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
+                    "wrap with requires_grad=True and freeze it then, or unfreeze it before wrapping"
+                )
+        return None
 
     def _take_step(self, mean: SparseVector) -> None:
         if self._adam is None:
             self.optimizer.step()
             return
-        whole = [None] * len(self._layout.parameters)
-        delivered = whole if mean.is_full else self._layout.split(mean.indices)
-        self._adam.step(self._layout.parameters, delivered)
+        # The wrapped optimizer's own step is not called; schedulers built on it look for this mark.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        layout = self._exchange.layout
+        whole = [None] * len(layout.parameters)
+        self._adam.step(layout.parameters, whole if mean.is_full else layout.split(mean.indices))
 
-    def _refuse(self, error: NonFiniteError) -> None:
-        if self._options.on_nonfinite == "raise":
-            raise error
-        logger.warning("step skipped on all ranks: %s", error)
-        self._skipped += 1
-        self._exchanged = True  # and without a mean, so that step() does nothing
-
-    def _reset_exchange(self) -> None:
+    def _reset(self) -> None:
         self._exchanged = False
         self._mean = None
+        self._written = []
 
-    def _measure(self, mean: SparseVector, seconds: float) -> None:
-        meter, accumulator = self._meter, self._feedback.accumulator
-        assert accumulator is not None
-        self._total.count("all", meter.sent, meter.received)
-        self._last = {
-            "density": self.recipe.density,
-            "density_delivered": mean.density,
-            "selected": float(accumulator.selected),
-            "bytes_sent": float(meter.sent.bytes),
-            "bytes_received": float(meter.received.bytes),
-            "messages_sent": float(meter.sent.messages),
-            "seconds_select": accumulator.seconds,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": seconds - accumulator.seconds - meter.waited,
-            **self._feedback.algorithm.report,
-        }
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._exchange.layout.parameters]
 
     def _staleness_aware_step(self) -> StalenessAwareAdam | None:
         inner = self.recipe.recipe if isinstance(self.recipe, Warmup) else self.recipe
@@ -337,23 +323,15 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         return None
 
-    def _owed(self) -> dict[torch.Tensor, torch.Tensor]:
-        parts = self._layout.parts(self._feedback.residual)
-        return dict(zip(self._layout.parameters, parts, strict=True))
+    def _restore_deliveries(self, state_dict: dict[str, Any] | None) -> None:
+        """Optimizer.load_state_dict casts state to the parameter's dtype; step counts must stay integers.
 
-    def _check_saved(self, ours: dict[str, Any]) -> None:
-        expected = {"schema": _SCHEMA, "rank": self._rank, "world_size": self._world_size}
-        for field, value in expected.items():
-            if ours.get(field) != value:
-                raise ConfigurationError(
-                    f"this checkpoint was written with {field}={ours.get(field)}, here it is {value}"
-                )
-        sizes = [len(residual) for residual in ours["residuals"]]
-        if sizes != [p.numel() for p in self._layout.parameters]:
-            raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-
-    def _restore_deliveries(self, state_dict: dict[str, Any]) -> None:
-        """Optimizer.load_state_dict casts state to the parameter's dtype; step counts must stay integers."""
+        Without ``state_dict`` other steps than ours came last, and they moved every coordinate.
+        """
+        if state_dict is None:
+            for state in self.state.values():
+                state.pop("last_delivered", None)
+            return
         for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for key, parameter in zip(saved_group["params"], group["params"], strict=True):
                 last = state_dict["state"].get(key, {}).get("last_delivered")
@@ -370,6 +348,15 @@ def _choose(algo: str | Recipe, density: float, fields: dict[str, Any]) -> Recip
     if given:
         raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
     return algo
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
+    if isinstance(optimizer, SparseOptimizer):
+        raise ConfigurationError("optimizer is wrapped already: wrap the original one")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -37,7 +37,7 @@ def recipe(name: str, **fields: Any) -> Recipe:
 
     Raises :class:`~tritoncomm.ConfigurationError` for an unknown name or field, listing the known ones.
     """
-    if name not in _BY_NAME:
+    if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigurationError(f"unknown algorithm {name!r}: choose one of {', '.join(algorithms())}")
     kind = _BY_NAME[name]
     known = [field.name for field in dataclasses.fields(kind) if field.init]

@@ -48,6 +48,9 @@ class Algorithm(ABC):
     def predicted_traffic(self, world_size: int) -> Traffic:
         """Upper bound, per rank and direction, for the next step from the present state."""
 
+    def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
+        """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, strings and tuples."""
         return dataclasses.asdict(self.state)
@@ -70,6 +73,7 @@ class Recipe(ABC):
     density: float = 0.01
 
     def __post_init__(self) -> None:
+        check_number(self, "density")
         check(self, "density", 0 < self.density <= 1, "choose a share above 0 and at most 1")
 
     @abstractmethod
@@ -88,7 +92,16 @@ def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:
         raise ConfigurationError(f"{type(recipe).__name__}({field}={value!r}): {fix}")
 
 
-def check_at_least(recipe: Recipe, least: float, *fields: str) -> None:
-    """Every one of ``fields`` is a number of at least ``least``."""
+def check_number(recipe: Recipe, *fields: str, whole: bool = False) -> None:
+    """Every one of ``fields`` is a number; a whole one if asked for."""
+    for field in fields:
+        value = getattr(recipe, field)
+        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        check(recipe, field, is_number, f"give a {'whole ' if whole else ''}number")
+
+
+def check_at_least(recipe: Recipe, least: float, *fields: str, whole: bool = False) -> None:
+    """Every one of ``fields`` is a number, a whole one if asked for, of at least ``least``."""
+    check_number(recipe, *fields, whole=whole)
     for field in fields:
         check(recipe, field, getattr(recipe, field) >= least, f"choose at least {least}")

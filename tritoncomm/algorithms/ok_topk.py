@@ -73,9 +73,10 @@ class OkTopk(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width")
+        check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width", whole=True)
         check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
-        check_at_least(self, 0, "dense_below", "drift_low")
+        check_at_least(self, 0, "dense_below", whole=True)
+        check_at_least(self, 0, "drift_low", "drift_high")
         check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
         check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")

@@ -26,7 +26,7 @@ class Warmup(Recipe):
     density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "steps")
+        check_at_least(self, 0, "steps", whole=True)
         object.__setattr__(self, "density", self.recipe.density)
 
     def build(self, numel: int) -> WarmupAlgorithm:
@@ -67,6 +67,11 @@ class WarmupAlgorithm(Algorithm):
         if self._taken >= self.steps:
             return self.inner.predicted_traffic(world_size)
         return cost.dense(self.numel, world_size)
+
+    def inherit(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.inherit`: the steps taken."""
+        assert isinstance(other, WarmupAlgorithm)
+        self._taken = other._taken  # noqa: SLF001 - of the same class
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Algorithm.state_dict`."""

@@ -60,15 +60,16 @@ def run_workers(
     results: dict[int, Any] = {}
     errors: list[_Failure] = []
 
+    hear = {
+        "result": results.__setitem__,
+        "error": lambda rank, content: errors.append(_Failure(rank, *content)),
+        "message": lambda _, content: listen(content) if listen else None,
+    }
+
     def drain() -> None:
         while not queue.empty():
             rank, kind, content = pickle.loads(queue.get())  # noqa: S301 - our own workers wrote it
-            if kind == "result":
-                results[rank] = content
-            elif kind == "error":
-                errors.append(_Failure(rank, *content))
-            elif listen is not None:
-                listen(content)
+            hear[kind](rank, content)
 
     with tempfile.TemporaryDirectory() as folder, _one_thread_per_worker():
         context = start_processes(  # type: ignore[no-untyped-call]
@@ -90,7 +91,10 @@ def run_workers(
                 if process.is_alive():
                     process.kill()
         drain()
-    return [results[rank] for rank in range(world_size)]
+    try:
+        return [results[rank] for rank in range(world_size)]
+    except KeyError as missing:
+        raise WorkerError(f"worker {missing} ended without a result") from None
 
 
 @contextmanager
@@ -143,8 +147,10 @@ def _work(  # runs in the worker process
 def _first_cause(errors: list[_Failure], exit_codes: Sequence[int | None]) -> str:
     """A death makes exchanges fail elsewhere; the cause is who died silently, or failed first."""
     reported = {error.rank for error in errors}
-    for rank, code in enumerate(exit_codes):
-        if code not in (0, None, -signal.SIGTERM) and rank not in reported:
-            return f"worker {rank} died without a traceback, exit code {code}"
+    silent = [rank for rank, code in enumerate(exit_codes) if code not in (0, None) and rank not in reported]
+    # The launcher ends the others with SIGTERM: whoever ended in another way, or is alone, ended by itself.
+    silent.sort(key=lambda rank: exit_codes[rank] == -signal.SIGTERM)
+    if silent and (not errors or exit_codes[silent[0]] != -signal.SIGTERM):
+        return f"worker {silent[0]} died without a traceback, exit code {exit_codes[silent[0]]}"
     first = min(errors, key=lambda error: error.time)
     return f"worker {first.rank} failed:\n{first.text}"

@@ -72,7 +72,7 @@ def progress(settings: Settings) -> Iterator[Send]:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures of both runs side by side."""
-    ratio = figures["dense_bytes_per_step"] / max(1.0, figures["bytes_per_step"])
+    ratio = figures["dense_bytes_per_step"] / (figures["bytes_per_step"] or 1.0)
     rows = [
         ("", "dense", figures["algo"]),
         ("validation loss, final", _loss(figures, "dense_val_loss"), _loss(figures, "val_loss")),
@@ -80,7 +80,7 @@ def table(figures: dict[str, Any]) -> str:
         ("training loss, final", _loss(figures, "dense_loss"), _loss(figures, "loss")),
         ("kB per step and worker", *_kilobytes(figures, "dense_bytes_per_step", "bytes_per_step")),
         ("  after warm-up", *_kilobytes(figures, "dense_bytes_per_step", "bytes_per_step_after_warmup")),
-        ("fewer bytes", "1x", f"{ratio:.1f}x"),
+        ("fewer bytes", "", f"{ratio:.1f}x" if figures["bytes_per_step"] else "none sent"),
         ("density delivered", "100 %", f"{figures['achieved_density']:.2%}"),
         ("seconds in exchange", f"{figures['dense_seconds_exchange']:.1f}", f"{figures['seconds_exchange']:.1f}"),
         ("seconds in all", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
@@ -112,13 +112,14 @@ def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:
             by_step.plot(steps, losses, "o-", color=colour, label=label, markersize=4)
             by_bytes.plot(megabytes, losses, "o-", color=colour, label=label, markersize=4)
         by_step.set(xlabel="step", ylabel="validation loss (nats per byte)")
-        by_bytes.set(xlabel="MB sent per worker", xscale="log")
+        scale = "log" if figures["bytes_per_step"] else "linear"
+        by_bytes.set(xlabel="MB sent per worker", xscale=scale)
         by_step.legend(frameon=False)
         for axes in (by_step, by_bytes):
             axes.grid(alpha=0.25)
         title = f"{figures['workers']} workers, {figures['numel'] / 1e6:.2f} million parameters"
         figure.suptitle(title, fontsize=11)
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
 
 
 def _bar() -> Any:
