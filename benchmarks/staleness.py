@@ -24,7 +24,7 @@ from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 
 WORKERS = 4
-LEARNING_RATE, BETAS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 0.1
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,27 @@ VARIANTS: dict[str, Rule | None] = {
 
 
 def train(
-    recipe: tritoncomm.Recipe, rule: Rule | None, text: Text, *, steps: int, seed: int, rows: int, lr_warmup: int
+    recipe: tritoncomm.Recipe,
+    rule: Rule | None,
+    text: Text,
+    *,
+    steps: int,
+    seed: int,
+    rows: int,
+    lr: float,
+    lr_warmup: int,
 ) -> float:
     """Final validation loss in nats per byte."""
     torch.manual_seed(seed)
     model = ByteGPT(Shape())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
     aware = rule(optimizer) if rule else None
     layout = BucketLayout(list(model.parameters()))
     world = tritoncomm.SimulatedWorld(recipe, WORKERS, layout.numel)
     gradients = torch.empty(WORKERS, layout.numel)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / max(1, lr_warmup))
+            group["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
         for rank in range(WORKERS):
             optimizer.zero_grad()
             model(batch(text.train, rows, model.shape.context, seed, step, rank)).backward()
@@ -92,12 +100,13 @@ def train(
 def main() -> None:
     """Run the table that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--warmup", type=int, help="dense steps; a tenth of the steps unless given")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--warmup", type=int, default=6, help="dense steps")
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
-        "--lr-warmup", type=int, default=0, help="steps of linear learning-rate warm-up, dense run included"
+        "--lr-warmup", type=int, default=30, help="steps of linear learning-rate warm-up, dense run included"
     )
-    parser.add_argument("--rows", type=int, default=16, help="sequences per worker and step")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per worker and step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01])
     parser.add_argument("--algo", nargs="+", default=["oktopk"], choices=tritoncomm.algorithms())
@@ -107,14 +116,23 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.variants = 4, [0], ["AdamW as is", "aware, 20"]
-    warmup = options.steps // 10 if options.warmup is None else options.warmup
+    warmup = options.warmup
     text = standard_library()
     rows: list[dict[str, object]] = []
 
     def measure(name: str, recipe: tritoncomm.Recipe, rule: Rule | None) -> list[float]:
         started = time.perf_counter()
         losses = [
-            train(recipe, rule, text, steps=options.steps, seed=s, rows=options.rows, lr_warmup=options.lr_warmup)
+            train(
+                recipe,
+                rule,
+                text,
+                steps=options.steps,
+                seed=s,
+                rows=options.rows,
+                lr=options.lr,
+                lr_warmup=options.lr_warmup,
+            )
             for s in options.seeds
         ]
         gaps = [loss / reference - 1 for loss, reference in zip(losses, dense or losses, strict=True)]
@@ -137,7 +155,8 @@ def main() -> None:
                 label = f"{algo} {density:.3%}: {name}"
                 measure(label, tritoncomm.Warmup(recipe=inner, steps=warmup), VARIANTS[name])
     if options.json:
-        settings = {"steps": options.steps, "warmup": warmup, "seeds": options.seeds, "workers": WORKERS}
+        settings = {name: value for name, value in vars(options).items() if name not in ("json", "smoke")}
+        settings["workers"] = WORKERS
         machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
         options.json.write_text(json.dumps({"settings": settings, "machine": machine, "rows": rows}, indent=1))
 

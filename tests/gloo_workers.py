@@ -6,6 +6,7 @@ import os
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 from tritoncomm import OkTopk
+from tritoncomm.algorithms.ok_topk import WARM_START
 from tritoncomm.selection import corrected_threshold
 
 
@@ -61,7 +64,8 @@ class Oracle:
         kept, wanted = self._select(sums, reevaluate=reevaluate)
         loads = [sum(self._owner(j) == r for c in chosen for j in c) for r in ranks]
         used = self.threshold
-        self._learn({j: sums[j] for j in kept}, wanted, loads, reevaluate=reevaluate)
+        reaching = sum(key(v) >= key(self.threshold) for v in sums.values())
+        self._learn({j: sums[j] for j in kept}, wanted, reaching, loads, reevaluate=reevaluate)
         self.residuals = [
             [0.0 if j in chosen[r] and j in kept else acc[r][j] for j in range(self.numel)] for r in ranks
         ]
@@ -75,9 +79,13 @@ class Oracle:
             best = largest({j: v for j, v in enumerate(acc) if v}, self.k)
             self.local[rank] = min((abs(acc[j]) for j in best), default=0.0) if len(best) == self.k else 0.0
             return sorted(best)
-        passing = {j: v for j, v in enumerate(acc) if abs(v) >= limit and v}
+        limit = self._lowered(limit)
+        passing = {j: v for j, v in enumerate(acc) if key(v) >= key(limit) and v}
         self.local[rank] = self._corrected(limit, passing, len(passing))
         return sorted(largest(passing, self.local_cap))
+
+    def _lowered(self, limit: float) -> float:
+        return limit * (WARM_START if self.recipe.correct_thresholds else 1.0)
 
     def _corrected(self, limit: float, passed: dict[int, float], count: int) -> float:
         if not self.recipe.correct_thresholds:
@@ -110,29 +118,37 @@ class Oracle:
             return list(sums), len(sums)
         if reevaluate:
             return largest(sums, self.k), len(sums)
-        passing = {j: v for j, v in sums.items() if abs(v) >= self.threshold}
+        limit = self._lowered(self.threshold)
+        passing = {j: v for j, v in sums.items() if key(v) >= key(limit)}
         wanted = len(passing)
         if wanted <= self.global_cap:
             return list(passing), wanted
-        kept = []
-        for owner in range(self.world_size):
-            part = {j: v for j, v in passing.items() if self._owner(j) == owner}
-            kept += largest(part, len(part) * self.global_cap // wanted)
-        return kept, wanted
+        parts = [{j: v for j, v in passing.items() if self._owner(j) == r} for r in range(self.world_size)]
+        shares = [Fraction(len(part) * self.global_cap, wanted) for part in parts]
+        places = [int(share) for share in shares]
+        for r in sorted(range(self.world_size), key=lambda r: (places[r] - shares[r], r)):
+            places[r] += sum(places) < self.global_cap
+        return [j for part, places_ in zip(parts, places, strict=True) for j in largest(part, places_)], wanted
 
-    def _learn(self, kept: dict[int, float], wanted: int, loads: list[int], *, reevaluate: bool) -> None:
+    def _learn(self, kept: dict[int, float], wanted: int, reaching: int, loads: list[int], *, reevaluate: bool) -> None:
         self.reevaluate = self.repartition = False
         if self.world_size == 1:
             return
-        self.repartition = max(loads) > self.recipe.skew_trigger * sum(loads) / self.world_size
+        skewed = max(loads) > self.recipe.skew_trigger * sum(loads) / self.world_size
+        self.repartition = skewed and self.k >= self.world_size
         if reevaluate:
             if not kept:
                 self.reevaluate = True
             else:
                 self.threshold = min(map(abs, kept.values()))
             return
-        self.reevaluate = not self.recipe.drift_low * self.k <= wanted <= self.recipe.drift_high * self.k
-        self.threshold = self._corrected(self.threshold, kept, wanted)
+        self.reevaluate = not self.recipe.drift_low * self.k <= reaching <= self.recipe.drift_high * self.k
+        self.threshold = self._corrected(self._lowered(self.threshold), kept, wanted)
+
+
+def key(value: float) -> np.float32:
+    """Magnitudes and thresholds meet in fp32."""
+    return np.float32(abs(value))
 
 
 def largest(values: dict[int, float], k: int) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm.collectives import bruck_all_gather, rotation
-from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts
+from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))
@@ -76,6 +76,17 @@ def test_moves(sizes: list[int]) -> None:
     assert [entry for block in result for entry in block] == list(range(total))
     sent = [sum(b - a for to, (a, b) in plans[r][0].items() if to != r) for r in range(world_size)]
     assert all(words <= total - total // world_size for words in sent)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 100))
+def test_trimmed_sizes(sizes: list[int], limit: int) -> None:
+    """Exactly the limit is used, nobody gets more than it has, and shares are within one of proportional."""
+    trimmed = trimmed_sizes(sizes, limit)
+    total = sum(sizes)
+    assert sum(trimmed) == min(total, limit)
+    assert all(0 <= small <= size for small, size in zip(trimmed, sizes, strict=True))
+    if total > limit:
+        assert all(abs(small - size * limit / total) < 1 for small, size in zip(trimmed, sizes, strict=True))
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=17))

@@ -14,14 +14,15 @@ class Meter:
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
     seconds: dict[str, float] = field(default_factory=dict)
-    bytes_by_phase: dict[str, int] = field(default_factory=dict)
+    sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
+    received_by_phase: dict[str, Traffic] = field(default_factory=dict)
 
     def count(self, phase: str, sent: Traffic, received: Traffic) -> None:
-        """Add what travelled in ``phase``; the phase's bytes are the larger direction."""
+        """Add what travelled in ``phase``."""
         self.sent = self.sent.plus(sent)
         self.received = self.received.plus(received)
-        larger = max(sent.bytes, received.bytes)
-        self.bytes_by_phase[phase] = self.bytes_by_phase.get(phase, 0) + larger
+        self.sent_by_phase[phase] = self.sent_by_phase.get(phase, Traffic()).plus(sent)
+        self.received_by_phase[phase] = self.received_by_phase.get(phase, Traffic()).plus(received)
 
     def wait(self, phase: str, seconds: float) -> None:
         """Add the time spent waiting for the network in ``phase``."""

@@ -43,6 +43,22 @@ def offsets(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
     return positions
 
 
+def trimmed_sizes(sizes: Sequence[int], limit: int) -> list[int]:
+    """``sizes`` scaled down to ``limit`` in all, by largest remainder, ties to the lower rank.
+
+    Everybody computes the same from the same sizes. Rounding every share down would leave up to P - 1
+    places empty, all of them when ``limit`` is below P.
+    """
+    total = sum(sizes)
+    if total <= limit:
+        return list(sizes)
+    trimmed = [size * limit // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda rank: (-(sizes[rank] * limit % total), rank))
+    for rank in by_remainder[: limit - sum(trimmed)]:
+        trimmed[rank] += 1
+    return trimmed
+
+
 def balanced_sizes(total: int, world_size: int) -> list[int]:
     """``total`` entries in P blocks whose sizes differ by at most one, larger ones first."""
     share, extra = divmod(total, world_size)

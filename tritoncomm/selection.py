@@ -20,7 +20,7 @@ def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -
     threshold for ``wanted`` entries is t x log(numel / wanted) / log(numel / count). The correction
     is limited to a factor :data:`MAX_CORRECTION` either way.
     """
-    have = math.log(numel / max(1, min(count, numel)))
+    have = math.log(numel / max(0.5, min(count, numel)))
     want = math.log(numel / wanted)
     if have * MAX_CORRECTION <= want:
         return threshold * MAX_CORRECTION

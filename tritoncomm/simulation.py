@@ -44,7 +44,7 @@ class SimulatedWorld:
                 f"pass [world_size, numel] = [{self.world_size}, {self.numel}]"
             )
         patterns = [
-            worker.begin(gradients[rank].contiguous(), rank, self.world_size)
+            worker.begin(gradients[rank].detach().contiguous(), rank, self.world_size)
             for rank, worker in enumerate(self.workers)
         ]
         try:

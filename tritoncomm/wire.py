@@ -20,20 +20,30 @@ def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([indices, values.view(torch.int32)])
 
 
-def unpack(message: torch.Tensor, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values (views) of a packed message; indices must ascend inside ``[low, high)``.
-
-    Raises :class:`ProtocolMismatchError` for anything else: a bad index must not reach a scatter.
-    """
+def unpack(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values (views) of a packed message; :func:`check_indices` comes before any use of them."""
     indices, values = message.view(2, -1).unbind()
-    if indices.numel() and not (
-        low <= int(indices[0]) and int(indices[-1]) < high and bool((indices[1:] > indices[:-1]).all())
-    ):
+    return indices, values.view(torch.float32)
+
+
+def check_indices(indices: torch.Tensor, low: int, high: int) -> None:
+    """Raise :class:`ProtocolMismatchError` unless ``indices`` ascend strictly inside ``[low, high)``.
+
+    A bad index from another rank must not reach a scatter.
+    """
+    if indices.numel() == 0:
+        return
+    if indices.device.type == "cpu":
+        array = indices.numpy()
+        sound = low <= array[0] and array[-1] < high and bool((array[1:] > array[:-1]).all())
+    else:  # one verdict, one wait for the device
+        ascending = (indices[1:] > indices[:-1]).all()
+        sound = bool(ascending & (indices[0] >= low) & (indices[-1] < high))
+    if not sound:
         raise ProtocolMismatchError(
             f"received indices do not ascend inside [{low}, {high}): "
             "the sender holds another partition or the message is corrupt"
         )
-    return indices, values.view(torch.float32)
 
 
 def frame(payload: torch.Tensor, sequence: int, phase: str) -> torch.Tensor:

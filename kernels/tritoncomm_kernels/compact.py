@@ -7,6 +7,7 @@ accumulator stays in cache; no temporary is ever as long as the vector.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,20 @@ class Selection(NamedTuple):
     indices: torch.Tensor
     values: torch.Tensor
     found: int
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, values: torch.Tensor) -> Selection:
+        """Just these entries, none cut off."""
+        return cls(indices, values, indices.numel())
+
+    @classmethod
+    def join(cls, parts: Sequence[Selection]) -> Selection:
+        """The entries of ``parts`` (at least one), one after the other."""
+        return cls.of(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+
+    def slice(self, start: int, stop: int) -> Selection:
+        """The entries from ``start`` up to ``stop`` (views)."""
+        return Selection.of(self.indices[start:stop], self.values[start:stop])
 
 
 def threshold_key(threshold: float) -> int:

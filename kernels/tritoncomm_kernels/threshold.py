@@ -23,7 +23,7 @@ from tritoncomm_kernels.compact import (
 # A sample of one 128-byte line in 256 estimates the k-th magnitude closely enough that the filter
 # admits little more than k candidates; below this many elements sampling costs more than it saves.
 SAMPLE_LINE = 32
-SAMPLE_STRIDE = 256 * SAMPLE_LINE
+SAMPLE_STRIDE = 257 * SAMPLE_LINE  # odd in lines, or a matrix width that divides it would show the same columns only
 SAMPLE_FROM = 1 << 17
 
 

@@ -22,16 +22,19 @@ from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
 from tritoncomm.cost import Traffic
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts
+from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern
 from tritoncomm.selection import corrected_threshold, entries_to_keep
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 _NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
-# Re-evaluation looks at what reaches this share of the old threshold first. If that is k entries or more,
-# the k largest are among them and the other reduced non-zeros, often several k, need not travel.
-WARM_START = 0.95
+# Corrected thresholds are used a little low. What was delivered is gone from the residuals, so the k-th
+# magnitude of one step lets almost nothing through at the next when gradients are small beside residuals;
+# at 0.98 there are usually k entries or more, and then the k largest of them are known exactly.
+# Re-evaluation looks at this share of the old threshold first, too: if k sums reach it, the k largest are
+# among them and the other reduced non-zeros, often several k, need not travel.
+WARM_START = 0.98
 # With strict_volume an unbalanced all-gather must not cost more than balancing plus a balanced one.
 _STRICT_BALANCE_TRIGGER = 2.0
 
@@ -64,8 +67,8 @@ class OkTopk(Recipe):
     skew_trigger: float = 2.0
     drift_low: float = 0.5
     drift_high: float = 2.0
-    local_cap: float = 1.25
-    global_cap: float = 1.25
+    local_cap: float = 1.0
+    global_cap: float = 1.0
     correct_thresholds: bool = True
     strict_volume: bool = False
     dense_below: int = 0
@@ -100,6 +103,15 @@ class OkTopkState:
     cuts: tuple[int, ...] = ()
     force_reevaluate: bool = True
     force_repartition: bool = True
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """By owner: candidates for the result, and load in phase 1; in all: sums reaching the threshold itself."""
+
+    candidates: list[int]
+    loads: list[int]
+    reaching: int
 
 
 @dataclass(frozen=True)
@@ -152,26 +164,27 @@ class OkTopkAlgorithm(Algorithm):
             local = self._cap_pairs(local, cuts, rank, world_size)
         region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
-        floor = state.global_threshold * (WARM_START if reevaluate else 1.0)
+        floor = self._lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
         candidates = self._candidates(region, floor, cuts[rank])
-        sizes, loads = yield from self._share_sizes(candidates, received)
+        shared = yield from self._share_sizes(candidates, received, state.global_threshold)
         if reevaluate:
-            if floor > 0 and sum(sizes) < self.k:  # the k largest are not all among them: look again
+            if floor > 0 and sum(shared.candidates) < self.k:  # the k largest are not all among them: look again
                 candidates = self._candidates(region, 0.0, cuts[rank])
-                sizes, loads = yield from self._share_sizes(candidates, received)
-            delivered = yield from self._global_top_k(candidates, sizes, state, rank, world_size)
+                shared = yield from self._share_sizes(candidates, received, state.global_threshold)
+            delivered = yield from self._global_top_k(candidates, shared, state, rank, world_size)
         else:
-            delivered = yield from self._balance_and_gather(candidates, sizes, state, rank, world_size)
+            delivered = yield from self._balance_and_gather(candidates, shared, state, rank, world_size)
 
         # A coordinate is cleared iff this rank sent it and the global selection kept it.
         mine = kernels.common_positions(local.indices, delivered.indices)
         acc.clear(local.indices[mine])
+        loads = shared.loads
         skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
         self.report = {
             "reevaluated": float(reevaluate),
             "repartitioned": float(repartition),
             "region_imbalance": max(loads) * world_size / max(1, sum(loads)),
-            "candidates": float(sum(sizes)),
+            "candidates": float(sum(shared.candidates)),
         }
         self.state = replace(
             state,
@@ -180,7 +193,7 @@ class OkTopkAlgorithm(Algorithm):
             global_threshold=delivered.threshold,
             cuts=cuts,
             force_reevaluate=delivered.force_reevaluate,
-            force_repartition=skewed,
+            force_repartition=skewed and self.k >= world_size,  # with fewer entries nobody can propose cuts
         )
         return SparseVector(delivered.indices, delivered.sums / world_size, self.numel)
 
@@ -217,9 +230,13 @@ class OkTopkAlgorithm(Algorithm):
             local = acc.top_k(self.k)
             enough = local.found == self.k
             return local, kernels.smallest_magnitude(local.values) if enough else 0.0
-        local = acc.at_least(state.local_threshold)
-        following = self._corrected(state.local_threshold, local, local.found)
+        threshold = self._lowered(state.local_threshold)
+        local = acc.at_least(threshold)
+        following = self._corrected(threshold, local, local.found)
         return kernels.largest(local, self.local_cap), following
+
+    def _lowered(self, threshold: float) -> float:
+        return threshold * (WARM_START if self.recipe.correct_thresholds else 1.0)
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
         """What would have let k entries pass: exact when at least k did, estimated when fewer."""
@@ -241,9 +258,9 @@ class OkTopkAlgorithm(Algorithm):
         starts = offsets(local.indices, cuts)
         parts = []
         for peer in range(world_size):
-            part = _slice(local, starts[peer], starts[peer + 1])
+            part = local.slice(starts[peer], starts[peer + 1])
             parts.append(part if peer == rank else kernels.largest(part, limit))
-        return _join(parts)
+        return Selection.join(parts)
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
@@ -255,11 +272,12 @@ class OkTopkAlgorithm(Algorithm):
         low, high = cuts[rank], cuts[rank + 1]
         region = torch.zeros(high - low, device=local.values.device)
         starts = offsets(local.indices, cuts)
-        parts = [_slice(local, starts[p], starts[p + 1]) for p in range(world_size)]
+        parts = [local.slice(starts[p], starts[p + 1]) for p in range(world_size)]
         incoming = yield from self._share_counts([p.found for p in parts], finite, local.indices)
 
         def add(_: int, message: torch.Tensor) -> None:
-            indices, values = wire.unpack(message, low, high)
+            indices, values = wire.unpack(message)
+            wire.check_indices(indices, low, high)
             kernels.scatter_add(region, indices - low, values)
 
         kernels.scatter_add(region, parts[rank].indices - low, parts[rank].values)
@@ -289,30 +307,30 @@ class OkTopkAlgorithm(Algorithm):
         found = kernels.select(region, threshold)
         return found._replace(indices=found.indices + offset)
 
-    def _share_sizes(self, candidates: Selection, received: int) -> Pattern[tuple[list[int], list[int]]]:
-        """Everybody's number of candidates, and its load in phase 1."""
+    def _share_sizes(self, candidates: Selection, received: int, threshold: float) -> Pattern[_Sizes]:
+        """What everybody must know of the owners before anything is gathered."""
         finite = not kernels.has_non_finite(candidates.values)
-        pair = [candidates.found if finite else _NON_FINITE, received]
-        words = torch.tensor(pair, dtype=torch.int64, device=candidates.values.device)
-        rows = (yield AllGather("sizes", words)).tolist()
-        sizes, loads = [row[0] for row in rows], [row[1] for row in rows]
+        reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
+        row = [candidates.found if finite else _NON_FINITE, received, int(reaching.sum())]
+        words = torch.tensor(row, dtype=torch.int64, device=candidates.values.device)
+        sizes, loads, reached = (yield AllGather("sizes", words)).t().tolist()
         bad = [rank for rank, size in enumerate(sizes) if size == _NON_FINITE]
         if bad:
             raise NonFiniteError(
                 f"finite gradients overflow when summed, in the regions of ranks {bad}; nothing was applied", bad
             )
-        return sizes, loads
+        return _Sizes(sizes, loads, sum(reached))
 
     def _global_top_k(
         self,
         candidates: Selection,
-        sizes: list[int],
+        shared: _Sizes,
         state: OkTopkState,
         rank: int,
         world_size: int,
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: gather the candidates, keep exactly the k largest."""
-        gathered = yield from self._gather(candidates, sizes, rank, world_size, "re-evaluation")
+        gathered = yield from self._gather(candidates, shared.candidates, rank, world_size, "re-evaluation")
         kept = kernels.largest(gathered, self.k)
         # Nothing to learn a threshold from: keep the old one and look again next step.
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
@@ -321,32 +339,32 @@ class OkTopkAlgorithm(Algorithm):
     def _balance_and_gather(
         self,
         candidates: Selection,
-        sizes: list[int],
+        shared: _Sizes,
         state: OkTopkState,
         rank: int,
         world_size: int,
     ) -> Pattern[_Delivered]:
         """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
-        wanted = sum(sizes)
-        if wanted > self.global_cap:
-            sizes = [size * self.global_cap // wanted for size in sizes]
-            candidates = kernels.largest(candidates, sizes[rank])
-        if max(sizes) * world_size > self.balance_trigger * sum(sizes):
+        wanted = sum(shared.candidates)
+        sizes = trimmed_sizes(shared.candidates, self.global_cap)
+        candidates = kernels.largest(candidates, sizes[rank])
+        total = sum(sizes)
+        if max(sizes) > max(self.balance_trigger * total / world_size, math.ceil(total / world_size)):
             candidates = yield from self._balance(candidates, sizes, rank, world_size)
-            sizes = balanced_sizes(sum(sizes), world_size)
+            sizes = balanced_sizes(total, world_size)
         gathered = yield from self._gather(candidates, sizes, rank, world_size, "all-gather")
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
-        threshold = self._corrected(state.global_threshold, gathered, wanted)
-        return _Delivered(gathered.indices, gathered.values, threshold, not low <= wanted <= high)
+        threshold = self._corrected(self._lowered(state.global_threshold), gathered, wanted)
+        return _Delivered(gathered.indices, gathered.values, threshold, not low <= shared.reaching <= high)
 
     def _balance(self, block: Selection, sizes: list[int], rank: int, world_size: int) -> Pattern[Selection]:
         """Data balancing: move entries so that every rank holds an equal share, in the same order."""
         leaving, arriving = moves(sizes, rank)
-        sends = {p: _slice(block, start, stop) for p, (start, stop) in leaving.items()}
+        sends = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
         parts = {rank: sends.pop(rank)} if rank in sends else {}
 
         def keep(source: int, message: torch.Tensor) -> None:
-            parts[source] = _selection(*wire.unpack(message, 0, self.numel))
+            parts[source] = Selection.of(*wire.unpack(message))
 
         yield from rotate(
             {p: wire.pack(part.indices, part.values) for p, part in sends.items()},
@@ -357,14 +375,18 @@ class OkTopkAlgorithm(Algorithm):
             width=self.recipe.bucket_width,
             phase="balance",
         )
-        return _join([_slice(block, 0, 0), *(parts[p] for p in sorted(parts))])
+        balanced = Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
+        wire.check_indices(balanced.indices, 0, self.numel)
+        return balanced
 
     def _gather(self, block: Selection, sizes: list[int], rank: int, world_size: int, phase: str) -> Pattern[Selection]:
         """Everybody's entries in rank order, which is index order."""
         words = [2 * size for size in sizes]
         message = wire.pack(block.indices, block.values)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-        return _join([_selection(*wire.unpack(b, 0, self.numel)) for b in blocks])
+        gathered = Selection.join([Selection.of(*wire.unpack(block)) for block in blocks])
+        wire.check_indices(gathered.indices, 0, self.numel)
+        return gathered
 
     def predicted_traffic(self, world_size: int) -> Traffic:
         """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""
@@ -380,10 +402,10 @@ class OkTopkAlgorithm(Algorithm):
             cost.all_reduce(world_size, 8, world_size) if repartition else Traffic(),
             cost.all_to_all(1, 8, world_size),
             cost.messages(peers, 2 * peers * pair),
-            cost.all_gather(2, 8, world_size),
+            cost.all_gather(3, 8, world_size),
         ]
         if reevaluate:
-            parts.append(cost.all_gather(2, 8, world_size))  # when the warm start did not suffice
+            parts.append(cost.all_gather(3, 8, world_size))  # when the warm start did not suffice
             union = min(self.numel, world_size * self.k)
             parts.append(cost.messages(rounds, 2 * rounds * union))
         else:
@@ -393,15 +415,3 @@ class OkTopkAlgorithm(Algorithm):
             balanced = cost.messages(peers + rounds, 2 * (self.global_cap - share + 1 + peers * share))
             parts.append(Traffic(balanced.messages, max(unbalanced.bytes, balanced.bytes)))
         return cost.total(parts)
-
-
-def _selection(indices: torch.Tensor, values: torch.Tensor) -> Selection:
-    return Selection(indices, values, indices.numel())
-
-
-def _slice(whole: Selection, start: int, stop: int) -> Selection:
-    return _selection(whole.indices[start:stop], whole.values[start:stop])
-
-
-def _join(parts: Sequence[Selection]) -> Selection:
-    return _selection(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))

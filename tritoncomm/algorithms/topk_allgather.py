@@ -54,6 +54,8 @@ class TopkAllgatherAlgorithm(Algorithm):
         blocks = yield from bruck_all_gather(block, words, rank, world_size, phase="all-gather")
         lists = self._unpack(blocks)
         indices, sums = kernels.merge(lists)
+        if kernels.has_non_finite(sums):  # on all ranks alike, they hold the same sums
+            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
         acc.clear(own.indices)
         return SparseVector(indices, sums / world_size, self.numel)
 
@@ -77,7 +79,9 @@ class TopkAllgatherAlgorithm(Algorithm):
         bad = [rank for rank, count in enumerate(counts) if count == _NON_FINITE]
         if bad:
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
-        return [
-            wire.unpack(block[1:].view(2, self.k)[:, :count].reshape(-1), 0, self.numel)
-            for block, count in zip(blocks, counts, strict=True)
-        ]
+        lists = []
+        for block, count in zip(blocks, counts, strict=True):
+            indices, values = wire.unpack(block[1:].view(2, self.k)[:, :count].reshape(-1))
+            wire.check_indices(indices, 0, self.numel)
+            lists.append((indices, values))
+        return lists

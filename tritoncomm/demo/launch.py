@@ -60,7 +60,7 @@ def run_workers(
     results: dict[int, Any] = {}
     errors: list[_Failure] = []
 
-    hear = {
+    hear: dict[str, Callable[[int, Any], None]] = {
         "result": results.__setitem__,
         "error": lambda rank, content: errors.append(_Failure(rank, *content)),
         "message": lambda _, content: listen(content) if listen else None,
