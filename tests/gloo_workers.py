@@ -220,6 +220,27 @@ def mismatches(rank: int, world_size: int, send) -> None:
     wrap()
 
 
+def loading(rank: int, world_size: int, send) -> None:
+    """Checkpoints of different steps, or one that a rank refuses, are named on every rank and change nothing."""
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2)
+    saved = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        saved.append(optimizer.state_dict())
+    owed = optimizer.metrics()["residual_norm"]
+    with pytest.raises(ConfigMismatchError, match=r"loaded state: .*rank 1 has"):
+        optimizer.load_state_dict(saved[0 if rank == 1 else 1])
+    saved[1]["tritoncomm"]["world_size"] += rank == 1
+    expected = tritoncomm.ConfigurationError if rank == 1 else ConfigMismatchError
+    with pytest.raises(expected, match="written with world_size"):
+        optimizer.load_state_dict(saved[1])
+    assert optimizer.metrics()["residual_norm"] == owed
+    optimizer.load_state_dict(saved[2])
+
+
 def unfit_gradients(rank: int, world_size: int, send) -> None:
     """A rank whose gradient cannot be exchanged raises; the others skip the step with it."""
     table = nn.Embedding(5, 2, sparse=rank == 1)

@@ -67,11 +67,13 @@ def gradients(
     return values
 
 
-def cases(*, exact: bool = True, max_world_size: int = MAX_WORLD_SIZE) -> st.SearchStrategy[Case]:
+def cases(
+    *, exact: bool = True, min_world_size: int = 1, max_world_size: int = MAX_WORLD_SIZE
+) -> st.SearchStrategy[Case]:
     """Cases for hypothesis to draw."""
     return st.builds(
         Case,
-        world_size=st.integers(1, max_world_size),
+        world_size=st.integers(min_world_size, max_world_size),
         numel=st.integers(1, 130),
         families=st.lists(st.sampled_from(FAMILIES), min_size=1, max_size=6).map(tuple),
         exponent=st.integers(-20, 20),
@@ -222,6 +224,21 @@ def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
         assert caught.value.ranks in ((rank,), ())
         assert sorted(world.scheduler.raised) == list(range(case.world_size))
         assert all(isinstance(error, NonFiniteError) for error in world.scheduler.raised.values())
+        assert same_bits(world.residuals, before)
+        assert _states(world) == states
+        world.step(gradient)
+
+
+def overflow(recipe: Recipe, case: Case) -> None:
+    """Finite gradients whose sum is not finite are refused like a NaN."""
+    world = world_of(recipe, case)
+    for gradient in case.gradients():
+        huge = gradient.clone()
+        huge[:, case.numel // 2] = 3e38
+        before, states = world.residuals, _states(world)
+        with pytest.raises(NonFiniteError):
+            world.step(huge)
+        assert sorted(world.scheduler.raised) == list(range(case.world_size))
         assert same_bits(world.residuals, before)
         assert _states(world) == states
         world.step(gradient)

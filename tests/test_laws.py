@@ -75,6 +75,14 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
+@given(case=laws.cases(min_world_size=2), density=DENSITIES)
+@brief
+def test_overflow(name: str, case: laws.Case, density: float) -> None:
+    """Sums that overflow are everybody's refusal."""
+    laws.overflow(under_test(density)[name], case)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(exact=False), density=DENSITIES)
 @brief
 def test_ordinary_floats(name: str, case: laws.Case, density: float) -> None:

@@ -13,7 +13,7 @@ import tritoncomm
 from tritoncomm import NonFiniteError, OkTopk, ProtocolMismatchError, SimulatedWorld, Warmup
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.partition import consensus_cuts, propose_cuts
-from tritoncomm.scheduler.rounds import Post, Round, Wait
+from tritoncomm.scheduler.rounds import Post, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
@@ -87,21 +87,15 @@ def test_fewer_coordinates_than_workers(numel: int) -> None:
     obeys(OkTopk(density=0.4, **SHORT), laws.Case(7, numel, ("random", "ties", "zero", "random")))
 
 
-def test_empty_regions_send_nothing() -> None:
-    """An owner of nothing gets no message, and empty messages are never posted."""
+def test_empty_messages_are_never_posted() -> None:
+    """With one entry in all, three of four owners get no message, and the fourth one from each peer."""
     gradient = torch.zeros(4, 100)
-    gradient[:, 60:68] = 1 + torch.arange(8)
-    world = SimulatedWorld(OkTopk(density=0.04, **SHORT), 4, 100)
-    seen = []
-
-    def watch(_: int, words: list[object]) -> None:
-        seen.extend(w.round if isinstance(w, Post) else w for w in words if isinstance(w, (Post, Round)))
-
-    for _ in range(6):
-        world.step(gradient, before_round=watch)
-    assert any(not round_.sends for round_ in seen)
-    assert all(t.numel() for round_ in seen for t in round_.sends.values())
-    assert all(words for round_ in seen for words in round_.receives.values())
+    gradient[:, 60] = 3.0
+    world = SimulatedWorld(OkTopk(density=0.04), 4, 100)
+    world.step(gradient)
+    assert state(world).cuts == (0, 25, 50, 75, 100)
+    received = [meter.received_by_phase["split-and-reduce"] for meter in world.scheduler.meters]
+    assert [traffic.messages for traffic in received] == [0, 0, 3, 0]
 
 
 def test_all_zero_gradient() -> None:
@@ -432,6 +426,26 @@ def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
         passes.clear()
         world.step(random(6, 100, step))
         assert len(passes) == 6
+
+
+def test_strict_volume_with_one_hot_owner() -> None:
+    """All of the result in one region: evened out whatever the trigger says, within the bound."""
+    world_size, numel = 8, 4000
+    world = SimulatedWorld(
+        OkTopk(density=0.05, strict_volume=True, balance_trigger=math.inf, skew_trigger=1e9, drift_low=0.0),
+        world_size, numel,
+    )  # fmt: skip
+    world.step(random(world_size, numel))
+    k, balanced = world.workers[0].algorithm.k, 0
+    for step in range(1, 12):
+        world.step(random(world_size, numel, step) * (1 + 99.0 * (torch.arange(numel) < numel // world_size)))
+        if world.workers[0].algorithm.report["reevaluated"]:
+            continue
+        balanced += "balance" in world.scheduler.meters[0].sent_by_phase
+        for traffic in world.traffic + world.received:
+            extra = 16 * traffic.messages + 8 * 4 * world_size + 4 * 2 * 3 * world_size
+            assert traffic.bytes <= 4 * 6 * k * (world_size - 1) / world_size + extra
+    assert balanced
 
 
 def test_strict_volume_is_a_bound_by_construction() -> None:

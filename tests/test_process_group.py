@@ -37,6 +37,11 @@ def test_mismatched_set_ups() -> None:
     assert run_workers(gloo_workers.mismatches, 3) == [None] * 3
 
 
+def test_loading() -> None:
+    """All ranks load together, or none."""
+    assert run_workers(gloo_workers.loading, 3) == [None] * 3
+
+
 def test_unfit_gradients() -> None:
     """Nobody waits for a rank whose gradient cannot be exchanged."""
     assert run_workers(gloo_workers.unfit_gradients, 3) == [None] * 3

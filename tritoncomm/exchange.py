@@ -21,6 +21,8 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
+SCHEMA = 1  # of what state_dict returns
+
 
 def is_initialised() -> bool:
     """True when there is a default process group."""
@@ -99,6 +101,7 @@ class GradientExchange:
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter and the algorithm's state; this rank's alone."""
         return {
+            "schema": SCHEMA,
             "rank": self.rank,
             "world_size": self.world_size,
             "recipe": self.recipe.name,
@@ -115,7 +118,7 @@ class GradientExchange:
         feedback = self._fresh()
         if not state:
             return feedback
-        here = {"rank": self.rank, "world_size": self.world_size, "recipe": self.recipe.name}
+        here = {"schema": SCHEMA, "rank": self.rank, "world_size": self.world_size, "recipe": self.recipe.name}
         for field, value in here.items():
             if state.get(field) != value:
                 raise ConfigurationError(

@@ -23,7 +23,6 @@ from tritoncomm.version import __version__
 logger = logging.getLogger("tritoncomm")
 
 DEFAULT_DENSITY = 0.01
-_SCHEMA = 1
 # Their update is linear in the gradient: late delivery only delays it.
 _LINEAR = (torch.optim.SGD,)
 
@@ -224,23 +223,27 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         if self._exchanged:
             raise RuntimeError("an exchange is waiting for its step: call step() before state_dict()")
-        ours = {"schema": _SCHEMA, "staleness_aware": self._adam is not None, **self._exchange.state_dict()}
+        ours = {"staleness_aware": self._adam is not None, **self._exchange.state_dict()}
         return self.optimizer.state_dict() | {"tritoncomm": ours}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` of the same rank returned, or a bare optimizer's state.
 
-        A bare state starts without anything owed. Raises
-        :class:`~tritoncomm.ConfigurationError`, with nothing changed, when it belongs to another rank,
-        world size, method or model.
+        A bare state starts without anything owed. All ranks load together and go on only if all can.
+        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state belongs to
+        another rank, world size, method or model, and :class:`~tritoncomm.ConfigMismatchError` when
+        another rank refused its state or loads one of another step.
         """
         ours = state_dict.get("tritoncomm", {})
-        if ours and ours.get("schema") != _SCHEMA:
-            raise ConfigurationError(
-                f"this checkpoint was written with schema={ours.get('schema')}, known is {_SCHEMA}"
-            )
-        feedback = self._exchange.loaded(ours)
+        try:
+            feedback = self._exchange.loaded(ours)
+        except ConfigurationError as error:
+            if is_initialised():
+                fingerprint.refuse(str(error), self._group)
+            raise
+        if is_initialised():
+            fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._group)
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "tritoncomm"})
         self._restore_deliveries(state_dict if ours.get("staleness_aware") else None)
         self._exchange.feedback = feedback

@@ -130,6 +130,21 @@ def test_top_k_of_long_vectors(kind: str, k: int) -> None:
     assert torch.equal(out, x)
 
 
+@pytest.mark.parametrize("width", [256, 1024, 8192])
+@pytest.mark.parametrize("factor", [0.0, 0.2, 3.0])
+def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that differ from the rest do not make the first guess admit many times k candidates."""
+    x = torch.randn(1 << 21, generator=torch.Generator().manual_seed(0))
+    x.view(-1, width)[:, :32] *= factor
+    admitted = []
+    select = threshold.select_keys
+    monkeypatch.setattr(threshold, "select_keys", lambda *args: admitted.append(found := select(*args)) or found)
+    k = x.numel() // 100
+    assert kernels.top_k(x, k).found == k
+    assert len(admitted) == 1
+    assert admitted[0].found < 2 * k
+
+
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunk sizes give the same bits, capacities that end inside a chunk included."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))

@@ -51,6 +51,10 @@ class Algorithm(ABC):
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
 
+    def common_state(self) -> dict[str, Any]:
+        """What of the state is the same on all ranks in a sound run."""
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers, strings and tuples."""
         return dataclasses.asdict(self.state)

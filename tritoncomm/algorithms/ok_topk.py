@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -176,8 +176,7 @@ class OkTopkAlgorithm(Algorithm):
             delivered = yield from self._balance_and_gather(candidates, shared, state, rank, world_size)
 
         # A coordinate is cleared iff this rank sent it and the global selection kept it.
-        mine = kernels.common_positions(local.indices, delivered.indices)
-        acc.clear(local.indices[mine])
+        acc.clear(local.indices[kernels.common_positions(local.indices, delivered.indices)])
         loads = shared.loads
         skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
         self.report = {
@@ -281,15 +280,10 @@ class OkTopkAlgorithm(Algorithm):
             kernels.scatter_add(region, indices - low, values)
 
         kernels.scatter_add(region, parts[rank].indices - low, parts[rank].values)
-        yield from rotate(
-            {p: wire.pack(s.indices, s.values) for p, s in enumerate(parts) if p != rank},
-            {p: 2 * count for p, count in enumerate(incoming) if p != rank},
-            add,
-            rank,
-            world_size,
-            width=self.recipe.bucket_width,
-            phase="split-and-reduce",
-        )
+        sends = {p: wire.pack(part.indices, part.values) for p, part in enumerate(parts) if p != rank}
+        receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
+        width = self.recipe.bucket_width
+        yield from rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
         return region, sum(incoming)
 
     def _share_counts(self, counts: list[int], finite: bool, like: torch.Tensor) -> Pattern[list[int]]:
@@ -322,12 +316,7 @@ class OkTopkAlgorithm(Algorithm):
         return _Sizes(sizes, loads, sum(reached))
 
     def _global_top_k(
-        self,
-        candidates: Selection,
-        shared: _Sizes,
-        state: OkTopkState,
-        rank: int,
-        world_size: int,
+        self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: gather the candidates, keep exactly the k largest."""
         gathered = yield from self._gather(candidates, shared.candidates, rank, world_size, "re-evaluation")
@@ -337,12 +326,7 @@ class OkTopkAlgorithm(Algorithm):
         return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
 
     def _balance_and_gather(
-        self,
-        candidates: Selection,
-        shared: _Sizes,
-        state: OkTopkState,
-        rank: int,
-        world_size: int,
+        self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
     ) -> Pattern[_Delivered]:
         """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
         wanted = sum(shared.candidates)
@@ -360,21 +344,15 @@ class OkTopkAlgorithm(Algorithm):
     def _balance(self, block: Selection, sizes: list[int], rank: int, world_size: int) -> Pattern[Selection]:
         """Data balancing: move entries so that every rank holds an equal share, in the same order."""
         leaving, arriving = moves(sizes, rank)
-        sends = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
-        parts = {rank: sends.pop(rank)} if rank in sends else {}
+        parts = {rank: block.slice(*leaving.pop(rank))} if rank in leaving else {}
 
         def keep(source: int, message: torch.Tensor) -> None:
             parts[source] = Selection.of(*wire.unpack(message))
 
-        yield from rotate(
-            {p: wire.pack(part.indices, part.values) for p, part in sends.items()},
-            {p: 2 * count for p, count in arriving.items() if p != rank},
-            keep,
-            rank,
-            world_size,
-            width=self.recipe.bucket_width,
-            phase="balance",
-        )
+        slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
+        sends = {p: wire.pack(part.indices, part.values) for p, part in slices.items()}
+        receives = {p: 2 * count for p, count in arriving.items() if p != rank}
+        yield from rotate(sends, receives, keep, rank, world_size, width=self.recipe.bucket_width, phase="balance")
         balanced = Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
         wire.check_indices(balanced.indices, 0, self.numel)
         return balanced
@@ -387,6 +365,10 @@ class OkTopkAlgorithm(Algorithm):
         gathered = Selection.join([Selection.of(*wire.unpack(block)) for block in blocks])
         wire.check_indices(gathered.indices, 0, self.numel)
         return gathered
+
+    def common_state(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
+        return {field: value for field, value in self.state_dict().items() if field != "local_threshold"}
 
     def predicted_traffic(self, world_size: int) -> Traffic:
         """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""

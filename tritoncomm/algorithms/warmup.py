@@ -73,6 +73,10 @@ class WarmupAlgorithm(Algorithm):
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
 
+    def common_state(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.common_state`."""
+        return {"taken": self._taken, "inner": self.inner.common_state()}
+
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Algorithm.state_dict`."""
         return {"taken": self._taken, "inner": self.inner.state_dict()}
