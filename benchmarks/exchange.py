@@ -158,7 +158,8 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
         bound = 6 * (world_size - 1) / world_size
         print(
             f"{row.name:22}{row.density:8.2%}{figures['bytes_mean'] / 1e6:8.3f}"
-            f"{figures['bytes_predicted_mean'] / 1e6:10.3f}{figures['words_per_k_mean']:9.2f}{max(reuse, default=0):9.2f}"
+            f"{figures['bytes_predicted_mean'] / 1e6:10.3f}"
+            f"{figures['words_per_k_mean']:9.2f}{max(reuse, default=0):9.2f}"
             f"{(statistics.fmean(again) if again else 0):9.2f}{bound:9.2f}"
             f"{'yes' if figures['within_prediction'] else 'NO':>6}{figures['messages_mean']:6.0f}"
             f"{parts[0]:8.1f}{parts[1]:8.1f}{parts[2]:8.1f}{total:9.1f}{total / dense:8.2f}x"
