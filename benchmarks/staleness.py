@@ -97,6 +97,14 @@ def train(
         return statistics.fmean(float(model(rows)) for rows in held_out)
 
 
+def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    """The results with settings and machine."""
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "smoke")}
+    machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    content = {"settings": settings | {"workers": WORKERS}, "machine": machine, "rows": rows}
+    options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     """Run the table that the options ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -155,10 +163,7 @@ def main() -> None:
                 label = f"{algo} {density:.3%}: {name}"
                 measure(label, tritoncomm.Warmup(recipe=inner, steps=warmup), VARIANTS[name])
     if options.json:
-        settings = {name: value for name, value in vars(options).items() if name not in ("json", "smoke")}
-        settings["workers"] = WORKERS
-        machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
-        options.json.write_text(json.dumps({"settings": settings, "machine": machine, "rows": rows}, indent=1))
+        write(options, rows)
 
 
 if __name__ == "__main__":
