@@ -31,19 +31,9 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 class GrowingCatchUp(StalenessAwareAdam):
     """The limit grows with training, as the square root of the step."""
 
-    def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
-        """``tau`` up to sqrt(steps)."""
-        return tau.clamp(max=max(1.0, steps**0.5))
-
-
-@dataclass(frozen=True)
-class SquareRootBeyond(StalenessAwareAdam):
-    """Linear up to the limit, then only as the square root, instead of a hard stop."""
-
-    def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
-        """min(tau, limit) x sqrt(max(1, tau / limit))."""
-        over = (tau / self.max_catch_up).clamp(min=1.0).sqrt()
-        return tau.clamp(max=self.max_catch_up) * over
+    def catch_up(self, steps: int) -> float:
+        """sqrt(steps)."""
+        return max(1.0, steps**0.5)
 
 
 Rule = Callable[[torch.optim.Optimizer], StalenessAwareAdam]
@@ -55,7 +45,6 @@ VARIANTS: dict[str, Rule | None] = {
     "aware, 50": lambda o: StalenessAwareAdam(o, 50),
     "aware, 50, no bias correction": lambda o: StalenessAwareAdam(o, 50, bias_correction=False),
     "aware, sqrt(step)": GrowingCatchUp,
-    "aware, 10 then sqrt": lambda o: SquareRootBeyond(o, 10),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Selection, Workspace
 
 Answer = TypeVar("Answer")
 
@@ -19,13 +19,21 @@ class Accumulator:
 
     ``residual`` (fp32 ``[n]``) and ``gradient`` (fp32, bf16 or fp16 ``[n]``) are only read. The sum and
     what :meth:`clear` removes from it live in ``scratch`` (fp32 ``[n]``), which becomes the residual
-    once the exchange has succeeded. ``seconds`` is the time spent here, ``selected`` the last count.
+    once the exchange has succeeded. ``workspace`` keeps a GPU's scratch memory from step to step.
+    ``seconds`` is the time spent here, ``selected`` the last count.
     """
 
-    def __init__(self, residual: torch.Tensor, gradient: torch.Tensor, scratch: torch.Tensor) -> None:
+    def __init__(
+        self,
+        residual: torch.Tensor,
+        gradient: torch.Tensor,
+        scratch: torch.Tensor,
+        workspace: Workspace | None = None,
+    ) -> None:
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
+        self.workspace = workspace if workspace is not None else Workspace()
         self._added = False
         self.seconds = 0.0
         self.selected = 0
@@ -52,15 +60,19 @@ class Accumulator:
         Nothing is removed yet. NaN and Inf are always among what is selected.
         """
         return self._select(
-            lambda: kernels.accumulate_and_select(self._residual, self._gradient, self._scratch, threshold),
-            lambda: kernels.select(self._scratch, threshold),
+            lambda: kernels.accumulate_and_select(
+                self._residual, self._gradient, self._scratch, threshold, workspace=self.workspace
+            ),
+            lambda: kernels.select(self._scratch, threshold, workspace=self.workspace),
         )
 
     def top_k(self, k: int) -> Selection:
         """The ``k`` largest magnitudes, ascending by index, ties to the lower index, zeros never."""
         return self._select(
-            lambda: kernels.accumulate_top_k(self._residual, self._gradient, self._scratch, k),
-            lambda: kernels.top_k(self._scratch, k),
+            lambda: kernels.accumulate_top_k(
+                self._residual, self._gradient, self._scratch, k, workspace=self.workspace
+            ),
+            lambda: kernels.top_k(self._scratch, k, workspace=self.workspace),
         )
 
     def clear(self, indices: torch.Tensor) -> None:

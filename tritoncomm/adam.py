@@ -9,7 +9,6 @@ step. Everything used is the same on all ranks, so replicas stay bit-identical a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm_kernels import AdamControl, AdamState, adam_update
 
 _REFUSED = ("capturable", "differentiable")
 
@@ -70,40 +70,33 @@ class StalenessAwareAdam:
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, indices: torch.Tensor | None) -> None:
         state = self._state(group, parameter)
         state["step"] += 1
-        steps = int(state["step"])
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         if decoupled and decay:
             parameter.mul_(1 - learning_rate * decay)
         if indices is not None and indices.numel() == 0:
             return
-        # Half-precision state is updated in fp32; fp64 stays what it is.
-        at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-        tau = steps - at.read(state["last_delivered"])
         assert parameter.grad is not None
-        mean = at.read(parameter.grad) / tau
-        if group["maximize"]:
-            mean = -mean
-        if decay and not decoupled:
-            mean = mean + decay * at.read(parameter)
+        steps = int(state["step"])
         beta1, beta2 = map(float, group["betas"])
-        first = _average(at.read(state["exp_avg"]), mean, beta1, tau)
-        second = _average(at.read(state["exp_avg_sq"]), mean * mean, beta2, tau)
-        at.write(state["exp_avg"], first)
-        at.write(state["exp_avg_sq"], second)
-        at.write(state["last_delivered"], torch.full_like(tau, steps))
-        if group["amsgrad"]:
-            second = torch.maximum(at.read(state["max_exp_avg_sq"]), second)
-            at.write(state["max_exp_avg_sq"], second)
-        correct1 = 1 - beta1**steps if self.bias_correction else 1.0
-        correct2 = 1 - beta2**steps if self.bias_correction else 1.0
-        denominator = second.sqrt() / math.sqrt(correct2) + group["eps"]
-        distance = self.catch_up(tau, steps) * (first / denominator)
-        at.write(parameter, at.read(parameter) - learning_rate / correct1 * distance)
+        control = AdamControl.of(
+            steps=steps,
+            learning_rate=learning_rate,
+            betas=(beta1, beta2),
+            epsilon=float(group["eps"]),
+            max_catch_up=self.catch_up(steps),
+            device=parameter.device,
+            bias_correction=self.bias_correction,
+            coupled_decay=0.0 if decoupled else decay,
+            maximize=group["maximize"],
+        )
+        maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
+        moments = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], maximum)
+        adam_update(parameter, parameter.grad, moments, control, indices)
 
-    def catch_up(self, tau: torch.Tensor, steps: int) -> torch.Tensor:
-        """For how many dense steps a delivery after ``tau`` steps counts, at step ``steps``."""
-        return tau.clamp(max=self.max_catch_up)
+    def catch_up(self, steps: int) -> float:
+        """For how many dense steps one delivery counts at most, at step ``steps``."""
+        return self.max_catch_up
 
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[parameter]
@@ -117,37 +110,3 @@ class StalenessAwareAdam:
             # State of the bare optimizer: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
         return state
-
-
-@dataclass(frozen=True)
-class _Coordinates:
-    """Some coordinates of flattened tensors, or all of them."""
-
-    indices: torch.Tensor | None
-    dtype: torch.dtype
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.detach().reshape(-1)
-        return (flat if self.indices is None else flat[self.indices]).to(self.dtype)
-
-    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """In place, whatever the strides of ``tensor``."""
-        values = values.to(tensor.dtype)
-        if self.indices is None:
-            tensor.copy_(values.view(tensor.shape))
-        elif tensor.is_contiguous():
-            tensor.view(-1)[self.indices] = values
-        else:
-            flat = tensor.reshape(-1)
-            flat[self.indices] = values
-            tensor.copy_(flat.view(tensor.shape))
-
-
-def _average(old: torch.Tensor, new: torch.Tensor, beta: float, tau: torch.Tensor) -> torch.Tensor:
-    """The exponential average after ``tau`` steps that all saw ``new``."""
-    if beta == 0:
-        return new
-    # expm1 keeps 1 - beta^tau exact to rounding where beta is close to 1. Not old + share * (new - old):
-    # once beta^tau is tiny a small new value would drown in the rounding of a large old one.
-    exponent = tau * math.log(beta)
-    return torch.exp(exponent) * old - torch.expm1(exponent) * new

@@ -15,6 +15,7 @@ from tritoncomm.algorithms import Algorithm
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Workspace
 
 
 class ErrorFeedback:
@@ -29,6 +30,7 @@ class ErrorFeedback:
         self.residual = torch.zeros(algorithm.numel, device=device)
         # The sum is built here while the residual stays intact; a commit swaps the two.
         self._scratch = torch.zeros_like(self.residual)
+        self._workspace = Workspace()
         self._before: Any = None
         self.accumulator: Accumulator | None = None
 
@@ -39,7 +41,7 @@ class ErrorFeedback:
                 f"gradient has shape {tuple(gradient.shape)}, this residual has {tuple(self.residual.shape)}"
             )
         self._before = self.algorithm.state
-        self.accumulator = Accumulator(self.residual, gradient, self._scratch)
+        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self._workspace)
         return self.algorithm.reduce(self.accumulator, rank, world_size)
 
     def commit(self) -> None:

@@ -18,9 +18,10 @@ class SimulatedWorld:
     """``world_size`` workers that exchange vectors of ``numel`` elements by ``recipe``.
 
     The code that runs is the code that trains; only the network is simulated. Any world size works.
+    Residuals live on ``device``, where the gradients must be too.
     """
 
-    def __init__(self, recipe: Recipe, world_size: int, numel: int) -> None:
+    def __init__(self, recipe: Recipe, world_size: int, numel: int, *, device: torch.device | str = "cpu") -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
         if numel < 0:
@@ -28,7 +29,7 @@ class SimulatedWorld:
         self.recipe = recipe
         self.world_size = world_size
         self.numel = numel
-        self.workers = [ErrorFeedback(recipe.build(numel)) for _ in range(world_size)]
+        self.workers = [ErrorFeedback(recipe.build(numel), device) for _ in range(world_size)]
         self.scheduler = SimulatedScheduler(world_size)
 
     def step(self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None) -> list[SparseVector]:

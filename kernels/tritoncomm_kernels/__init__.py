@@ -1,6 +1,7 @@
-"""What runs on one device: accumulate, select, compact, scatter. Knows nothing of workers."""
+"""What runs on one device: accumulate, select, compact, scatter, rebalance, update. Knows nothing of workers."""
 
 from tritoncomm_kernels.accumulate import accumulate
+from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update
 from tritoncomm_kernels.compact import (
     Selection,
     accumulate_and_select,
@@ -8,7 +9,10 @@ from tritoncomm_kernels.compact import (
     select,
     threshold_key,
 )
-from tritoncomm_kernels.scatter import common_positions, decompress, merge, scatter_add
+from tritoncomm_kernels.expand import expand
+from tritoncomm_kernels.mark import Marks, mark, mark_momentum
+from tritoncomm_kernels.rebalance import rebalance
+from tritoncomm_kernels.scatter import common_positions, decompress, gather, merge, scatter_add, sum_lists
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
     kth_magnitude,
@@ -16,23 +20,37 @@ from tritoncomm_kernels.threshold import (
     magnitude_keys,
     smallest_magnitude,
     top_k,
+    top_k_into,
 )
+from tritoncomm_kernels.workspace import Workspace
 
 __all__ = [
+    "AdamControl",
+    "AdamState",
+    "Marks",
     "Selection",
+    "Workspace",
     "accumulate",
     "accumulate_and_select",
     "accumulate_top_k",
+    "adam_update",
     "common_positions",
     "decompress",
+    "expand",
+    "gather",
     "has_non_finite",
     "kth_magnitude",
     "largest",
     "magnitude_keys",
+    "mark",
+    "mark_momentum",
     "merge",
+    "rebalance",
     "scatter_add",
     "select",
     "smallest_magnitude",
+    "sum_lists",
     "threshold_key",
     "top_k",
+    "top_k_into",
 ]

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tritoncomm_kernels.accumulate import accumulate, check_vector
+from tritoncomm_kernels.accumulate import add, check_addends
+from tritoncomm_kernels.checks import check_vector
+from tritoncomm_kernels.dispatch import triton_runs
+from tritoncomm_kernels.expand import expand
+from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
+from tritoncomm_kernels.workspace import Workspace
 
-MAGNITUDE_MASK = 0x7FFFFFFF
-NON_FINITE_KEY = 0x7F800000  # the key of infinity; everything at or above it is Inf or NaN
 # 2^18 elements: 1 MiB of keys fits the second-level cache; 2^15 and 2^20 measured 1.3x and 1.05x slower.
 HOST_CHUNK = 1 << 18
 
@@ -60,14 +63,22 @@ def threshold_key(threshold: float) -> int:
         return max(1, int(np.float32(threshold).view(np.int32)))
 
 
-def select(values: torch.Tensor, threshold: float, *, capacity: int | None = None, clear: bool = False) -> Selection:
+def select(
+    values: torch.Tensor,
+    threshold: float,
+    *,
+    capacity: int | None = None,
+    clear: bool = False,
+    workspace: Workspace | None = None,
+) -> Selection:
     """Every entry of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, ascending.
 
     Zeros are never selected, NaN always is. At most ``capacity`` entries are written; with
     ``clear`` exactly the written ones become 0 in ``values``, so that overflow loses nothing.
-    Raises ``ValueError`` for a wrong dtype, shape or capacity.
+    ``workspace`` keeps a GPU's scratch memory from step to step. Raises ``ValueError`` for a wrong
+    dtype, shape or capacity.
     """
-    return select_keys(values, threshold_key(threshold), capacity=capacity, clear=clear)
+    return select_keys(values, threshold_key(threshold), capacity=capacity, clear=clear, workspace=workspace)
 
 
 def accumulate_and_select(
@@ -78,13 +89,15 @@ def accumulate_and_select(
     *,
     capacity: int | None = None,
     clear: bool = False,
+    workspace: Workspace | None = None,
 ) -> Selection:
     """``out = residual + gradient``, then :func:`select` on ``out``, fused into one pass.
 
     ``residual`` and ``out`` are fp32 ``[n]`` and may be the same tensor; ``gradient`` is fp32, bf16
     or fp16 ``[n]``. Raises ``ValueError`` naming the argument that does not fit.
     """
-    return accumulate_and_select_keys(residual, gradient, out, threshold_key(threshold), capacity=capacity, clear=clear)
+    key = threshold_key(threshold)
+    return accumulate_and_select_keys(residual, gradient, out, key, capacity, clear=clear, workspace=workspace)
 
 
 def accumulate_and_select_keys(
@@ -92,19 +105,27 @@ def accumulate_and_select_keys(
     gradient: torch.Tensor,
     out: torch.Tensor,
     key: int,
-    *,
     capacity: int | None = None,
+    *,
     clear: bool = False,
+    workspace: Workspace | None = None,
 ) -> Selection:
     """:func:`accumulate_and_select` with the threshold already turned into a key."""
-    check_vector("out", out, numel=residual.numel())
-    return _scan(out, key, capacity, clear, addends=(residual, gradient))
+    check_addends(residual, gradient, out)
+    return _scan(out, key, capacity, clear, (residual, gradient), workspace)
 
 
-def select_keys(values: torch.Tensor, key: int, *, capacity: int | None = None, clear: bool = False) -> Selection:
+def select_keys(
+    values: torch.Tensor,
+    key: int,
+    capacity: int | None = None,
+    *,
+    clear: bool = False,
+    workspace: Workspace | None = None,
+) -> Selection:
     """:func:`select` with the threshold already turned into a key."""
     check_vector("values", values)
-    return _scan(values, key, capacity, clear, addends=None)
+    return _scan(values, key, capacity, clear, None, workspace)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -115,14 +136,35 @@ def has_non_finite(values: torch.Tensor) -> bool:
 Addends = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _scan(out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends) -> Selection:
+def _scan(
+    out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends, workspace: Workspace | None
+) -> Selection:
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity={capacity} is negative: give None for no limit")
     room = out.numel() if capacity is None else capacity
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
+    if triton_runs(out):
+        return _scan_triton(out, key, room, clear, addends, workspace if workspace is not None else Workspace())
     scan = _scan_host if out.device.type == "cpu" else _scan_device
     return scan(out, key, room, clear, addends)
+
+
+def _scan_triton(
+    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, workspace: Workspace
+) -> Selection:
+    """Mark and expand. The one host sync, between the two, is there to allocate what is needed and no more."""
+    marks = Marks.empty(out.numel(), out.device, workspace)
+    limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
+    residual, gradient = addends if addends is not None else (out, None)
+    mark(residual, gradient, out, limit, marks)
+    count = int(marks.counts.sum())
+    written = min(count, room)
+    indices = out.new_empty(written, dtype=torch.int32)
+    values = out.new_empty(written)
+    found = workspace.buffer("select found", 1, torch.int64, out.device)
+    expand(out, marks, indices, values, found, clear=clear, workspace=workspace)
+    return Selection(indices, values, count)
 
 
 def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
@@ -134,7 +176,7 @@ def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Add
         part = out[start : start + HOST_CHUNK]
         if addends is not None:
             residual, gradient = (a[start : start + HOST_CHUNK] for a in addends)
-            accumulate(residual, gradient, part)
+            add(residual, gradient, part)
         floats, size = part.numpy(), part.numel()
         np.bitwise_and(floats.view(np.int32), MAGNITUDE_MASK, out=keys[:size])
         found = np.flatnonzero(np.greater_equal(keys[:size], key, out=mask[:size]))
@@ -152,7 +194,7 @@ def _scan_device(out: torch.Tensor, key: int, room: int, clear: bool, addends: A
     """The same with torch operators alone, on whichever device the tensors are."""
     if addends is not None:
         residual, gradient = addends
-        accumulate(residual, gradient, out)
+        add(residual, gradient, out)
     found = positions((out.view(torch.int32) & MAGNITUDE_MASK) >= key)
     written = found[:room]
     values = out[written]

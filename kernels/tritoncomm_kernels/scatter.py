@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tritoncomm_kernels.checks import check_apart, check_scale, check_vector
 from tritoncomm_kernels.compact import positions
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.workspace import Workspace
 
 SparseList = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,13 +24,58 @@ def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -
     return out.zero_().index_copy_(0, indices.long(), values)
 
 
-def merge(lists: Sequence[SparseList]) -> SparseList:
-    """Sum sparse lists of one vector, each ascending and unique by index; at least one list.
+def sum_lists(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    invalid: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """Overwrite ``out`` (fp32 ``[n]``) with ``scale`` times the sum of sparse lists; returns ``out``.
+
+    ``indices`` (int32) and ``values`` (fp32) are ``[lists, stride]``, row p ascending and unique up to
+    ``counts[p]`` (int32 ``[lists]``). Per coordinate, terms are added in row order: the same bits on
+    every rank. Indices outside ``[0, n)`` are left out, and their number is added to ``invalid`` (int32
+    ``[1]``); nothing waits for the host. Raises ``ValueError`` naming the argument that does not fit.
+    """
+    check_vector("out", out)
+    lists = _check_rows(indices, values, out)
+    check_vector("counts", counts, dtypes=(torch.int32,), numel=lists, like=out)
+    check_scale(scale)
+    held = workspace if workspace is not None else Workspace()
+    bad = invalid if invalid is not None else held.buffer("scatter invalid", 1, torch.int32, out.device)
+    check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=out)
+    if out.numel() and indices.numel() and triton_runs(out):
+        tritons = kernel("scatter_triton")
+        borders = lists * (-(-out.numel() // tritons.TILE) + 1)
+        bounds = held.buffer("scatter bounds", borders, torch.int32, out.device)
+        tritons.sum_lists(indices, values, counts, bounds, out, bad, scale)
+        return out
+    out.zero_()
+    for row, count in enumerate(counts.clamp(0, indices.shape[1]).tolist()):
+        index, value = indices[row, :count], values[row, :count]
+        inside = (index >= 0) & (index < out.numel())
+        bad += (~inside).sum(dtype=torch.int32)
+        out.index_add_(0, index[inside], value[inside] * scale)
+    return out
+
+
+def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
+    """Sum sparse lists of one vector of ``numel`` elements, each ascending and unique; at least one list.
 
     Returns the ascending union of the supports (int32) and the sums (fp32). Per coordinate the terms
     are added in the order of ``lists``, so every rank that holds the same lists gets the same bits.
+    Raises ``ValueError`` for an index outside ``[0, numel)``.
     """
+    if not lists:
+        raise ValueError("lists is empty: give at least one sparse list, which may have no entries")
+    if numel and triton_runs(lists[0][1]):
+        return _merge_triton(list(lists), numel, workspace if workspace is not None else Workspace())
     joined, order = torch.sort(torch.cat([indices for indices, _ in lists]), stable=True)
+    _check_inside(joined.numel() and (int(joined[0]) < 0 or int(joined[-1]) >= numel), numel)
     union, places = torch.unique_consecutive(joined, return_inverse=True)
     where = torch.empty_like(places)
     where[order] = places
@@ -40,9 +88,84 @@ def merge(lists: Sequence[SparseList]) -> SparseList:
     return union, sums
 
 
+def gather(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    clear: bool = False,
+    invalid: torch.Tensor | None = None,
+) -> None:
+    """``out[i] = values[indices[i]]`` for ``i < count``, and with ``clear`` 0 in ``values`` there.
+
+    ``values`` is fp32 ``[n]``, ``indices`` (int32, unique) and ``out`` (fp32) are ``[capacity]``,
+    ``count`` is int64 ``[1]``; slots from ``count`` on keep what they held. An index outside ``[0, n)``
+    gives 0, writes nothing to ``values``, and adds 1 to ``invalid`` (int32 ``[1]``). No host sync on a GPU.
+    """
+    check_vector("values", values)
+    check_vector("indices", indices, dtypes=(torch.int32,), like=values)
+    check_vector("out", out, numel=indices.numel(), like=values)
+    check_vector("count", count, dtypes=(torch.int64,), numel=1, like=values)
+    check_apart("out", out, "values", values)
+    bad = invalid if invalid is not None else torch.zeros(1, dtype=torch.int32, device=values.device)
+    check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=values)
+    if indices.numel() == 0:
+        return
+    if triton_runs(values):
+        kernel("scatter_triton").gather(values, indices, out, count, bad, clear=clear)
+        return
+    used = indices[: max(0, int(count))]
+    inside = (used >= 0) & (used < values.numel())
+    picked = torch.zeros(used.numel(), dtype=torch.float32, device=values.device)
+    picked[inside] = values[used[inside].long()]
+    out[: used.numel()] = picked
+    bad += (~inside).sum(dtype=torch.int32)
+    if clear:
+        values[used[inside].long()] = 0.0
+
+
 def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """Positions in ``sought`` whose element also stands in ``among``; both ascending and unique."""
     if among.numel() == 0 or sought.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=sought.device)
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
     return positions(among[where] == sought)
+
+
+def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> SparseList:
+    """The union as a bit mask; the one host sync is there to allocate it."""
+    tritons, device = kernel("scatter_triton"), lists[0][1].device
+
+    def integers(name: str, size: int) -> torch.Tensor:
+        return workspace.buffer(f"merge {name}", size, torch.int32, device)
+
+    words = -(-numel // 32)
+    groups = -(-words // tritons.WORDS)
+    bits, ranks = integers("bits", words), integers("ranks", words)
+    counts, offsets = integers("counts", groups + 1), integers("offsets", groups)
+    counts[groups:].zero_()  # the last element counts invalid indices, so that one sync brings both numbers
+    tritons.mark_union(lists, bits, counts[:groups], offsets, counts[groups:], numel)
+    *_, invalid = per_group = counts.tolist()
+    _check_inside(invalid, numel)
+    size = sum(per_group) - invalid
+    union = torch.empty(size, dtype=torch.int32, device=device)
+    sums = torch.zeros(size, dtype=torch.float32, device=device)
+    tritons.add_union(lists, bits, offsets, ranks, union, sums, numel)
+    return union, sums
+
+
+def _check_inside(outside: int | bool, numel: int) -> None:
+    if outside:
+        raise ValueError(f"lists hold an index outside [0, {numel}): a peer sent something malformed")
+
+
+def _check_rows(indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> int:
+    for name, rows, dtype in (("indices", indices, torch.int32), ("values", values, torch.float32)):
+        if rows.dim() != 2:  # noqa: PLR2004
+            raise ValueError(f"{name} has shape {tuple(rows.shape)}: make it [lists, stride]")
+        check_vector(name, rows.reshape(-1) if rows.is_contiguous() else rows, dtypes=(dtype,), like=out)
+        check_apart("out", out, name, rows)
+    if indices.shape != values.shape:
+        raise ValueError(f"values has shape {tuple(values.shape)}, indices has {tuple(indices.shape)}: make them alike")
+    return indices.shape[0]

@@ -13,18 +13,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from tritoncomm_kernels.compact import (
-    MAGNITUDE_MASK,
-    Selection,
-    accumulate_and_select_keys,
-    select_keys,
-)
+from tritoncomm_kernels.accumulate import accumulate, check_addends
+from tritoncomm_kernels.checks import check_vector
+from tritoncomm_kernels.compact import Selection, accumulate_and_select_keys, select_keys
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.expand import expand
+from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
+from tritoncomm_kernels.workspace import Workspace
 
 # A sample of one 128-byte line in 256 estimates the k-th magnitude closely enough that the filter
 # admits little more than k candidates; below this many elements sampling costs more than it saves.
 SAMPLE_LINE = 32
 SAMPLE_STRIDE = 257 * SAMPLE_LINE  # odd in lines, or a matrix width that divides it would show the same columns only
 SAMPLE_FROM = 1 << 17
+# On a GPU the next step may start from this step's k-th magnitude, lowered by so much: over normal values at
+# 1 % that admits 1.4 k candidates.
+WARM_SLACK = 0.95
 
 
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
@@ -32,24 +36,37 @@ def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32) & MAGNITUDE_MASK
 
 
-def top_k(values: torch.Tensor, k: int) -> Selection:
+def top_k(values: torch.Tensor, k: int, *, workspace: Workspace | None = None) -> Selection:
     """The ``k`` largest magnitudes of ``values`` (fp32 ``[n]``), ascending by index.
 
     Exactly ``min(k, number of non-zeros)`` entries: zeros are never selected and ties go to the
-    lower index, as every rank must break them. Raises ``ValueError`` for a negative ``k``.
+    lower index, as every rank must break them. ``workspace`` keeps a GPU's scratch memory from step
+    to step. Raises ``ValueError`` for a negative ``k`` or a wrong dtype or shape.
     """
     _check_k(k)
-    sample = _sample_lines(values)
-    return _exact(partial(select_keys, values), sample, k, values.numel())
+    check_vector("values", values)
+    if values.numel() and triton_runs(values):
+        return _read_back(values, None, values, k, workspace)
+    return _exact(partial(select_keys, values), _sample_lines(values), k, values.numel())
 
 
-def accumulate_top_k(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, k: int) -> Selection:
+def accumulate_top_k(
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    out: torch.Tensor,
+    k: int,
+    *,
+    workspace: Workspace | None = None,
+) -> Selection:
     """``out = residual + gradient`` and the ``k`` largest magnitudes of it, in one pass over n.
 
     The arguments are as for :func:`tritoncomm_kernels.accumulate_and_select`, the result as for
     :func:`top_k`. ``residual`` is read only.
     """
     _check_k(k)
+    check_addends(residual, gradient, out)
+    if out.numel() and triton_runs(out):
+        return _read_back(residual, gradient, out, k, workspace)
     sample = _sample_lines(residual) + _sample_lines(gradient)
     first = True
 
@@ -61,6 +78,45 @@ def accumulate_top_k(residual: torch.Tensor, gradient: torch.Tensor, out: torch.
         return select_keys(out, key)
 
     return _exact(candidates, sample, k, out.numel())
+
+
+def top_k_into(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    taken: torch.Tensor,
+    *,
+    workspace: Workspace,
+    warm: bool = False,
+    clear: bool = False,
+) -> None:
+    """:func:`accumulate_top_k` into given memory, with nothing that waits for the host on a GPU.
+
+    ``indices`` (int32) and ``values`` (fp32) are ``[k]``, ``k`` at least 1; ``taken`` (int64 ``[1]``)
+    becomes the number written, the other slots keep what they held. Without ``gradient``, ``residual``
+    must be ``out``, and nothing is added. With ``warm`` the first threshold is a little below the k-th
+    magnitude of the last call with this ``workspace``, otherwise it is estimated from a sample; the
+    result is the same. With ``clear`` the selected elements become 0 in ``out``.
+    """
+    check_vector("indices", indices, dtypes=(torch.int32,), like=out)
+    check_vector("values", values, numel=indices.numel(), like=out)
+    check_vector("taken", taken, dtypes=(torch.int64,), numel=1, like=out)
+    if gradient is not None:
+        check_addends(residual, gradient, out)
+    if indices.numel() == 0:
+        raise ValueError("indices has no elements: k must be at least 1")
+    if out.numel() and triton_runs(out):
+        _launch(residual, gradient, out, indices, values, taken, workspace, warm=warm, clear=clear)
+        return
+    k = indices.numel()
+    selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
+    taken.fill_(selected.found)
+    indices[: selected.found] = selected.indices
+    values[: selected.found] = selected.values
+    if clear:
+        out[selected.indices.long()] = 0.0
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -93,6 +149,10 @@ def largest(selected: Selection, k: int) -> Selection:
         return Selection(selected.indices, selected.values, len(selected.values))
     if k == 0:
         return Selection(selected.indices[:0], selected.values[:0], 0)
+    if triton_runs(selected.values):
+        positions, values, found = _read_back(selected.values, None, selected.values, k, None, whole=True)
+        if found == k:
+            return Selection(selected.indices[positions], values, k)
     keys = magnitude_keys(selected.values)
     kth = _kth_key(keys, k)
     take = keys > kth
@@ -100,6 +160,70 @@ def largest(selected: Selection, k: int) -> Selection:
     take[equal[: k - int(take.sum())]] = True
     positions = take.nonzero().squeeze(1)
     return Selection(selected.indices[positions], selected.values[positions], k)
+
+
+def _read_back(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    k: int,
+    workspace: Workspace | None,
+    *,
+    whole: bool = False,
+) -> Selection:
+    """Launch the kernels, then wait for how many entries there are."""
+    held = workspace if workspace is not None else Workspace()
+    k = min(k, out.numel())
+    if k == 0:
+        if gradient is not None:
+            accumulate(residual, gradient, out)
+        return Selection.of(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
+    indices, values = out.new_empty(k, dtype=torch.int32), out.new_empty(k)
+    taken = held.buffer("top-k taken", 1, torch.int64, out.device)
+    _launch(residual, gradient, out, indices, values, taken, held, warm=True, clear=False, whole=whole)
+    found = int(taken)
+    return Selection.of(indices[:found], values[:found])
+
+
+def _launch(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    taken: torch.Tensor,
+    workspace: Workspace,
+    *,
+    warm: bool,
+    clear: bool,
+    whole: bool = False,
+) -> None:
+    """Candidates above a first guess, then radix select and ordered emit over them; no host sync."""
+    n, k = out.numel(), indices.numel()
+
+    def integers(name: str, size: int) -> torch.Tensor:
+        return workspace.buffer(f"top-k {name}", size, torch.int32, out.device)
+
+    radix = kernel("threshold_triton")
+    scratch = {
+        "state": integers("state", radix.STATE_WORDS),
+        "histogram": integers("histogram", 256),
+        "above": integers("above", radix.PROGRAMS),
+        "equal": integers("equal", radix.PROGRAMS),
+    }
+    warm = warm and workspace.holds("top-k guess", torch.int32)
+    guess = integers("guess", 1)
+    found = workspace.buffer("top-k found", 1, torch.int64, out.device)
+    candidates = None
+    if not whole:
+        if not warm:
+            guess.fill_(_sampled_guess(residual, gradient, k, n))
+        room = min(n, max(2 * k, k + 65536))
+        candidates = integers("positions", room), workspace.buffer("top-k values", room, torch.float32, out.device)
+        marks = Marks.empty(n, out.device, workspace)
+        mark(residual, gradient, out, guess, marks)
+        expand(out, marks, *candidates, found, workspace=workspace)
+    radix.largest(out, candidates, found, guess, scratch, k, indices, values, taken, slack=WARM_SLACK, clear=clear)
 
 
 def _kth_key(keys: torch.Tensor, k: int) -> int:
@@ -120,12 +244,26 @@ def _sample_lines(values: torch.Tensor) -> torch.Tensor:
 
 def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
     """A key that about 1.15 k elements, and with high probability at least k, reach."""
-    size = sample.numel()
+    rank = _sample_rank(sample.numel(), k, numel)
+    return 1 if rank is None else max(1, _kth_key(magnitude_keys(sample), rank))
+
+
+def _sampled_guess(residual: torch.Tensor, gradient: torch.Tensor | None, k: int, numel: int) -> torch.Tensor | int:
+    """The same without waiting for the device."""
+    sample = _sample_lines(residual)
+    if gradient is not None:
+        sample = sample + _sample_lines(gradient)
+    rank = _sample_rank(sample.numel(), k, numel)
+    if rank is None:
+        return 1
+    return torch.topk(magnitude_keys(sample), rank, sorted=False).values.min().clamp(min=1)
+
+
+def _sample_rank(size: int, k: int, numel: int) -> int | None:
+    """Which of ``size`` sampled magnitudes to start from; None for all non-zeros."""
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
-    if rank >= size:
-        return 1
-    return max(1, _kth_key(magnitude_keys(sample), rank))
+    return None if rank >= size else rank
 
 
 def _check_k(k: int) -> None:

@@ -25,7 +25,7 @@ def test_merge(sets: list[set[int]], seed: int) -> None:
         lists.append((indices, values))
         for i, v in zip(indices.tolist(), values.numpy(), strict=True):
             sums[i] = np.float32(sums.get(i, np.float32(0))) + v
-    union, values = kernels.merge(lists)
+    union, values = kernels.merge(lists, 200)
     assert union.dtype == torch.int32
     assert union.tolist() == sorted(sums)
     assert np.array_equal(values.numpy(), np.array([sums[i] for i in sorted(sums)], dtype=np.float32))
@@ -35,8 +35,8 @@ def test_merge_order_matters() -> None:
     """Large + tiny - large: list order decides the rounding, so it has to be fixed."""
     at = torch.tensor([4], dtype=torch.int32)
     parts = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]
-    forward = kernels.merge([(at, v) for v in parts])[1]
-    backward = kernels.merge([(at, parts[i]) for i in (0, 2, 1)])[1]
+    forward = kernels.merge([(at, v) for v in parts], 5)[1]
+    backward = kernels.merge([(at, parts[i]) for i in (0, 2, 1)], 5)[1]
     assert (forward.item(), backward.item()) == (0.0, 1.0)
 
 
@@ -65,5 +65,5 @@ def test_scatter_add() -> None:
 def test_merge_of_nothing() -> None:
     """Empty lists make an empty union."""
     empty = (torch.empty(0, dtype=torch.int32), torch.empty(0))
-    union, values = kernels.merge([empty, empty])
+    union, values = kernels.merge([empty, empty], 3)
     assert union.numel() == values.numel() == 0

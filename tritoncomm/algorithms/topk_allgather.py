@@ -53,7 +53,7 @@ class TopkAllgatherAlgorithm(Algorithm):
         words = [block.numel()] * world_size
         blocks = yield from bruck_all_gather(block, words, rank, world_size, phase="all-gather")
         lists = self._unpack(blocks)
-        indices, sums = kernels.merge(lists)
+        indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
         if kernels.has_non_finite(sums):  # on all ranks alike, they hold the same sums
             raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
         acc.clear(own.indices)

@@ -1,0 +1,192 @@
+"""Adam's update over late, sparse gradients: a coordinate delivered after tau steps makes up for tau steps.
+
+A delivery of sum s after tau steps is tau steps with gradient s / tau. Powers of the betas are products from
+a table of repeated squares, so that every device computes the same bits; ``1 - beta^tau`` is summed from
+the same table and never cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+
+POWERS = 31  # squares of beta: tau is int32
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """The tensors of one parameter that a step updates, each shaped like the parameter.
+
+    ``first`` and ``second`` are Adam's moments, ``maximum`` (or None) the running maximum of the second for
+    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    last: torch.Tensor
+    maximum: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdamControl:
+    """The numbers of one step, in device memory, so that a step can be captured in a CUDA graph.
+
+    ``scalars`` (fp64 ``[6]``): step count, learning rate over the first bias correction, square root of
+    the second, epsilon, the limit on tau for the distance, coupled weight decay.
+    """
+
+    scalars: torch.Tensor
+    betas: tuple[float, float]
+    maximize: bool = False
+    coupled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        steps: int,
+        learning_rate: float,
+        betas: tuple[float, float],
+        epsilon: float,
+        max_catch_up: float,
+        device: torch.device,
+        bias_correction: bool = True,
+        coupled_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> AdamControl:
+        """Fill in the formulas."""
+        correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
+        scalars = [steps, learning_rate / correct1, math.sqrt(correct2), epsilon, max_catch_up, coupled_decay]
+        on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
+        return cls(on_device, betas, maximize, coupled_decay != 0)
+
+
+def adam_update(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    state: AdamState,
+    control: AdamControl,
+    indices: torch.Tensor | None = None,
+) -> None:
+    """Update the coordinates ``indices`` (int64, unique, of the flattened ``parameter``); None for all.
+
+    ``parameter``, ``gradient`` and ``state`` have one shape and are updated in place; only the delivered
+    coordinates are touched. Half precision is computed in fp32, fp64 stays what it is.
+    """
+    if indices is not None and indices.numel() == 0:
+        return
+    moments = (state.first, state.second, *(() if state.maximum is None else (state.maximum,)))
+    floats = (parameter, gradient, *moments)
+    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in floats) and state.last.is_contiguous()
+    if plain and parameter.numel() and triton_runs(parameter):
+        tables = _tables(control.betas, torch.float32, parameter.device)
+        kernel("adam_triton").update(
+            parameter, gradient, state.first, state.second, state.maximum, state.last, indices,
+            control.scalars, tables, maximize=control.maximize, coupled=control.coupled,
+        )  # fmt: skip
+        return
+    _update(parameter, gradient, state, control, indices)
+
+
+def _update(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    state: AdamState,
+    control: AdamControl,
+    indices: torch.Tensor | None,
+) -> None:
+    """The reference, in torch operators, one rounding per operation."""
+    at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
+    _, rate, root, epsilon, limit, decay = control.scalars.to(at.dtype).unbind()
+    tables = _tables(control.betas, at.dtype, parameter.device)
+    steps = control.scalars[0].to(torch.int32)
+    tau = steps - at.integers(state.last)
+    waited = tau.to(at.dtype)
+    values = at.read(parameter)
+    mean = at.read(gradient) / waited
+    if control.maximize:
+        mean = -mean
+    if control.coupled:
+        mean = mean + decay * values
+    power, complement = _powers(tau, tables[0], tables[1])
+    first = power * at.read(state.first) + complement * mean
+    power, complement = _powers(tau, tables[2], tables[3])
+    second = power * at.read(state.second) + complement * (mean * mean)
+    at.write(state.first, first)
+    at.write(state.second, second)
+    at.write(state.last, steps.expand(tau.shape))
+    if state.maximum is not None:
+        second = torch.maximum(at.read(state.maximum), second)
+        at.write(state.maximum, second)
+    denominator = _square_root(second) / root + epsilon
+    distance = waited.minimum(limit) * (first / denominator)
+    at.write(parameter, values - rate * distance)
+
+
+def _powers(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(beta^tau, 1 - beta^tau)``, multiplied up from the lowest bit of tau."""
+    if tau.numel() and bool((tau == 1).all()):  # everything was delivered last time: nothing to multiply
+        return powers[0].expand(tau.shape), complements[0].expand(tau.shape)
+    power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
+    complement = torch.zeros_like(power)
+    for bit in range(int(tau.max()).bit_length() if tau.numel() else 0):
+        used = ((tau >> bit) & 1).bool()
+        # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t): sums of positive terms
+        complement = torch.where(used, complement + power * complements[bit], complement)
+        power = torch.where(used, power * powers[bit], power)
+    return power, complement
+
+
+def _square_root(values: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded; on the CPU torch's own is off by one unit for one value in eight."""
+    if values.device.type == "cpu":
+        with np.errstate(invalid="ignore"):
+            return torch.from_numpy(np.sqrt(values.numpy()))
+    return values.sqrt()
+
+
+@lru_cache(maxsize=64)
+def _tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same of beta2; computed in double precision."""
+    rows = [row for beta in betas for row in _squares(beta)]
+    return torch.tensor(rows, dtype=torch.float64).to(device, dtype)
+
+
+def _squares(beta: float) -> list[list[float]]:
+    if beta == 0:
+        return [[0.0] * POWERS, [1.0] * POWERS]
+    logs = [math.log(beta) * 2.0**i for i in range(1, POWERS)]
+    return [[beta, *map(math.exp, logs)], [1 - beta, *(-math.expm1(log) for log in logs)]]
+
+
+@dataclass(frozen=True)
+class _Coordinates:
+    """Some coordinates of flattened tensors, or all of them, computed in ``dtype``."""
+
+    indices: torch.Tensor | None
+    dtype: torch.dtype
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.integers(tensor).to(self.dtype)
+
+    def integers(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.detach().reshape(-1)
+        return flat if self.indices is None else flat[self.indices]
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """In place, whatever the strides of ``tensor``."""
+        values = values.to(tensor.dtype)
+        if self.indices is None:
+            tensor.copy_(values.view(tensor.shape))
+        elif tensor.is_contiguous():
+            tensor.view(-1)[self.indices] = values
+        else:
+            flat = tensor.reshape(-1)
+            flat[self.indices] = values
+            tensor.copy_(flat.view(tensor.shape))

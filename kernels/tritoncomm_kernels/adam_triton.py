@@ -1,0 +1,97 @@
+"""Kernel of :mod:`tritoncomm_kernels.adam`: one gather, update and scatter over the delivered coordinates."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritoncomm_kernels.dispatch import on_device_of
+
+BLOCK, WARPS = 512, 4  # 1024 need 160 registers, and spill on sm_80 with every option
+
+
+@triton.jit
+def _decay(tau, table_ptr, POWERS: tl.constexpr):
+    """``(beta^tau, 1 - beta^tau)`` from a table of both for tau = 1, 2, 4 ...; the lowest bit first."""
+    power = tl.full(tau.shape, 1.0, tl.float32)
+    complement = tl.full(tau.shape, 0.0, tl.float32)
+    left = tl.max(tau, axis=0)
+    bit = 0
+    while left > 0:
+        step_power = tl.load(table_ptr + bit)
+        step_complement = tl.load(table_ptr + POWERS + bit)
+        used = ((tau >> bit) & 1) != 0
+        complement = tl.where(used, complement + power * step_complement, complement)
+        power = tl.where(used, power * step_power, power)
+        left = left >> 1
+        bit += 1
+    return power, complement
+
+
+@triton.jit(do_not_specialize=["count", "n"])
+def adam_kernel(
+    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
+    count, n,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update ``BLOCK`` delivered coordinates; an index out of bounds updates nothing."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if EVERY:
+        at = lane
+        inside = lane < n
+    else:
+        at = tl.load(indices_ptr + lane, mask=lane < count, other=-1)
+        inside = (at >= 0) & (at < n)
+    steps = tl.load(control_ptr).to(tl.int32)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    root = tl.load(control_ptr + 2).to(tl.float32)
+    epsilon = tl.load(control_ptr + 3).to(tl.float32)
+    limit = tl.load(control_ptr + 4).to(tl.float32)
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0)
+    tau = steps - tl.load(last_ptr + at, mask=inside, other=0)
+    waited = tau.to(tl.float32)
+    mean = tl.div_rn(tl.load(gradient_ptr + at, mask=inside, other=0.0), waited)
+    if MAXIMIZE:
+        mean = -mean
+    if COUPLED:
+        mean = mean + tl.load(control_ptr + 5).to(tl.float32) * parameter
+    power, complement = _decay(tau, tables_ptr, POWERS)
+    first = power * tl.load(first_ptr + at, mask=inside, other=0.0) + complement * mean
+    power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
+    second = power * tl.load(second_ptr + at, mask=inside, other=0.0) + complement * (mean * mean)
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + steps, mask=inside)
+    if AMSGRAD:
+        maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0)
+        second = tl.where((maximum > second) | (maximum != maximum), maximum, second)
+        tl.store(maximum_ptr + at, second, mask=inside)
+    denominator = tl.div_rn(tl.sqrt_rn(second), root) + epsilon
+    distance = tl.minimum(waited, limit) * tl.div_rn(first, denominator)
+    tl.store(parameter_ptr + at, parameter - rate * distance, mask=inside)
+
+
+def update(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    maximum: torch.Tensor | None,
+    last: torch.Tensor,
+    indices: torch.Tensor | None,
+    control: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    maximize: bool,
+    coupled: bool,
+    block: int = BLOCK,
+) -> None:
+    """Launch; the arguments have been checked and are not empty."""
+    n = parameter.numel()
+    count = n if indices is None else indices.numel()
+    with on_device_of(parameter):
+        adam_kernel[(triton.cdiv(count, block),)](
+            parameter, gradient, first, second, maximum, last, indices, control, tables, count, n,
+            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
+            POWERS=tables.numel() // 4, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

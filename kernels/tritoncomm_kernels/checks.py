@@ -1,0 +1,67 @@
+"""What every operation demands of its tensors, checked before anything is launched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Positions are int32, and a kernel computes them up to the end of a block that may reach past the last element.
+INDEX_LIMIT = 2**31 - 2**16
+
+
+def check_vector(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    numel: int | None = None,
+    like: torch.Tensor | None = None,
+) -> None:
+    """Raise ``ValueError`` naming ``name`` unless it is a contiguous 1-D tensor of a legal dtype.
+
+    ``numel`` is the number of elements it must have; ``like`` a tensor on the device it must be on.
+    """
+    if tensor.dtype not in dtypes:
+        legal = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} has dtype {tensor.dtype}: convert it to {legal}")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: flatten it to one dimension")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: call .contiguous() on it")
+    if tensor.numel() > INDEX_LIMIT:
+        raise ValueError(
+            f"{name} has {tensor.numel()} elements, indices are int32: split it into parts of at most {INDEX_LIMIT}"
+        )
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, where the rest is")
+    if tensor.device.type in ("cpu", "cuda") and tensor.data_ptr() % tensor.element_size():
+        raise ValueError(
+            f"{name} starts at an address that is no multiple of its element size {tensor.element_size()}: clone it"
+        )
+
+
+def check_scale(scale: float) -> None:
+    """Raise ``ValueError`` unless ``scale`` is finite."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not finite: unscale the gradient first")
+
+
+def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ``ValueError`` when two tensors share memory; a tensor that is written must not be read elsewhere."""
+    first, second = _extent(tensor), _extent(other)
+    if tensor.device == other.device and first[0] < second[1] and second[0] < first[1]:
+        raise ValueError(f"{name} shares memory with {other_name}: give it memory of its own")
+
+
+def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ``ValueError`` when two tensors overlap without being the same memory."""
+    if _extent(tensor) != _extent(other):
+        check_apart(name, tensor, other_name, other)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()

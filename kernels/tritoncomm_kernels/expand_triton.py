@@ -1,0 +1,111 @@
+"""Kernels of :mod:`tritoncomm_kernels.expand`: from a bit mask to ascending (index, value)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritoncomm_kernels.bits_triton import bits_in, lowest_bit
+from tritoncomm_kernels.dispatch import on_device_of
+
+WORDS, WARPS = 1024, 8  # mask words per program: 32768 elements
+CHUNK = 2048
+# Up to here every program sums the counts before it (L2 hits); beyond, the square of the tiles would show.
+TILES_SUMMED_IN_PLACE = 8192
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def scan_counts_kernel(counts_ptr, offsets_ptr, tiles, CHUNK: tl.constexpr):
+    """Exclusive prefix sum of the tile counts, by one program."""
+    before = tl.zeros([], tl.int32)
+    start = 0
+    while start < tiles:
+        at = start + tl.arange(0, CHUNK)
+        counts = tl.load(counts_ptr + at, mask=at < tiles, other=0)
+        tl.store(offsets_ptr + at, before + tl.cumsum(counts, axis=0) - counts, mask=at < tiles)
+        before += tl.sum(counts, axis=0)
+        start += CHUNK
+
+
+@triton.jit
+def _sum_before(counts_ptr, end, CHUNK: tl.constexpr):
+    total = tl.zeros([], tl.int32)
+    start = 0
+    while start < end:
+        at = start + tl.arange(0, CHUNK)
+        total += tl.sum(tl.load(counts_ptr + at, mask=at < end, other=0), axis=0)
+        start += CHUNK
+    return total
+
+
+@triton.jit(do_not_specialize=["words", "capacity"])
+def expand_kernel(
+    values_ptr, also_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, found_ptr, words, capacity,
+    TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
+    OFFSETS: tl.constexpr, CLEAR: tl.constexpr, CLEAR_ALSO: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of ``TILES`` tiles; ``counts`` holds exclusive offsets already with ``OFFSETS``."""
+    program = tl.program_id(0)
+    before = tl.load(counts_ptr + program * TILES) if OFFSETS else _sum_before(counts_ptr, program * TILES, CHUNK)
+    at = program * WORDS + tl.arange(0, WORDS)
+    mask = tl.load(bits_ptr + at, mask=at < words, other=0)
+    counts = bits_in(mask)
+    position = before + tl.cumsum(counts, axis=0) - counts
+    if program == tl.num_programs(0) - 1:
+        tl.store(found_ptr, (before + tl.sum(counts, axis=0)).to(tl.int64))
+    left = tl.max(counts, axis=0)
+    while left > 0:
+        # Each turn takes the lowest bit of every word: as many turns as the fullest word has bits.
+        element = at * 32 + lowest_bit(mask)
+        write = (mask != 0) & (position < capacity)
+        tl.store(out_indices_ptr + position, element, mask=write)
+        tl.store(out_values_ptr + position, tl.load(values_ptr + element, mask=write, other=0.0), mask=write)
+        if CLEAR:
+            tl.store(values_ptr + element, 0.0, mask=write)
+        if CLEAR_ALSO:
+            tl.store(also_ptr + element, 0.0, mask=write)
+        position += 1
+        mask = mask & (mask - 1)
+        left -= 1
+
+
+def expand(
+    values: torch.Tensor,
+    bits: torch.Tensor,
+    counts: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    found: torch.Tensor,
+    *,
+    clear: bool,
+    clear_also: torch.Tensor | None,
+    words: int = WORDS,
+    tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
+) -> None:
+    """Launch; the arguments have been checked. ``offsets`` (int32, like ``counts``) is scratch."""
+    tiles = counts.numel()
+    per_tile = bits.numel() // tiles
+    words = max(words, per_tile)
+    scanned = tiles > tiles_summed_in_place
+    with on_device_of(values):
+        if scanned:
+            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=CHUNK, num_warps=WARPS)
+        expand_kernel[(triton.cdiv(bits.numel(), words),)](
+            values,
+            clear_also,
+            bits,
+            offsets if scanned else counts,
+            indices,
+            out,
+            found,
+            bits.numel(),
+            indices.numel(),
+            TILES=words // per_tile,
+            WORDS=words,
+            CHUNK=CHUNK,
+            OFFSETS=scanned,
+            CLEAR=clear,
+            CLEAR_ALSO=clear_also is not None,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )

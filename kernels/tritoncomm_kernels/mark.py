@@ -1,0 +1,166 @@
+"""Which elements reach a threshold, as one bit each: the first half of selecting on a GPU.
+
+:func:`mark` adds, compares and leaves a bit mask with one count per tile; :mod:`tritoncomm_kernels.expand`
+turns the mask into ascending indices and values. Between them nothing has to reach the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tritoncomm_kernels.accumulate import add, check_addends
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_scale, check_vector
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.workspace import Workspace
+
+MAGNITUDE_MASK = 0x7FFFFFFF
+NON_FINITE_KEY = 0x7F800000  # the key of infinity; everything at or above it is Inf or NaN
+TILE = 4096  # elements per program: 16 per thread, see accumulate_triton
+
+
+class Marks(NamedTuple):
+    """A selection as a bit mask, on the device of its vector.
+
+    ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w stands for element 32 w + j. ``counts``
+    (int32 ``[tiles]``): marked per tile. ``flags`` (int32 ``[1]``): bit 0 is set, never cleared, when
+    a sum is Inf or NaN.
+    """
+
+    bits: torch.Tensor
+    counts: torch.Tensor
+    flags: torch.Tensor
+
+    @classmethod
+    def empty(cls, numel: int, device: torch.device, workspace: Workspace | None = None, tile: int = TILE) -> Marks:
+        """Room for the marks of ``numel`` elements; from ``workspace`` when given. ``flags`` is 0."""
+        held = workspace if workspace is not None else Workspace()
+        tiles = max(1, -(-numel // tile))
+        bits = held.buffer("mark bits", tiles * tile // 32, torch.int32, device)
+        counts = held.buffer("mark counts", tiles, torch.int32, device)
+        flags = held.buffer("mark flags", 1, torch.int32, device).zero_()
+        return cls(bits, counts, flags)
+
+
+def mark(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    threshold: torch.Tensor,
+    marks: Marks,
+    *,
+    scale: float | torch.Tensor = 1.0,
+    span: torch.Tensor | None = None,
+    select_nan: bool = True,
+) -> None:
+    """``out = residual + scale * gradient``, and mark its elements with magnitude at least ``threshold``.
+
+    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold of 0 or below
+    selects every non-zero, a NaN nothing but NaNs. Zeros are never marked; NaNs always, unless
+    ``select_nan`` is off. ``span`` (int32 ``[2]``, on the device) limits marking to positions
+    ``span[0] <= i < span[1]``; the sum is made everywhere. Without ``gradient``, ``residual`` must be
+    ``out``, which is only read. Other arguments: :func:`tritoncomm_kernels.accumulate`.
+    """
+    if gradient is None:
+        check_vector("values", out)
+    else:
+        check_addends(residual, gradient, out, scale)
+    _check_marks(out, threshold, marks, span)
+    if out.numel() == 0:
+        marks.bits.zero_()
+        marks.counts.zero_()
+    elif triton_runs(out):
+        kernel("mark_triton").mark(residual, gradient, out, scale, threshold, span, *marks, select_nan=select_nan)
+    else:
+        if gradient is not None:
+            add(residual, gradient, out, scale)
+        write_marks(out, threshold, marks, span, select_nan=select_nan)
+
+
+def mark_momentum(
+    gradient: torch.Tensor,
+    velocity: torch.Tensor,
+    residual: torch.Tensor,
+    threshold: torch.Tensor,
+    marks: Marks,
+    *,
+    momentum: float,
+    scale: float | torch.Tensor = 1.0,
+    span: torch.Tensor | None = None,
+    select_nan: bool = True,
+) -> None:
+    """Momentum correction (Deep Gradient Compression): mark the residual of the velocity.
+
+    ``velocity = momentum * velocity + scale * gradient`` and ``residual += velocity``, both fp32
+    ``[n]``, in place; then ``residual`` is marked as in :func:`mark`. ``expand`` clears both.
+    """
+    check_vector("residual", residual)
+    check_vector("velocity", velocity, numel=residual.numel(), like=residual)
+    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
+    for name, written in (("velocity", velocity), ("residual", residual)):
+        check_apart("gradient", gradient, name, written)
+    check_apart("velocity", velocity, "residual", residual)
+    if isinstance(scale, torch.Tensor):
+        check_vector("scale", scale, numel=1, like=residual)
+    else:
+        check_scale(scale)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} is not in [0, 1): a velocity would grow without bound")
+    _check_marks(residual, threshold, marks, span)
+    if residual.numel() == 0:
+        marks.bits.zero_()
+        marks.counts.zero_()
+    elif triton_runs(residual):
+        kernel("mark_triton").mark_momentum(
+            gradient, velocity, residual, scale, momentum, threshold, span, *marks, select_nan=select_nan
+        )
+    else:
+        torch.add(gradient.to(torch.float32) * float(scale), velocity, alpha=momentum, out=velocity)
+        residual.add_(velocity)
+        write_marks(residual, threshold, marks, span, select_nan=select_nan)
+
+
+def write_marks(
+    values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None, *, select_nan: bool
+) -> None:
+    """The reference of everything after the sum, in torch operators, without a host sync."""
+    keys = values.view(torch.int32) & MAGNITUDE_MASK
+    chosen = keys >= as_key(threshold)
+    if not select_nan:
+        chosen &= keys <= NON_FINITE_KEY
+    if span is not None:
+        at = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+        chosen &= (at >= span[0]) & (at < span[1])
+    padded = torch.zeros(marks.bits.numel() * 32, dtype=torch.int32, device=values.device)
+    padded[: chosen.numel()] = chosen
+    weights = torch.ones((), dtype=torch.int32, device=values.device) << torch.arange(
+        32, dtype=torch.int32, device=values.device
+    )
+    marks.bits.copy_((padded.view(-1, 32) * weights).sum(1, dtype=torch.int32))
+    marks.counts.copy_(padded.view(marks.counts.numel(), -1).sum(1, dtype=torch.int32))
+    marks.flags.bitwise_or_((keys >= NON_FINITE_KEY).any().to(torch.int32))
+
+
+def as_key(threshold: torch.Tensor) -> torch.Tensor:
+    """The integer key of a device-side threshold (``[1]``); int32 is a key already."""
+    if threshold.dtype == torch.int32:
+        return threshold
+    key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
+    return torch.where(threshold.isnan(), MAGNITUDE_MASK, key)
+
+
+def _check_marks(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
+    check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=values)
+    if span is not None:
+        check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
+    tiles = marks.counts.numel()
+    check_vector("marks.counts", marks.counts, dtypes=(torch.int32,), like=values)
+    check_vector("marks.bits", marks.bits, dtypes=(torch.int32,), like=values)
+    check_vector("marks.flags", marks.flags, dtypes=(torch.int32,), numel=1, like=values)
+    tile = marks.bits.numel() * 32 // max(tiles, 1)
+    if tile * tiles != marks.bits.numel() * 32 or tile & (tile - 1) or tiles != max(1, -(-values.numel() // tile)):
+        raise ValueError(
+            f"marks have {marks.bits.numel()} words in {tiles} tiles, which do not fit {values.numel()} elements: "
+            f"make them with Marks.empty({values.numel()}, ...)"
+        )

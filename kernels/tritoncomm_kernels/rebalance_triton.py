@@ -1,0 +1,129 @@
+"""Kernel of :mod:`tritoncomm_kernels.rebalance`: one program, one lane per partition, nothing leaves the device."""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritoncomm_kernels.dispatch import on_device_of
+
+
+@triton.jit
+def _sweep(load, blocks, lane, partitions, quantum, least):
+    """The paper's rule: borders one after the other, each sees what the one before has moved."""
+    mean = tl.sum(load, axis=0) // partitions
+    left = tl.zeros([], tl.int32)
+    last = tl.where(mean > 0, partitions - 1, 0)
+    while left < last:
+        load_left = tl.sum(tl.where(lane == left, load, 0), axis=0)
+        load_right = tl.sum(tl.where(lane == left + 1, load, 0), axis=0)
+        size_left = tl.sum(tl.where(lane == left, blocks, 0), axis=0)
+        size_right = tl.sum(tl.where(lane == left + 1, blocks, 0), axis=0)
+        high_left = (100 * load_left > 105 * mean).to(tl.int32)
+        high_right = (100 * load_right > 105 * mean).to(tl.int32)
+        low_left = (100000 * load_left < 95238 * mean).to(tl.int32)
+        low_right = (100000 * load_right < 95238 * mean).to(tl.int32)
+        leftwards = high_left * low_right * (size_left - 1 >= least).to(tl.int32)
+        rightwards = low_left * high_right * (size_right - 1 >= least).to(tl.int32)
+        move = leftwards - rightwards
+        shift = tl.where(lane == left + 1, move, 0) - tl.where(lane == left, move, 0)
+        blocks += shift
+        load += shift * quantum
+        left += 1
+    return blocks
+
+
+@triton.jit
+def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: tl.constexpr):
+    """By how many blocks each border moves left under the prefix rule, before the floor is looked at."""
+    ahead = tl.cumsum(load, axis=0) * partitions - (lane + 1).to(tl.int64) * total
+    distance = tl.where(ahead < 0, -ahead, ahead)
+    bounded = tl.minimum(distance, 1 << 31)
+    noise = total * (lane + 1).to(tl.int64) * (partitions - 1 - lane).to(tl.int64)
+    still = (20 * distance <= total) | (bounded * bounded <= noise) | (lane >= partitions - 1)
+    source = tl.minimum(tl.where(ahead > 0, lane, lane + 1), PARTITIONS - 1)
+    crowd = tl.maximum(tl.gather(load, source, axis=0), 1)
+    width = tl.gather(blocks, source, axis=0).to(tl.int64)
+    steps = (distance * width) // (4 * partitions * crowd)
+    steps = tl.minimum(tl.maximum(steps, 1), max_step).to(tl.int32)
+    return tl.where(still, 0, tl.where(ahead > 0, steps, -steps))
+
+
+@triton.jit(do_not_specialize=["partitions", "rank", "block", "n", "least", "max_step"])
+def rebalance_kernel(
+    blocks_ptr, first_ptr, counts_ptr, iteration_ptr, span_ptr, partitions, rank, block, n, least, max_step,
+    PARTITIONS: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """Move the borders by the counts of ``iteration``; write the span of the iteration after it."""
+    lane = tl.arange(0, PARTITIONS)
+    real = lane < partitions
+    iteration = tl.load(iteration_ptr)
+    # Counts come by rank; partition j was rank (j - iteration) mod P's. Integer % has C's sign here.
+    owner = (lane - iteration % partitions) % partitions
+    owner = tl.where(owner < 0, owner + partitions, owner)
+    load = tl.load(counts_ptr + owner, mask=real, other=0).to(tl.int64)
+    blocks = tl.load(blocks_ptr + lane, mask=real, other=0)
+    total = tl.sum(load, axis=0)
+    if PREFIX:
+        move = _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS)
+        before = tl.gather(move, tl.maximum(lane - 1, 0), axis=0)
+        before = tl.where(lane > 0, before, 0)
+        left_over = blocks - tl.maximum(move, 0) - tl.maximum(-before, 0)
+        # A border stays when the partition that it would shrink falls below the floor, growth not counted.
+        own_stays = left_over < least
+        next_stays = tl.gather(own_stays.to(tl.int32), tl.minimum(lane + 1, PARTITIONS - 1), axis=0) != 0
+        move = tl.where(tl.where(move > 0, own_stays, next_stays), 0, move)
+        before = tl.where(lane > 0, tl.gather(move, tl.maximum(lane - 1, 0), axis=0), 0)
+        blocks += tl.where(real, before - move, 0)
+    else:
+        quantum = (block.to(tl.int64) * total) // n
+        blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least).to(tl.int32)
+    first = tl.cumsum(blocks, axis=0) - blocks
+    tl.store(blocks_ptr + lane, blocks, mask=real)
+    tl.store(first_ptr + lane, first, mask=real)
+    own = ((iteration + 1) % partitions + rank) % partitions
+    start = tl.sum(tl.where(lane == own, first, 0), axis=0).to(tl.int64) * block
+    stop = tl.sum(tl.where(lane == own, first + blocks, 0), axis=0).to(tl.int64) * block
+    stop = tl.where(own == partitions - 1, n, tl.minimum(stop, n))
+    tl.store(span_ptr, tl.minimum(start, n).to(tl.int32))
+    tl.store(span_ptr + 1, stop.to(tl.int32))
+
+
+def warps(partitions: int) -> int:
+    """One warp holds up to 256 partitions in registers; more would spill there."""
+    return 1 if partitions <= 256 else 4
+
+
+def rebalance(
+    blocks: torch.Tensor,
+    first: torch.Tensor,
+    counts: torch.Tensor,
+    iteration: torch.Tensor,
+    span: torch.Tensor,
+    *,
+    rank: int,
+    block: int,
+    numel: int,
+    min_blocks: int,
+    max_step: int,
+    prefix: bool,
+) -> None:
+    """Launch; the arguments have been checked."""
+    partitions = blocks.numel()
+    lanes = max(2, triton.next_power_of_2(partitions))
+    with on_device_of(blocks):
+        rebalance_kernel[(1,)](
+            blocks,
+            first,
+            counts,
+            iteration,
+            span,
+            partitions,
+            rank,
+            block,
+            numel,
+            min_blocks,
+            max_step,
+            PARTITIONS=lanes,
+            PREFIX=prefix,
+            num_warps=warps(lanes),
+        )

@@ -1,0 +1,268 @@
+"""Every kernel in the configurations that are launched, compiled for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tritoncomm_kernels import (
+    accumulate_triton,
+    adam_triton,
+    expand_triton,
+    mark_triton,
+    rebalance_triton,
+    scatter_triton,
+    threshold_triton,
+)
+from tritoncomm_kernels.accumulate_triton import add_tile
+from tritoncomm_kernels.bits_triton import key_of
+from tritoncomm_kernels.mark_triton import momentum_tile, write_marks
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+GRADIENTS = ("fp32", "bf16", "fp16")
+TILE = accumulate_triton.TILE
+
+# Pointers are to int32 and numbers are int32, but for these.
+FLOATS = ("scale", "momentum", "slack")
+FLOAT_POINTERS = (
+    *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
+    *("out_values_ptr", "candidates_ptr", "sums_ptr", "parameter_ptr", "first_ptr", "second_ptr", "maximum_ptr"),
+    "tables_ptr",
+)
+TYPES = {
+    **dict.fromkeys(FLOATS, "fp32"),
+    **dict.fromkeys(FLOAT_POINTERS, "*fp32"),
+    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr"), "*i64"),
+    "control_ptr": "*fp64",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is launched: its constants, warps, and types that differ from ``TYPES``.
+
+    ``elements`` is how many elements a program handles; ``registers`` and ``budget`` (instructions per
+    element) are the most allowed on sm_90, the budget counted without the code for partial tiles.
+    """
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    types: dict[str, str] = field(default_factory=dict)
+    elements: int = 0
+    registers: int = 255
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a case; ``spilled`` counts bytes of stack and spilled registers."""
+
+    text: str
+    registers: int
+    spilled: int
+    shared: int
+    sass: tuple[str, ...] = ()
+
+    def per_element(self, case: Case) -> float:
+        """Instructions that one element costs."""
+        return len(self.sass) * 32 * case.warps / case.elements
+
+
+@triton.jit
+def whole_add(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.constexpr):
+    """``accumulate`` without the code for a partial tile."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    add_tile(residual_ptr, gradient_ptr, out_ptr, scale, at, n, ADD=True, WHOLE=True)
+
+
+@triton.jit
+def whole_mark(
+    residual_ptr, gradient_ptr, out_ptr, scale, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
+    TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """``mark`` without the code for a partial tile."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, scale, at, n, ADD=ADD, WHOLE=True))
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, True, False)
+
+
+@triton.jit
+def whole_momentum(
+    gradient_ptr, velocity_ptr, residual_ptr, scale, momentum, threshold_ptr, span_ptr,
+    bits_ptr, counts_ptr, flags_ptr, n, TILE: tl.constexpr,
+):  # fmt: skip
+    """``mark_momentum`` without the code for a partial tile."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    keys = key_of(momentum_tile(gradient_ptr, velocity_ptr, residual_ptr, scale, momentum, at, n, WHOLE=True))
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, True, False)
+
+
+def streaming(gradient: str) -> list[Case]:
+    """The passes over the whole vector."""
+    size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
+    marked = size | {"warps": mark_triton.WARPS, "registers": 72}
+    choice = {"TILE": TILE, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": False}
+    span = choice | {"ADD": True, "SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
+    in_memory = marked["types"] | {"scale": "*fp32"}
+    add = {"TILE": TILE, "SCALE_IN_MEMORY": False}
+    return [
+        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, add, **size, registers=68),
+        Case(f"accumulate {gradient}, whole", whole_add, {"TILE": TILE}, **size, registers=46, budget=8),
+        Case(f"mark {gradient}", mark_triton.mark_kernel, choice | {"ADD": True}, **marked),
+        Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **marked, budget=22),
+        Case(f"mark {gradient}, all options", mark_triton.mark_kernel, span, **marked | {"types": in_memory}),
+        Case(f"momentum {gradient}", mark_triton.mark_momentum_kernel, choice, **marked | {"registers": 86}),
+        Case(f"momentum {gradient}, whole", whole_momentum, {"TILE": TILE}, **marked, budget=26),
+    ]
+
+
+def selecting() -> list[Case]:
+    """Mark what exists, and compact."""
+    words = expand_triton.WORDS
+    choice = {"TILE": TILE, "ADD": False, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": True}
+    turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
+    size = {"warps": expand_triton.WARPS, "elements": words * 32, "registers": 72}
+    key = {"types": {"threshold_ptr": "*i32"}, "warps": mark_triton.WARPS, "elements": TILE}
+    clear, both = {"CLEAR": True, "CLEAR_ALSO": False}, {"CLEAR": True, "CLEAR_ALSO": True, "OFFSETS": True}
+    return [
+        Case("mark only", mark_triton.mark_kernel, choice, **key, registers=72),
+        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, mark_triton.WARPS, {}, TILE, 72, 22),
+        Case("expand", expand_triton.expand_kernel, turn | clear, **size, budget=5),
+        Case("expand, scanned, two", expand_triton.expand_kernel, turn | both, **size),
+        Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.CHUNK}, expand_triton.WARPS),
+    ]
+
+
+def exact() -> list[Case]:
+    """The radix select."""
+    radix = threshold_triton
+    block = {"BLOCK": radix.BLOCK}
+    size = {"warps": radix.WARPS, "elements": radix.BLOCK}
+    emit = block | {"PROGRAMS": radix.PROGRAMS, "CLEAR": True}
+    guess = {"guess_ptr": "*i32"}
+    return [
+        Case("top-k begin", radix.begin_kernel, {"WHOLE_ONLY": False}, 1, guess),
+        Case("top-k histogram", radix.histogram_kernel, block | {"SHIFT": 15, "BITS": 8}, **size, registers=64),
+        Case("top-k pick", radix.pick_kernel, {"SHIFT": 23, "FIRST": True}, 1),
+        Case("top-k count", radix.count_kernel, block, **size, registers=64),
+        Case("top-k emit", radix.emit_kernel, emit, **size, registers=128, types=guess),
+    ]
+
+
+def scattering() -> list[Case]:
+    """Dense sums, unions, gathers."""
+    scatter = scatter_triton
+    block = {"warps": 4, "elements": scatter.BLOCK}
+    bounds = {"TILE": scatter.TILE, "STEPS": 22, "BORDERS": scatter.BORDERS}
+    tile = {"TILE": scatter.TILE, "ENTRIES": scatter.ENTRIES}
+    words = {"WORDS": scatter.WORDS}
+    union = {"out_ptr": "*i32"}
+    clear = {"BLOCK": scatter.BLOCK, "CLEAR": True}
+    return [
+        Case("tile bounds", scatter.tile_bounds_kernel, bounds, 1),
+        Case("sum lists", scatter.sum_lists_kernel, tile, scatter.WARPS, {}, scatter.TILE, 40),
+        Case("mark indices", scatter.mark_indices_kernel, {"BLOCK": scatter.BLOCK}, **block),
+        Case("count words", scatter.count_words_kernel, words, scatter.WARPS),
+        Case("union", scatter.union_kernel, words, scatter.WARPS, union),
+        Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),
+        Case("gather", scatter.gather_kernel, clear, **block, registers=64),
+    ]
+
+
+def others() -> list[Case]:
+    """ExDyna's partitions and Adam."""
+    topology = {"first_ptr": "*i32"}
+    rules = [
+        Case(
+            f"rebalance {'prefix' if prefix else 'paper'} {partitions}",
+            rebalance_triton.rebalance_kernel,
+            {"PARTITIONS": partitions, "PREFIX": prefix},
+            rebalance_triton.warps(partitions),
+            topology,
+        )
+        for partitions in (2, 64, 256, 1024)
+        for prefix in (False, True)
+    ]
+    plain = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
+    options = plain | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True, "EVERY": True}
+    size = {"warps": adam_triton.WARPS, "elements": adam_triton.BLOCK, "types": {"indices_ptr": "*i64"}}
+    return [
+        *rules,
+        Case("adam", adam_triton.adam_kernel, plain | {"EVERY": False}, **size, registers=128),
+        Case("adam, all options", adam_triton.adam_kernel, options, **size, registers=128),
+    ]
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *others()]
+
+
+@cache
+def find(name: str) -> Case:
+    """The case of that name."""
+    return next(case for case in cases() if case.name == name)
+
+
+@cache
+def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
+    """Compile one case for one target."""
+    case = find(name)
+    arguments = case.kernel.arg_names
+    signature = {name: _type(case, name) for name in arguments}
+    attributes = {
+        (arguments.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*")  # what a launch finds out about tensors with memory of their own
+    }
+    source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
+    options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
+    result = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+    if target.startswith("gfx"):
+        text = result.asm["amdgcn"]
+        spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
+        return Compiled(text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
+    usage, sass = (_cuobjdump(result.asm["cubin"], option) for option in ("--dump-resource-usage", "--dump-sass"))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?)\s*;", sass)
+    real = tuple(line for line in instructions if not line.startswith("NOP"))
+    return Compiled(result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, real)
+
+
+def _type(case: Case, argument: str) -> str:
+    if argument in case.constants:
+        return "constexpr"
+    default = "*i32" if argument.endswith("_ptr") else "i32"
+    return case.types.get(argument, TYPES.get(argument, default))
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _number(text: str, key: str) -> int:
+    found = re.search(rf"\.{key}:\s*(\d+)", text)
+    assert found, key
+    return int(found[1])

@@ -1,0 +1,161 @@
+"""Inputs on which kernels are tried, and a way to run the same call on kernel and reference."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param(
+        "cpu",
+        id="interpreted",
+        marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter"),
+    ),
+    pytest.param(
+        "cuda",
+        id="gpu",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+    ),
+]
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
+FAMILIES = ("special", "normal", "heavy", "ties", "equal", "zero", "clustered")
+THRESHOLDS = [0.0, -1.0, -0.0, math.nan, math.inf, 1.0, 1e-45, 1e-40, 2.5, 0.7]
+SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 700, 1023, 1024, 1025, 2049]
+GUARD = 64  # elements before and after a tensor that must keep what they hold
+Result = TypeVar("Result")
+
+
+def cases(number: int) -> settings:
+    """So many examples; ``KERNEL_CASES`` scales the number."""
+    scaled = max(1, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
+    return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False)
+
+
+seeds = st.integers(0, 2**31 - 1)
+sizes = st.sampled_from(SIZES)
+families = st.sampled_from(FAMILIES)
+thresholds = st.sampled_from(THRESHOLDS)
+tiles = st.sampled_from([64, 256, 1024, 4096])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def drawn(family: str, n: int, seed: int) -> torch.Tensor:
+    """``n`` fp32 values of one family, on the CPU."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(n)
+    if family == "special":
+        values = rng.choice(SPECIAL, n)
+    elif family == "heavy":
+        values = values * np.exp(3 * rng.standard_normal(n))
+    elif family == "ties":
+        values = np.round(values * 2) / 2
+    elif family == "equal":
+        values = np.full(n, -1.5)
+    elif family == "zero":
+        values = np.zeros(n)
+    elif family == "clustered":
+        values = values * (np.arange(n) % 256 < 16)
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def gradient(family: str, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same as a gradient of ``dtype``."""
+    values = drawn(family, n, seed).to(dtype)
+    if INTERPRETED and dtype == torch.bfloat16:
+        # The interpreter reads bf16 denormals as 0; a GPU widens them exactly.
+        values[values.abs() < torch.finfo(dtype).tiny] = 0.0
+    return values
+
+
+class Guarded:
+    """Makes tensors between two stretches of memory that nobody may touch, filled with a pattern."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._owners: list[tuple[torch.Tensor, int]] = []
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """A guarded copy of ``values``."""
+        size = values.numel()
+        owner = torch.empty(size + 2 * GUARD, dtype=values.dtype, device=self.device)
+        _bytes(owner).fill_(0xA5)
+        held = owner[GUARD : GUARD + size]
+        held.copy_(values)
+        self._owners.append((owner, size))
+        return held
+
+    def poison(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A guarded tensor that holds the pattern itself."""
+        held = self.of(torch.zeros(size, dtype=dtype))
+        _bytes(held).fill_(0xA5)
+        return held
+
+    def check(self) -> None:
+        """Assert that every guard is intact."""
+        for owner, size in self._owners:
+            for guard in (owner[:GUARD], owner[GUARD + size :]):
+                assert bool((_bytes(guard) == 0xA5).all()), "memory around a tensor was written"
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The elements as integers, so that -0.0 differs from 0.0; all NaN alike: their payload is the device's own."""
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), math.nan, tensor)
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    return tensor.detach().cpu().contiguous().view(whole).reshape(-1).tolist()
+
+
+def key_of(value: float) -> int:
+    """The integer key of one fp32 value, by hand."""
+    return struct.unpack("<i", struct.pack("<f", value))[0] & 0x7FFFFFFF
+
+
+def key_to_reach(limit: float) -> int:
+    """The key that a threshold stands for, by hand."""
+    if math.isnan(limit):
+        return 0x7FFFFFFF
+    return max(1, key_of(limit)) if limit > 0 else 1
+
+
+@contextmanager
+def kernels_from(choice: str) -> Iterator[None]:
+    """Force reference (``torch``) or kernel (``triton``)."""
+    before = os.environ.get("TRITONCOMM_KERNELS")
+    os.environ["TRITONCOMM_KERNELS"] = choice
+    try:
+        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of overflow
+            yield
+    finally:
+        if before is None:
+            del os.environ["TRITONCOMM_KERNELS"]
+        else:
+            os.environ["TRITONCOMM_KERNELS"] = before
+
+
+def agree(call: Callable[[Guarded], Result], device: str) -> Result:
+    """Run ``call`` on kernel and reference; assert equal results and intact guards; return the result."""
+    results = []
+    for choice in ("torch", "triton"):
+        guarded = Guarded(device)
+        with kernels_from(choice):
+            results.append(call(guarded))
+        guarded.check()
+    reference, kernel = results
+    assert kernel == reference
+    return kernel
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

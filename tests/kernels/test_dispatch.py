@@ -1,0 +1,136 @@
+"""Which implementation runs, and what is refused before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import checks, dispatch
+
+X = torch.ones(8)
+I8 = torch.zeros(8, dtype=torch.int32)
+
+
+def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, whatever is installed."""
+    monkeypatch.delenv("TRITONCOMM_KERNELS", raising=False)
+    assert not dispatch.triton_runs(X)
+
+
+def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says both ways out."""
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match=r"tensor is on cpu: move it to a GPU, set TRITON_INTERPRET=1"):
+        kernels.select(X, 1.0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.triton_runs(X)
+
+
+@pytest.mark.parametrize("found", [None, "3.5.1"])
+def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    """Missing or too old is said at once; left alone, both fall back to the reference."""
+
+    def version(name: str) -> str:
+        if found is None:
+            raise dispatch.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(dispatch, "version", version)
+    monkeypatch.setattr(dispatch, "_installed", dispatch._installed.__wrapped__)
+    assert not dispatch._installed()
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match=r"needs Triton 3\.6 or newer"):
+        kernels.select(X, 1.0)
+
+
+def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the choices there are."""
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "cuda")
+    with pytest.raises(ValueError, match=r"TRITONCOMM_KERNELS='cuda': set it to one of auto, torch, triton"):
+        kernels.select(X, 1.0)
+
+
+def marks(numel: int = 8) -> kernels.Marks:
+    """Room for the marks of a vector."""
+    return kernels.Marks.empty(numel, X.device)
+
+
+def rebalanced(**changes: object) -> None:
+    """A good call, but for the changes."""
+    numbers = {"rank": 0, "block": 4, "numel": 32, "min_blocks": 1} | changes
+    one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    kernels.rebalance(numbers.pop("blocks", I8.clone()), I8.clone(), I8, one, two, **numbers)
+
+
+ONE, LONG = torch.ones(1), torch.ones(9000)
+COUNT = torch.zeros(1, dtype=torch.int64)
+REFUSED: dict[str, Callable[[], object]] = {
+    "gradient has dtype torch.float64": lambda: kernels.accumulate(X, X.double(), X.clone()),
+    "gradient has 4 elements, expected 8": lambda: kernels.accumulate(X, X[:4], X.clone()),
+    "gradient is on meta: move it to cpu": lambda: kernels.accumulate(X, X.to("meta"), X.clone()),
+    "out is on meta: move it to cpu": lambda: kernels.accumulate(X, X, X.to("meta")),
+    "gradient shares memory with out": lambda: kernels.accumulate(X, X, X),
+    "residual shares memory with out": lambda: kernels.accumulate(X[:6], X[:6].clone(), X[2:]),
+    "scale=inf is not finite": lambda: kernels.accumulate(X, X.clone(), X.clone(), math.inf),
+    "scale has dtype torch.int64": lambda: kernels.accumulate(X, X.clone(), X.clone(), COUNT),
+    "values starts at an address": lambda: kernels.select(
+        torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1, count=8), 1.0
+    ),
+    "threshold has 8 elements, expected 1": lambda: kernels.mark(X, None, X, X, marks()),
+    "threshold has dtype torch.float64": lambda: kernels.mark(X, None, X, ONE.double(), marks()),
+    "span has dtype torch.int64": lambda: kernels.mark(X, None, X, ONE, marks(), span=torch.tensor([0, 3])),
+    "which do not fit 9000 elements": lambda: kernels.mark(LONG, None, LONG, ONE, marks()),
+    r"momentum=1.0 is not in \[0, 1\)": lambda: kernels.mark_momentum(
+        X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
+    ),
+    "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
+    "found has dtype torch.int32": lambda: kernels.expand(X, marks(), I8, X.clone(), COUNT.int()),
+    "out has 8 elements, expected 3": lambda: kernels.expand(X, marks(), I8[:3], X.clone(), COUNT),
+    "out shares memory with values": lambda: kernels.expand(X, marks(), I8, X, COUNT),
+    "capacity=-1 is negative": lambda: kernels.select(X, 1.0, capacity=-1),
+    "k=-1 is negative": lambda: kernels.top_k(X, -1),
+    "indices has no elements: k must be": lambda: kernels.top_k_into(
+        X, None, X, I8[:0], X[:0], COUNT, workspace=kernels.Workspace()
+    ),
+    r"indices has shape \(8,\): make it": lambda: kernels.sum_lists(I8, X, I8, X.clone()),
+    "counts has 8 elements, expected 1": lambda: kernels.sum_lists(I8[None], X[None], I8, X.clone()),
+    "out shares memory with values ": lambda: kernels.gather(X, I8, X, COUNT),
+    "lists is empty": lambda: kernels.merge([], 8),
+    r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),
+    "rule='best' is not known": lambda: rebalanced(rule="best"),
+    "rank=8 is outside of 8 partitions": lambda: rebalanced(rank=8),
+    "numel=0 is not between": lambda: rebalanced(numel=0),
+    "block=0 for numel=32": lambda: rebalanced(block=0),
+    "min_blocks=-1 must be": lambda: rebalanced(min_blocks=-1),
+    "first has 8 elements, expected 9": lambda: rebalanced(blocks=torch.ones(9, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_arguments_are_named(message: str) -> None:
+    """Argument, value and fix."""
+    with pytest.raises(ValueError, match=message.strip()):
+        REFUSED[message]()
+
+
+def test_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int32 indices end below 2^31; a shorter limit stands in for 8 GiB of memory."""
+    assert checks.INDEX_LIMIT < 2**31
+    monkeypatch.setattr(checks, "INDEX_LIMIT", 7)
+    with pytest.raises(ValueError, match="values has 8 elements, indices are int32: split it into parts of at most 7"):
+        kernels.select(X, 1.0)
+
+
+def test_workspace_is_kept() -> None:
+    """The same memory in every step of the same size; more only when a vector grows."""
+    held = kernels.Workspace()
+    first = held.buffer("marks", 100, torch.int32, X.device)
+    assert held.buffer("marks", 50, torch.int32, X.device).data_ptr() == first.data_ptr()
+    assert held.nbytes == 400
+    assert held.buffer("marks", 200, torch.int32, X.device).data_ptr() != first.data_ptr()
+    assert held.nbytes == 800

@@ -1,0 +1,36 @@
+"""Whole exchange methods on the kernels: nothing above the kernel layer notices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import SimulatedWorld
+
+from kernel_cases import DEVICES, bits, kernels_from
+from laws import FAMILIES, gradients
+
+RECIPES = [
+    tritoncomm.OkTopk(density=0.05, repartition_every=3),
+    tritoncomm.OkTopk(density=0.05, strict_volume=True),
+    tritoncomm.TopkAllgather(density=0.05),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES, ids=["oktopk", "oktopk strict", "topk_allgather"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_same_training(recipe: tritoncomm.Recipe, world_size: int, device: str) -> None:
+    """Means, residuals, traffic and thresholds over five steps: the same bits from kernels and references."""
+    seen = []
+    for choice in ("torch", "triton"):
+        generator = torch.Generator().manual_seed(0)
+        world = SimulatedWorld(recipe, world_size, 700, device=device)
+        record: list[object] = []
+        with kernels_from(choice):
+            for family in (*FAMILIES[:4], FAMILIES[0]):
+                means = world.step(gradients(family, world_size, 700, generator, exact=False).to(device))
+                record += [[bits(mean.indices), bits(mean.values)] for mean in means]
+                record += [bits(world.residuals), [str(t) for t in world.traffic]]
+        seen.append(record)
+    assert seen[0] == seen[1]

@@ -1,0 +1,126 @@
+"""Kernels with a planted bug: the tests of the others must notice each of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import test_triton_scatter as scatter
+import test_triton_select as select
+from hypothesis import Phase, settings
+
+from kernel_cases import INTERPRETED
+from tritoncomm_kernels import dispatch
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
+
+
+class Mutant(NamedTuple):
+    """A bug: in which module, what it replaces, and the test that must fail."""
+
+    module: str
+    old: str
+    new: str
+    check: Callable[..., None]
+    options: dict[str, bool] = {}  # noqa: RUF012
+
+
+SELECTING = {
+    "off-by-one mask": Mutant("accumulate", "else at < n", "else at <= n", select.test_accumulate),
+    "tail taken for a whole tile": Mutant("accumulate", "TILE <= n:", "TILE <= n + 1:", select.test_accumulate),
+    "scale forgotten": Mutant("accumulate", "factor, total)", "1.0, total)", select.test_accumulate),
+    "float comparison instead of keys": Mutant(
+        "mark",
+        "chosen = keys >= threshold_key(threshold_ptr, IS_KEY)",
+        "floats = threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)\n"
+        "    chosen = keys.to(tl.float32, bitcast=True) >= floats",
+        select.test_mark_by_hand,
+        {"nan": True, "ranged": False},
+    ),
+    "strictly above": Mutant("mark", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
+    "span end included": Mutant("mark", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
+    "infinity is finite": Mutant("mark", "axis=0) >= 0x7F800000", "axis=0) > 0x7F800000", select.test_mark),
+    "momentum forgotten": Mutant("mark", "tl.fma(velocity, momentum,", "tl.fma(velocity, 0.0,", select.test_momentum),
+    "clears what it did not write": Mutant(
+        "expand", "element, 0.0, mask=write)", "element, 0.0, mask=mask != 0)", select.test_expand
+    ),
+    # Not at capacity 0, where there is no memory around which a guard could stand.
+    "beyond the capacity": Mutant(
+        "expand", "position < capacity", "position < capacity + (capacity > 0)", select.test_expand
+    ),
+    "count cut at the capacity": Mutant(
+        "expand",
+        "tl.store(found_ptr, (before + tl.sum(counts, axis=0)).to(tl.int64))",
+        "tl.store(found_ptr, tl.minimum(before + tl.sum(counts, axis=0), capacity).to(tl.int64))",
+        select.test_expand,
+    ),
+    "one tie too many": Mutant("threshold", "equal_before < ties", "equal_before <= ties", select.test_largest),
+    "ties from the end": Mutant(
+        "threshold",
+        "equal + tl.cumsum(is_equal, axis=0) - is_equal",
+        "equal + tl.sum(is_equal, axis=0) - tl.cumsum(is_equal, axis=0)",
+        select.test_largest,
+    ),
+    "own digit counted as above": Mutant("threshold", "lane > digit", "lane >= digit", select.test_largest),
+    "too few candidates unnoticed": Mutant("threshold", "short | (found", "(found", select.test_top_k_into),
+}
+SCATTERING = {
+    "sums in another order": Mutant(
+        "scatter", "for indices, values in lists:", "for indices, values in reversed(lists):", scatter.test_merge
+    ),
+    "scale forgotten in sums": Mutant("scatter", "value * scale", "value", scatter.test_sum_lists),
+    "negative indices added": Mutant(
+        "scatter",
+        "inside = (index >= start) & (index < stop)",
+        "inside = (index >= start - 4) & (index < stop)",
+        scatter.test_junk_never_writes_outside,
+    ),
+    "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_gather),
+    "rotation undone the wrong way": Mutant("rebalance", "lane - iter", "lane + iter", scatter.test_rebalance),
+    "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
+    "delivery not remembered": Mutant("adam", "tl.int32) + steps,", "tl.int32),", scatter.test_adam),
+    "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
+}
+MUTANTS = SELECTING | SCATTERING
+
+
+def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
+    """The kernel module with every ``old`` replaced by ``new``."""
+    path = Path(dispatch.__file__).with_name(f"{module}_triton.py")
+    source = path.read_text()
+    assert old in source, "the mutant no longer applies: adapt it to the kernel"
+    copy = folder / f"{module}_mutant.py"
+    copy.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(copy.stem, copy)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check passes with the kernel as it is (elsewhere) and fails with the bug in it."""
+    module, old, new, check, options = MUTANTS[name]
+    mutant = mutated(module, old, new, tmp_path)
+    original = dispatch.kernel
+
+    def kernel(wanted: str) -> ModuleType:
+        return mutant if wanted == f"{module}_triton" else original(wanted)
+
+    # Finding the bug is enough; making the example small would take minutes.
+    quick = settings(check._hypothesis_internal_use_settings, phases=[Phase.generate], derandomize=True)
+    monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
+    for user in ("accumulate", "adam", "expand", "mark", "rebalance", "scatter", "threshold"):
+        # The package's functions of these names hide the modules.
+        monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
+    for tests in (select, scatter):
+        monkeypatch.setattr(tests, "kernel", kernel)
+    with pytest.raises(AssertionError):
+        check("cpu", **options)

@@ -1,0 +1,231 @@
+"""Kernels that merge, decompress, gather, move partitions and step Adam: equal to the reference, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritoncomm_kernels as kernels
+from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds
+from tritoncomm_kernels.dispatch import kernel
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+many = cases(100)
+lengths = st.sampled_from([0, 1, 31, 33, 500, 4095, 4096, 4097, 9000])
+junk = st.one_of(st.integers(-9, 9), st.integers(590, 610), st.integers(-(2**31), 2**31 - 1))
+supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
+
+
+def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of ``n`` positions, ascending, with values."""
+    generator = torch.Generator().manual_seed(seed)
+    at = (torch.rand(n, generator=generator) < share**4).nonzero().squeeze(1).to(torch.int32)
+    return at, drawn(family, at.numel(), seed)
+
+
+def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[torch.Tensor, ...]:
+    """``[lists, stride]`` tensors; what lies beyond the counts is junk."""
+    stride = max(1, *(at.numel() for at, _ in lists))
+    indices = torch.full((len(lists), stride), 7, dtype=torch.int32)
+    values = torch.full((len(lists), stride), 3.0)
+    for row, (at, content) in enumerate(lists):
+        indices[row, : at.numel()] = at
+        values[row, : at.numel()] = content
+    counts = torch.tensor([at.numel() for at, _ in lists], dtype=torch.int32)
+    return indices.to(device), values.to(device), counts.to(device)
+
+
+@given(lengths, supports, families, st.sampled_from([1.0, 0.25, -3.0]))
+@many
+def test_sum_lists(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str, scale: float) -> None:
+    """Rank order, poisoned output, no entry of another tile; several tile and chunk sizes."""
+    lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
+    indices, values, counts = rows(lists, device)
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        out, invalid = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
+        kernels.sum_lists(indices, values, counts, out, scale=scale, invalid=invalid)
+        return bits(out), bits(invalid)
+
+    expected, invalid = agree(call, device)
+    assert invalid == [0]
+    if n:
+        for tile, entries in ((256, 32), (1024, 128)):
+            guarded = Guarded(device)
+            out, bad = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
+            bounds = guarded.poison(len(lists) * (-(-n // tile) + 1), torch.int32)
+            launch = kernel("scatter_triton").sum_lists
+            with kernels_from("triton"):
+                launch(indices, values, counts, bounds, out, bad, scale, tile=tile, entries=entries)
+            guarded.check()
+            assert bits(out) == expected
+
+
+@given(st.sampled_from([1, 33, 4096, 5000]), seeds, st.integers(0, 5), st.integers(0, 5))
+@many
+def test_sum_lists_leaves_out_what_is_outside(device: str, n: int, seed: int, before: int, after: int) -> None:
+    """Negative indices, indices from n on, and counts beyond the stride: left out and counted."""
+    at, content = sparse(n, 0.7, seed, "normal")
+    low = torch.arange(-before, 0, dtype=torch.int32) * 1000
+    high = torch.arange(after, dtype=torch.int32) * 5000 + n
+    wrong = torch.cat([low, at, high]), torch.cat([torch.ones(before), content, torch.ones(after)])
+    indices, values, counts = rows([wrong, (at, content)], device)
+    counts[0] += 100 if counts[0] == indices.shape[1] else 0
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        out, invalid = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
+        kernels.sum_lists(indices, values, counts, out, invalid=invalid)
+        return bits(out), bits(invalid)
+
+    _, invalid = agree(call, device)
+    assert invalid == [before + after]
+
+
+@given(st.lists(junk, max_size=300), seeds)
+@many
+def test_junk_never_writes_outside(device: str, indices_drawn: list[int], seed: int) -> None:
+    """Unsorted, repeated and absurd indices: whatever the sum is, memory around the output stays."""
+    n, guarded = 600, Guarded(device)
+    indices = torch.tensor([indices_drawn or [0]], dtype=torch.int64).to(torch.int32).to(device)
+    values = torch.ones(indices.shape, device=device)
+    counts = torch.tensor([indices.numel()], dtype=torch.int32, device=device)
+    out, picked = guarded.poison(n), guarded.poison(indices.numel())
+    with kernels_from("triton"):
+        kernels.sum_lists(indices, values, counts, out)
+        kernels.gather(out, indices[0], picked, counts.to(torch.int64), clear=True)
+        if any(not 0 <= i < n for i in indices_drawn):
+            with pytest.raises(ValueError, match=r"index outside \[0, 600\)"):
+                kernels.merge([(indices[0], values[0])], n)
+    guarded.check()
+
+
+@given(lengths, supports, families)
+@many
+def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str) -> None:
+    """The ascending union and the sums in list order."""
+    lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        union, sums = kernels.merge([(guarded.of(at), guarded.of(v)) for at, v in lists], n)
+        return bits(union), bits(sums)
+
+    union, _ = agree(call, device)
+    assert union == sorted({i for at, _ in lists for i in at.tolist()})
+
+
+@given(lengths, st.floats(0, 1), seeds, families, st.booleans(), st.integers(0, 3))
+@many
+def test_gather(device: str, n: int, share: float, seed: int, family: str, clear: bool, beyond: int) -> None:
+    """Agreed indices in any order, some of them outside; only the first ``count`` are looked at."""
+    at, _ = sparse(n, share, seed, family)
+    at = torch.cat([at.flip(0), torch.full((beyond,), n, dtype=torch.int32)])
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        values, indices = guarded.of(drawn(family, n, seed)), guarded.of(at)
+        out, invalid = guarded.poison(at.numel()), guarded.of(torch.zeros(1, dtype=torch.int32))
+        count = torch.tensor([max(0, at.numel() - 1)], device=device)
+        kernels.gather(values, indices, out, count, clear=clear, invalid=invalid)
+        return tuple(bits(t) for t in (values, indices, out, invalid))
+
+    agree(call, device)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> dict[str, object]:
+    """Partitions with counts, some of them extreme."""
+    partitions = draw(st.one_of(st.integers(1, 20), st.sampled_from([33, 64, 100])))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    blocks = torch.randint(0, 40, (partitions,), generator=generator) + draw(st.integers(0, 2))
+    counts = (torch.rand(partitions, generator=generator) ** draw(st.sampled_from([0.1, 1, 5, 30]))) * 10_000
+    block = draw(st.sampled_from([1, 32, 1000]))
+    total = max(1, int(blocks.sum()))
+    return {
+        "blocks": blocks.to(torch.int32),
+        "counts": (counts * draw(st.sampled_from([0, 1e-3, 1]))).to(torch.int32),
+        "iteration": draw(st.integers(0, 10**6)),
+        "rank": draw(st.integers(0, partitions - 1)),
+        "block": block,
+        "numel": max(1, total * block - draw(st.integers(0, block - 1))),
+        "min_blocks": draw(st.integers(0, 10)),
+        "max_step": draw(st.sampled_from([1, 16])),
+    }
+
+
+@given(topologies(), st.sampled_from(["paper", "prefix"]))
+@cases(200)
+def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
+    """Same topology and span as the reference; blocks are moved, never made, and the floor holds."""
+    given_blocks = drawn_case["blocks"]
+    partitions = given_blocks.numel()
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        blocks, counts = guarded.of(given_blocks), guarded.of(drawn_case["counts"])
+        first, span = guarded.poison(partitions, torch.int32), guarded.poison(2, torch.int32)
+        iteration = torch.tensor([drawn_case["iteration"]], dtype=torch.int32, device=device)
+        numbers = {name: drawn_case[name] for name in ("rank", "block", "numel", "min_blocks", "max_step")}
+        kernels.rebalance(blocks, first, counts, iteration, span, rule=rule, **numbers)
+        return bits(blocks), bits(first), bits(span), bits(counts)
+
+    blocks, first, span, _ = agree(call, device)
+    assert sum(blocks) == int(given_blocks.sum())
+    assert first == [sum(blocks[:j]) for j in range(partitions)]
+    assert 0 <= span[0] <= span[1] <= drawn_case["numel"]
+    for before, after in zip(given_blocks.tolist(), blocks, strict=True):
+        assert after >= min(before, drawn_case["min_blocks"])
+
+
+def test_spans_tile_the_vector(device: str) -> None:
+    """Over the ranks, the spans of one iteration cover every element once, the tail in the last partition."""
+    spans = []
+    for rank in range(5):
+        blocks = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32, device=device)
+        counts = torch.tensor([90, 5, 5, 5, 300], dtype=torch.int32, device=device)
+        first, span = torch.zeros_like(blocks), torch.zeros(2, dtype=torch.int32, device=device)
+        iteration = torch.tensor([7], dtype=torch.int32, device=device)
+        with kernels_from("triton"):
+            kernels.rebalance(
+                blocks, first, counts, iteration, span, rank=rank, block=10, numel=147, min_blocks=1, max_step=4
+            )
+        spans.append(tuple(span.tolist()))
+    spans.sort()
+    assert spans[0][0] == 0
+    assert spans[-1][1] == 147
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+
+
+@given(st.sampled_from([1, 33, 511, 512, 700]), seeds, st.booleans(), st.booleans(), st.booleans(), st.data())
+@many
+def test_adam(
+    device: str, n: int, seed: int, amsgrad: bool, maximize: bool, every: bool, data: st.DataObject
+) -> None:  # fmt: skip
+    """Parameter and state after a delivery, for waits of 1 to 10^6 steps and indices out of bounds."""
+    decay, corrected = data.draw(st.tuples(st.sampled_from([0.0, 0.1]), st.booleans()))
+    betas = data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)]))
+    steps = data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
+    generator = torch.Generator().manual_seed(seed)
+    last = torch.randint(0, steps, (n,), generator=generator, dtype=torch.int32)
+    at = (torch.rand(n, generator=generator) < 0.3).nonzero().squeeze(1)
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        parameter, gradient, first = (guarded.of(drawn("heavy", n, seed + i)) for i in range(3))
+        second, maximum = (guarded.of(drawn("heavy", n, seed + i).abs()) for i in (3, 4))
+        state = kernels.AdamState(first, second, guarded.of(last), maximum if amsgrad else None)
+        control = kernels.AdamControl.of(
+            steps=steps,
+            learning_rate=0.01,
+            betas=betas,
+            epsilon=1e-8,
+            max_catch_up=20,
+            device=parameter.device,
+            bias_correction=corrected,
+            coupled_decay=decay,
+            maximize=maximize,
+        )
+        kernels.adam_update(parameter, gradient, state, control, None if every else at.to(device))
+        return [bits(t) for t in (parameter, gradient, first, second, maximum, state.last)]
+
+    agree(call, device)

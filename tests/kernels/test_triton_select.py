@@ -1,0 +1,276 @@
+"""Kernels that accumulate, mark, expand and pick exactly k: equal to reference and to plain Python, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritoncomm_kernels as kernels
+from kernel_cases import (
+    DEVICES,
+    SPECIAL,
+    Guarded,
+    agree,
+    bits,
+    cases,
+    drawn,
+    dtypes,
+    families,
+    gradient,
+    kernels_from,
+    key_of,
+    key_to_reach,
+    seeds,
+    sizes,
+    thresholds,
+    tiles,
+)
+from tritoncomm_kernels.dispatch import kernel
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+many = cases(150)
+few = cases(50)
+scales = st.sampled_from([1.0, 0.5, -0.25, 0.0])
+
+
+@given(sizes, families, families, seeds, dtypes, scales, st.booleans(), st.booleans(), tiles)
+@many
+def test_accumulate(
+    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, scale: float, place: bool,
+    memory: bool, tile: int,
+) -> None:  # fmt: skip
+    """In place or not, scale in a register or in memory, any tile: the same bits, and nothing else is written."""
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        residual = guarded.of(drawn(family, n, seed))
+        added = guarded.of(gradient(other, n, seed + 1, dtype))
+        out = residual if place else guarded.poison(n)
+        factor = torch.tensor([scale], device=device) if memory else scale
+        kernels.accumulate(residual, added, out, factor)
+        return bits(out), bits(residual), bits(added)
+
+    expected = agree(call, device)
+    if n:
+        guarded = Guarded(device)
+        out = guarded.poison(n)
+        added = guarded.of(gradient(other, n, seed + 1, dtype))
+        kernel("accumulate_triton").accumulate(guarded.of(drawn(family, n, seed)), added, out, scale, tile=tile)
+        guarded.check()
+        assert bits(out) == expected[0]
+
+
+@pytest.mark.parametrize("nan", [True, False])
+@pytest.mark.parametrize("ranged", [True, False])
+@given(st.lists(st.sampled_from(SPECIAL), max_size=70), thresholds, st.integers(-5, 75), st.integers(-5, 75))
+@many
+def test_mark_by_hand(
+    device: str, nan: bool, ranged: bool, values: list[float], limit: float, low: int, high: int
+) -> None:  # fmt: skip
+    """The bit mask, counts and flag of a list, worked out element by element in Python."""
+    n = len(values)
+    x = torch.tensor(values, device=device)
+    marks = kernels.Marks.empty(n, x.device, tile=64)
+    limits, span = torch.tensor([limit], device=device), torch.tensor([low, high], dtype=torch.int32, device=device)
+    with kernels_from("triton"):
+        kernels.mark(x, None, x, limits, marks, span=span if ranged else None, select_nan=nan)
+    chosen = [i for i, value in enumerate(values) if key_of(value) >= key_to_reach(limit)]
+    chosen = [i for i in chosen if (low <= i < high or not ranged) and (nan or not math.isnan(values[i]))]
+    words = [0] * marks.bits.numel()
+    for i in chosen:
+        words[i // 32] |= 1 << (i % 32)
+    assert [word & 0xFFFFFFFF for word in marks.bits.tolist()] == words
+    assert marks.counts.tolist() == [sum(t * 64 <= i < t * 64 + 64 for i in chosen) for t in range(max(1, -(-n // 64)))]
+    assert marks.flags.item() == int(any(key_of(value) >= 0x7F800000 for value in values))
+
+
+@given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.booleans(), st.data())
+@many
+def test_mark(
+    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int, nan: bool,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    """Sum, mask, counts and flag; with and without a span, in place or not, for thresholds and for keys."""
+    place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+    span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        residual = guarded.of(drawn(family, n, seed))
+        added = guarded.of(gradient(other, n, seed + 1, dtype))
+        out = residual if place else guarded.poison(n)
+        empty = kernels.Marks.empty(n, residual.device, tile=tile)
+        marks = kernels.Marks(
+            guarded.poison(empty.bits.numel(), torch.int32),
+            guarded.poison(empty.counts.numel(), torch.int32),
+            guarded.of(empty.flags),
+        )
+        at = torch.tensor(span, dtype=torch.int32, device=device) if ranged else None
+        key = torch.tensor([key_to_reach(limit)], dtype=torch.int32) if keyed else torch.tensor([limit])
+        kernels.mark(residual, added, out, key.to(device), marks, scale=0.5, span=at, select_nan=nan)
+        return [bits(t) for t in (out, residual, added, *marks)]
+
+    agree(call, device)
+
+
+@given(sizes, families, seeds, dtypes, thresholds, tiles)
+@few
+def test_momentum(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, tile: int) -> None:
+    """Velocity and residual in place, then expand clears both exactly where it wrote."""
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        velocity, residual = (guarded.of(drawn(family, n, seed + i)) for i in (0, 1))
+        added = guarded.of(gradient(family, n, seed + 2, dtype))
+        marks = kernels.Marks.empty(n, residual.device, tile=tile)
+        limits = torch.tensor([limit], device=device)
+        kernels.mark_momentum(added, velocity, residual, limits, marks, momentum=0.5, scale=0.25)
+        indices, values = guarded.poison(n // 2, torch.int32), guarded.poison(n // 2)
+        found = guarded.poison(1, torch.int64)
+        kernels.expand(residual, marks, indices, values, found, clear=True, clear_also=velocity)
+        return [bits(t) for t in (velocity, residual, added, indices, values, found)]
+
+    agree(call, device)
+
+
+@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
+@many
+def test_expand(
+    device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, clear: bool
+) -> None:  # fmt: skip
+    """Ascending entries up to the capacity; slots beyond keep the poison; only what was written is cleared."""
+    values = drawn(family, n, seed)
+    chosen = [i for i, v in enumerate(values.tolist()) if key_of(v) >= key_to_reach(limit)]
+    capacity = {"none": 0, "some": len(chosen) // 2, "exact": len(chosen), "more": len(chosen) + 3}[room]
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        x = guarded.of(values)
+        marks = kernels.Marks.empty(n, x.device, tile=tile)
+        kernels.mark(x, None, x, torch.tensor([limit], device=device), marks)
+        indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
+        found = guarded.poison(1, torch.int64)
+        kernels.expand(x, marks, indices, out, found, clear=clear)
+        return [bits(t) for t in (x, indices, out, found)]
+
+    after, indices, out, found = agree(call, device)
+    before, written = bits(values), chosen[:capacity]
+    assert found == [len(chosen)]
+    assert indices[: len(written)] == written
+    assert out[: len(written)] == [before[i] for i in written]
+    assert after == [0 if clear and i in set(written) else b for i, b in enumerate(before)]
+
+
+@pytest.mark.parametrize("words", [8, 32, 128])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_expand_shapes_do_not_show(device: str, words: int, scanned: bool) -> None:
+    """Several words per program, and counts summed in place or by a scan of their own: the same bits."""
+    x = drawn("heavy", 5000, 3).to(device)
+    marks = kernels.Marks.empty(5000, x.device, tile=256)
+    with kernels_from("triton"):
+        kernels.mark(x, None, x, torch.tensor([0.5], device=device), marks)
+        expected = kernels.select(x, 0.5)
+    guarded = Guarded(device)
+    indices, values = guarded.poison(expected.found, torch.int32), guarded.poison(expected.found)
+    found, offsets = guarded.poison(1, torch.int64), guarded.poison(marks.counts.numel(), torch.int32)
+    kernel("expand_triton").expand(
+        x, marks.bits, marks.counts, offsets, indices, values, found,
+        clear=False, clear_also=None, words=words, tiles_summed_in_place=0 if scanned else 8192,
+    )  # fmt: skip
+    guarded.check()
+    assert found.item() == expected.found
+    assert torch.equal(indices, expected.indices)
+    assert bits(values) == bits(expected.values)
+
+
+@given(sizes, families, seeds, dtypes, thresholds, st.sampled_from([None, 0, 1, 100]), st.booleans())
+@few
+def test_select(
+    device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, capacity: int | None, clear: bool
+) -> None:  # fmt: skip
+    """What the algorithms call: fused and on an existing sum."""
+
+    def call(guarded: Guarded) -> tuple[object, ...]:
+        residual = guarded.of(drawn(family, n, seed))
+        added = guarded.of(gradient("normal", n, seed + 1, dtype))
+        out = guarded.poison(n)
+        first = kernels.accumulate_and_select(residual, added, out, limit, capacity=capacity)
+        again = kernels.select(out, limit, capacity=capacity, clear=clear)
+        tensors = (*first[:2], *again[:2], out, residual)
+        return first.found, again.found, *(bits(t) for t in tensors)
+
+    agree(call, device)
+
+
+@given(sizes, families, seeds, st.integers(1, 2100), st.booleans(), st.booleans())
+@cases(80)
+def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: bool, clear: bool) -> None:
+    """Three steps with one workspace, started cold or from the last threshold; by hand as well."""
+    steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
+
+    def call(guarded: Guarded) -> list[list[int]]:
+        workspace, seen = kernels.Workspace(), []
+        for values in steps:
+            out = guarded.poison(n)
+            indices, picked = guarded.poison(k, torch.int32), guarded.poison(k)
+            taken = guarded.poison(1, torch.int64)
+            zeros = guarded.of(torch.zeros(n))
+            kernels.top_k_into(
+                zeros, guarded.of(values), out, indices, picked, taken, workspace=workspace, warm=warm, clear=clear
+            )
+            seen += [bits(t) for t in (out, indices, picked, taken)]
+        return seen
+
+    seen = agree(call, device)
+    for step, values in enumerate(steps):
+        keys = [bit & 0x7FFFFFFF for bit in bits(values)]
+        best = sorted(sorted((i for i in range(n) if keys[i]), key=lambda i: (-keys[i], i))[:k])
+        assert seen[4 * step + 3] == [len(best)]
+        assert seen[4 * step + 1][: len(best)] == best
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "sparse", "overflowing"])
+@pytest.mark.parametrize("k", [1, 1300, 69_000])
+def test_long_top_k(device: str, kind: str, k: int) -> None:
+    """A sampled first guess; more candidates than there is room for; fewer than k: the result is exact."""
+    n = 140_000
+    values = drawn({"sparse": "normal", "overflowing": "equal"}.get(kind, kind), n, k)
+    if kind == "sparse":
+        values *= torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.001
+    elif kind == "overflowing":  # all alike but a few, so that the guess admits everything
+        values[::1000] *= 2
+
+    def call(guarded: Guarded) -> tuple[list[int], list[int]]:
+        x = guarded.of(values)
+        selected = kernels.top_k(x, k)
+        return bits(selected.indices), bits(selected.values)
+
+    agree(call, device)
+
+
+@given(sizes, families, seeds, st.integers(0, 300))
+@few
+def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
+    """The largest of a selection, which may hold zeros."""
+
+    def call(guarded: Guarded) -> tuple[list[int], list[int]]:
+        indices = torch.arange(n, dtype=torch.int32, device=device) * 3
+        selected = kernels.largest(kernels.Selection(indices, guarded.of(drawn(family, n, seed)), n), k)
+        return bits(selected.indices), bits(selected.values)
+
+    agree(call, device)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, math.nan])
+def test_a_million(device: str, limit: float) -> None:
+    """One large vector, with large tiles."""
+    n = (1 << 20) + 77
+    x = drawn("heavy", n, 0).to(device)
+    marks = kernels.Marks.empty(n, x.device, tile=1 << 16 if device == "cpu" else 4096)
+    limits = torch.tensor([limit], device=device)
+    masks = []
+    for choice in ("torch", "triton"):
+        with kernels_from(choice):
+            kernels.mark(x, None, x, limits, marks)
+            masks.append([t.clone() for t in marks])
+    assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
