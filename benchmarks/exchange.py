@@ -25,8 +25,6 @@ from tritoncomm.demo.launch import Send, run_workers
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 
-import tritoncomm_kernels as kernels
-
 LAYERS = 24
 SIGNAL = 0.3  # size of the common part beside the noise
 
@@ -167,36 +165,6 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
     return results
 
 
-def selection(numel: int, densities: list[float], repeats: int) -> list[dict[str, float]]:
-    """CPU selection against a plain copy of the same vector, alternating in one process."""
-    residual, gradient, out = torch.randn(numel), torch.randn(numel), torch.empty(numel)
-    results = []
-    print(f"\nCPU selection, {numel} fp32 values, {torch.get_num_threads()} threads: median ms and ratio to a copy")
-    for density in densities:
-        k = max(1, int(numel * density))
-        threshold = kernels.smallest_magnitude(kernels.accumulate_top_k(residual, gradient, out, k).values)
-        total = residual + gradient
-        jobs = {
-            "copy": lambda: out.copy_(residual),
-            "add, select, compact, clear": lambda threshold=threshold: kernels.accumulate_and_select(
-                residual, gradient, out, threshold, clear=True
-            ),
-            "exact k": lambda total=total, k=k: kernels.top_k(total, k),
-            "add, exact k": lambda k=k: kernels.accumulate_top_k(residual, gradient, out, k),
-        }
-        times: dict[str, list[float]] = {name: [] for name in jobs}
-        for _ in range(repeats):
-            for name, job in jobs.items():
-                started = time.perf_counter()
-                job()
-                times[name].append(1e3 * (time.perf_counter() - started))
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        ratios = {name: value / medians["copy"] for name, value in medians.items()}
-        print(f"{density:8.2%}  " + "   ".join(f"{name} {medians[name]:.1f} ({ratios[name]:.1f}x)" for name in jobs))
-        results.append({"density": density, **{f"{name} ms": v for name, v in medians.items()}})
-    return results
-
-
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
@@ -228,10 +196,9 @@ def main() -> None:
     rows: list[Row] = []
     run_workers(work, world_size, numel, options.density, options.steps, listen=rows.append)
     exchanged = show(rows, world_size)
-    selected = selection(numel, options.density, 5 if options.smoke else 15)
     if options.json:
         settings = {"numel": numel, "workers": world_size, "steps": options.steps}
-        content = {"machine": machine(), "settings": settings, "exchange": exchanged, "selection": selected}
+        content = {"machine": machine(), "settings": settings, "exchange": exchanged}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

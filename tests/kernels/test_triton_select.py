@@ -29,6 +29,7 @@ from kernel_cases import (
     thresholds,
     tiles,
 )
+from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.dispatch import kernel
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -229,6 +230,21 @@ def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: b
         assert seen[4 * step + 1][: len(best)] == best
 
 
+def test_ties_by_hand(device: str) -> None:
+    """Four of six: both threes, then the first two of four ones; the fourth slot is the last that is written."""
+    guarded = Guarded(device)
+    out = guarded.of(torch.tensor([1.0, 0.0, 3.0, -1.0, 1.0, 0.5, -3.0, 1.0]))
+    indices, values = guarded.poison(4, torch.int32), guarded.poison(4)
+    taken = guarded.poison(1, torch.int64)
+    with kernels_from("triton"):
+        kernels.top_k_into(out, None, out, indices, values, taken, workspace=kernels.Workspace(), clear=True)
+    guarded.check()
+    assert taken.item() == 4
+    assert indices.tolist() == [0, 2, 3, 6]
+    assert values.tolist() == [1.0, 3.0, -1.0, -3.0]
+    assert out.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "sparse", "overflowing"])
 @pytest.mark.parametrize("k", [1, 1300, 69_000])
 def test_long_top_k(device: str, kind: str, k: int) -> None:
@@ -274,3 +290,56 @@ def test_a_million(device: str, limit: float) -> None:
             kernels.mark(x, None, x, limits, marks)
             masks.append([t.clone() for t in marks])
     assert all(torch.equal(a, b) for a, b in zip(*masks, strict=True))
+
+
+def test_longest_vector(device: str) -> None:
+    """Positions near the limit of int32, which only a GPU has the memory for."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs a GPU with 40 GiB free")
+    n = INDEX_LIMIT
+    places = [0, 1, 4095, 2**30, n - 4097, n - 2, n - 1]
+    residual, gradient = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    residual[places] = torch.arange(1.0, 1.0 + len(places), device=device)
+    selected = kernels.accumulate_and_select(residual, gradient, residual, 0.5, clear=True)
+    assert selected.indices.tolist() == places
+    assert selected.values.tolist() == [1.0 + i for i in range(len(places))]
+    assert not residual.any()
+    residual[places] = torch.arange(1.0, 1.0 + len(places), device=device)
+    assert kernels.top_k(residual, 3).indices.tolist() == places[-3:]
+
+
+def test_captured_in_a_graph(device: str) -> None:
+    """A whole selection replays with new gradients and thresholds: nothing waits for the host or allocates."""
+    if device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    n, k, workspace = 100_000, 1000, kernels.Workspace()
+    residual, added, out = (torch.empty(n, device=device) for _ in range(3))
+    marks, limit = kernels.Marks.empty(n, out.device), torch.ones(1, device=device)
+    indices, values = (torch.empty(n // 2, dtype=d, device=device) for d in (torch.int32, torch.float32))
+    best, most = (torch.empty(k, dtype=d, device=device) for d in (torch.int32, torch.float32))
+    found, taken = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+
+    def step() -> None:
+        kernels.mark(residual, added, out, limit, marks)
+        kernels.expand(out, marks, indices, values, found, workspace=workspace)
+        kernels.top_k_into(out, None, out, best, most, taken, workspace=workspace, warm=True, clear=True)
+
+    residual.normal_()
+    added.normal_()
+    step()  # compiles, and allocates the workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed, threshold in enumerate((1.5, 0.75)):
+        residual.copy_(drawn("normal", n, seed))
+        added.copy_(drawn("heavy", n, seed))
+        limit.fill_(threshold)
+        graph.replay()
+        total = residual + added
+        reaching, largest = kernels.select(total, threshold), kernels.top_k(total, k)
+        assert found.item() == reaching.found
+        assert torch.equal(indices[: reaching.found], reaching.indices)
+        assert taken.item() == k
+        assert torch.equal(best, largest.indices)
+        assert torch.equal(most, largest.values)

@@ -1,0 +1,244 @@
+"""How fast are the kernels that select? Every route is timed beside a plain copy in the same run.
+
+A route adds the gradient to the residual, finds what is large, gathers it and clears it in the residual;
+the others do one part of that. A route whose result differs from the reference gets no speed. See
+benchmarks/README.md for how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from selection_routes import DISTRIBUTIONS, DTYPES, Problem, Route, problem, routes
+
+FLUSH_BYTES = 256 << 20  # five times the second-level cache of an H200
+WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; times in milliseconds."""
+
+    name: str
+    n: int
+    density: float
+    dtype: str
+    correct: bool
+    median: float
+    p20: float
+    p80: float
+    must_bytes: int
+    of_copy: float  # bandwidth on the bytes that must move, over that of the copy
+    copies: float  # how many times as long as a copy of n fp32
+    over_topk: float  # how many times faster than abs().topk
+
+
+class Clock:
+    """Times one call at a time, from cold second-level caches on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device != "cpu"
+        self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if self.cuda else None
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Milliseconds."""
+        if self._cache is None:
+            started = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - started)
+        self._cache.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def measure(p: Problem, compared: list[Route], reps: int, device: str, advance: Callable[[], None]) -> list[Row]:
+    """All routes by turns, ``reps`` times; the residual is restored before each call and not timed."""
+    clock, residual = Clock(device), p.residual.clone()
+    times: dict[str, list[float]] = {route.name: [] for route in compared}
+    correct = dict.fromkeys(times, True)
+    for turn in range(WARM_UPS + reps):
+        for route in compared:
+            residual.copy_(p.residual)
+            if turn == 0 or turn == WARM_UPS + reps - 1:  # the first call and the last, warm one are compared
+                correct[route.name] &= bool(route.check(route.run(residual), residual))
+                residual.copy_(p.residual)
+            if turn >= WARM_UPS:
+                times[route.name].append(clock.time(lambda route=route: route.run(residual)))
+            advance()
+    median = {name: statistics.median(values) for name, values in times.items()}
+    rows = []
+    for route in compared:
+        p20, p80 = np.quantile(times[route.name], [0.2, 0.8]).tolist()
+        rate = route.bytes / median[route.name]
+        rows.append(
+            Row(
+                route.name,
+                p.n,
+                p.density,
+                p.dtype,
+                correct[route.name],
+                median[route.name],
+                p20,
+                p80,
+                route.bytes,
+                rate / (8 * p.n / median["copy"]),
+                median[route.name] / median["copy"],
+                median["abs().topk"] / median[route.name],
+            )
+        )
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """The table; a wrong result has no speed."""
+    print(f"{'':24}{'median':>10}{'p20':>9}{'p80':>9}  {'must move':>10}  {'of copy':>8}{'x copy':>8}{'vs topk':>9}")
+    for row in rows:
+        if not row.correct:
+            print(f"{row.name:24} WRONG RESULT, no speed")
+            continue
+        print(
+            f"{row.name:24}{row.median:7.3f} ms{row.p20:9.3f}{row.p80:9.3f}  {row.must_bytes / 1e6:7.1f} MB  "
+            f"{row.of_copy:8.1%}{row.copies:7.2f}x{row.over_topk:8.1f}x"
+        )
+
+
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Achieved share of the copy's bandwidth, one panel per size and density."""
+    import matplotlib as mpl  # noqa: PLC0415  # optional
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    panels = sorted({(row.n, row.density, row.dtype) for row in rows})
+    shown = [row for row in rows if row.correct and not row.name.startswith("rebalance")]
+    height = 1.2 + 0.3 * max(sum((r.n, r.density, r.dtype) == panel for r in shown) for panel in panels)
+    figure, axes = plt.subplots(1, len(panels), figsize=(1.5 + 4.5 * len(panels), height), squeeze=False, sharey=True)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        bars = [row for row in shown if (row.n, row.density, row.dtype) == panel][::-1]
+        names = [row.name for row in bars]
+        colours = ["#888888" if name == "copy" else "#1f77b4" if _ours(name) else "#d9a066" for name in names]
+        axis.barh(names, [row.of_copy for row in bars], color=colours)
+        for place, row in enumerate(bars):
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axis.text(row.of_copy * 1.1, place, f"{row.median:.3g} ms", va="center", fontsize=8, bbox=box)
+        axis.axvline(1, color="#888888", linewidth=1, linestyle="--")
+        axis.set_xscale("log")
+        axis.set_xlim(right=4)
+        axis.xaxis.set_major_formatter("{x:.0%}")
+        axis.set_title(f"{panel[0] / 1e6:g}M {panel[2]}, density {panel[1]:.2%}", fontsize=10)
+        axis.set_xlabel("bandwidth on the bytes that must move,\nas a share of a plain copy's")
+    figure.suptitle(f"{title} (blue: this library, ochre: alternatives)", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _ours(name: str) -> bool:
+    return name.split(",", maxsplit=1)[0] not in ("abs().topk", "nonzero", "masked_select", "numpy flatnonzero")
+
+
+def machine(device: str) -> dict[str, str]:
+    """Where and with what this ran."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    if device == "cpu":
+        found |= {"processor": _processor(), "threads": str(torch.get_num_threads())}
+    else:
+        import triton  # noqa: PLC0415  # not needed on a CPU
+
+        found |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return found | {"commit": commit.stdout.strip() or "unknown", "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or platform.machine()
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error where rich is installed."""
+    try:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import Progress  # noqa: PLC0415
+    except ImportError:
+        yield lambda: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("timing", total=total)
+        yield lambda: bar.advance(task)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--n", type=float, nargs="+", default=[25e6], help="elements")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="of the gradient")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="normal")
+    parser.add_argument("--reps", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile of the peers (CUDA)")
+    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.n, options.density, options.reps = [200e3], [0.01], 3
+    for name, values, low, high in (("n", options.n, 1, 2**31 - 2**16), ("density", options.density, 0, 1)):
+        for value in values:
+            if not low <= value <= high or value <= 0:
+                parser.error(f"--{name} {value:g} is not between {low} and {high}")
+    if options.reps < 1:
+        parser.error(f"--reps {options.reps}: at least 1")
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: no GPU is visible to torch; use --device cpu")
+    return options
+
+
+def main() -> None:
+    """Measure what the options ask for; exit with 1 when any result was wrong."""
+    options, rows = arguments(), []
+    about = machine(options.device)
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    for n in map(int, options.n):
+        for dtype in options.dtype:
+            for density in options.density:
+                p = problem(n, density, dtype, options.distribution, options.device)
+                compared = routes(p, compile_peers=options.device != "cpu" and not options.no_compile)
+                with progress((WARM_UPS + options.reps) * len(compared)) as advance:
+                    measured = measure(p, compared, options.reps, options.device, advance)
+                print(f"\n{n:,} elements, {dtype} gradient, density {density:.3%}, {options.distribution}")
+                show(measured)
+                rows += measured
+    settings = {"distribution": options.distribution, "reps": options.reps, "device": options.device}
+    if options.json:
+        content = {"machine": about, "settings": settings, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot:
+        plot(rows, options.plot, about.get("gpu") or about["processor"])
+    sys.exit(any(not row.correct for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The implementations that ``selection.py`` compares, and what each must find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import tritoncomm_kernels as kernels
+
+Found = tuple[torch.Tensor, torch.Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
+LISTS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One vector: what is selected from, and what must come out."""
+
+    n: int
+    density: float
+    dtype: str
+    residual: torch.Tensor
+    gradient: torch.Tensor
+    total: torch.Tensor
+    threshold: float
+    reaching: Found
+    largest: Found
+
+    @property
+    def k(self) -> int:
+        """How many an exact selection takes."""
+        return self.largest[0].numel()
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes that adding has to move: residual in and out, gradient in."""
+        return self.n * (8 + self.gradient.element_size())
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation. ``run`` takes the residual, restored before each call, and returns what it found."""
+
+    name: str
+    bytes: int
+    run: Callable[[torch.Tensor], Any]
+    check: Callable[[Any, torch.Tensor], bool]
+
+
+def problem(n: int, density: float, dtype: str, distribution: str, device: str) -> Problem:
+    """Residual and gradient of one distribution, with the reference's answers."""
+    generator = torch.Generator().manual_seed(n)
+
+    def noise() -> torch.Tensor:
+        if distribution == "equal":
+            return torch.full((n,), 0.5)
+        if distribution == "normal":
+            return torch.randn(n, generator=generator)
+        signs = torch.randint(0, 2, (n,), generator=generator).mul_(2).sub_(1)
+        values = torch.empty(n).exponential_(generator=generator).mul_(signs)
+        if distribution == "layered":  # 24 layers whose scales are log-normal
+            scales = torch.randn(24, generator=generator).exp()
+            values *= scales.repeat_interleave(-(-n // 24))[:n]
+        return values
+
+    residual, gradient = noise().to(device), noise().to(DTYPES[dtype]).to(device)
+    with forced("torch"):
+        total = kernels.accumulate(residual, gradient, torch.empty_like(residual))
+        largest = kernels.top_k(total, max(1, round(density * n)))
+        threshold = kernels.smallest_magnitude(largest.values)
+        reaching = kernels.select(total, threshold)
+    return Problem(n, density, dtype, residual, gradient, total, threshold, reaching[:2], largest[:2])
+
+
+@contextmanager
+def forced(choice: str) -> Iterator[None]:
+    """Answers of the reference come from torch, wherever the tensors are."""
+    before = os.environ.pop("TRITONCOMM_KERNELS", None)
+    os.environ["TRITONCOMM_KERNELS"] = choice
+    yield
+    del os.environ["TRITONCOMM_KERNELS"]
+    if before is not None:
+        os.environ["TRITONCOMM_KERNELS"] = before
+
+
+def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
+    """Everything that is compared on one problem; the copy first, abs().topk among the rest."""
+    select_bytes, exact_bytes = p.pass_bytes + 8 * p.reaching[0].numel(), p.pass_bytes + 8 * p.k
+
+    def same(expected: Found) -> Callable[[Any, torch.Tensor], bool]:
+        def check(found: Found, left: torch.Tensor) -> bool:
+            cleared = p.total.clone()
+            cleared[expected[0].long()] = 0.0
+            return all(map(torch.equal, (found[0].int(), found[1], left), (*expected, cleared)))
+
+        return check
+
+    def magnitudes(found: Found, left: torch.Tensor) -> bool:
+        # Peers break ties as they like: the same k magnitudes, and those entries cleared.
+        return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
+
+    def kept(found: Found, left: torch.Tensor) -> bool:
+        return all(map(torch.equal, (*found, left), (*p.reaching, p.residual)))
+
+    ours = [
+        Route("select, fused", select_bytes, _fused(p), same(p.reaching)),
+        Route("select, two steps", select_bytes, _two_steps(p), same(p.reaching)),
+        Route("select, residual kept", select_bytes, _apart(p), kept),
+        Route("exact k", exact_bytes, _exact(p), same(p.largest)),
+    ]
+    peers = [
+        Route("abs().topk", exact_bytes, _topk(p), magnitudes),
+        Route("nonzero", select_bytes, _nonzero(p), same(p.reaching)),
+        Route("masked_select", select_bytes, _masked_select(p), same(p.reaching)),
+    ]
+    if compile_peers:
+        peers += [Route(f"{r.name}, compiled", r.bytes, torch.compile(r.run), r.check) for r in peers]
+    if p.residual.device.type == "cpu":
+        peers.append(Route("numpy flatnonzero", select_bytes, _numpy(p), same(p.reaching)))
+    return [_copy(p), *parts(p), *ours, *peers]
+
+
+def _copy(p: Problem) -> Route:
+    target = torch.empty_like(p.residual)
+    return Route("copy", 8 * p.n, target.copy_, lambda found, left: torch.equal(found, p.residual))
+
+
+def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
+    workspace = kernels.Workspace()
+    if p.residual.device.type == "cpu":
+
+        def run(residual: torch.Tensor) -> Found:
+            return kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold, clear=True)[:2]
+
+        return run
+    # As in a captured step: fixed capacity, threshold in device memory, nothing waits for the host.
+    marks = kernels.Marks.empty(p.n, p.residual.device)
+    limit = torch.tensor([p.threshold], device=p.residual.device)
+    indices, values = (torch.empty_like(t) for t in p.reaching)
+    found = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
+
+    def launch(residual: torch.Tensor) -> Found:
+        kernels.mark(residual, p.gradient, residual, limit, marks)
+        kernels.expand(residual, marks, indices, values, found, clear=True, workspace=workspace)
+        return indices, values
+
+    return launch
+
+
+def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
+    workspace = kernels.Workspace()
+
+    def run(residual: torch.Tensor) -> Found:
+        kernels.accumulate(residual, p.gradient, residual)
+        return kernels.select(residual, p.threshold, clear=True, workspace=workspace)[:2]
+
+    return run
+
+
+def _apart(p: Problem) -> Callable[[torch.Tensor], Found]:
+    """As training does it: the sum goes elsewhere, so that a failed exchange changes nothing; sized on the host."""
+    workspace, out = kernels.Workspace(), torch.empty_like(p.residual)
+
+    def run(residual: torch.Tensor) -> Found:
+        return kernels.accumulate_and_select(residual, p.gradient, out, p.threshold, workspace=workspace)[:2]
+
+    return run
+
+
+def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
+    workspace = kernels.Workspace()
+    indices, values = (torch.empty_like(t) for t in p.largest)
+    taken = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
+
+    def run(residual: torch.Tensor) -> Found:
+        kernels.top_k_into(
+            residual, p.gradient, residual, indices, values, taken, workspace=workspace, warm=True, clear=True
+        )
+        return indices, values
+
+    return run
+
+
+def _topk(p: Problem) -> Callable[[torch.Tensor], Found]:
+    gradient, k = p.gradient, p.k
+
+    def run(residual: torch.Tensor) -> Found:
+        residual.add_(gradient)
+        indices = torch.topk(residual.abs(), k, sorted=False).indices
+        values = residual[indices]
+        residual[indices] = 0.0
+        return indices, values
+
+    return run
+
+
+def _nonzero(p: Problem) -> Callable[[torch.Tensor], Found]:
+    gradient, threshold = p.gradient, p.threshold
+
+    def run(residual: torch.Tensor) -> Found:
+        residual.add_(gradient)
+        indices = (residual.abs() >= threshold).nonzero().squeeze(1)
+        values = residual[indices]
+        residual[indices] = 0.0
+        return indices, values
+
+    return run
+
+
+def _masked_select(p: Problem) -> Callable[[torch.Tensor], Found]:
+    gradient, threshold = p.gradient, p.threshold
+    positions = torch.arange(p.n, dtype=torch.int32, device=gradient.device)
+
+    def run(residual: torch.Tensor) -> Found:
+        residual.add_(gradient)
+        mask = residual.abs() >= threshold
+        found = positions.masked_select(mask), residual.masked_select(mask)
+        residual.masked_fill_(mask, 0.0)
+        return found
+
+    return run
+
+
+def _numpy(p: Problem) -> Callable[[torch.Tensor], Found]:
+    gradient = p.gradient.float().numpy()
+
+    def run(residual: torch.Tensor) -> Found:
+        total = residual.numpy()
+        total += gradient
+        indices = np.flatnonzero(np.abs(total) >= p.threshold)
+        values = total[indices]
+        total[indices] = 0.0
+        return torch.from_numpy(indices), torch.from_numpy(values)
+
+    return run
+
+
+def parts(p: Problem) -> list[Route]:
+    """Single operations: adding, marking, and the way back."""
+    device, workspace = p.residual.device, kernels.Workspace()
+    dense = torch.zeros_like(p.residual)
+    dense[p.largest[0].long()] = p.largest[1]
+    out = torch.empty_like(dense)
+    rows = tuple(t.expand(LISTS, -1).contiguous() for t in p.largest)
+    counts = torch.full((LISTS,), p.k, dtype=torch.int32, device=device)
+    lists = list(zip(*rows, strict=True))
+    with forced("torch"):
+        summed = kernels.sum_lists(*rows, counts, torch.empty_like(dense))
+    marks, limit = kernels.Marks.empty(p.n, device), torch.tensor([p.threshold], device=device)
+    made = [
+        Route(
+            "accumulate", p.pass_bytes, lambda r: kernels.accumulate(r, p.gradient, r),
+            lambda found, left: torch.equal(found, p.total),
+        ),
+        Route(
+            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest),
+            lambda found, left: torch.equal(found, dense),
+        ),
+        Route(
+            f"sum of {LISTS} lists, dense", 4 * p.n + 8 * LISTS * p.k,
+            lambda r: kernels.sum_lists(*rows, counts, out, workspace=workspace),
+            lambda found, left: torch.equal(found, summed),
+        ),
+        Route(
+            f"merge of {LISTS} lists", 8 * LISTS * p.k + 8 * p.k,
+            lambda r: kernels.merge(lists, p.n, workspace=workspace),
+            lambda found, left: all(map(torch.equal, found, (p.largest[0], summed[p.largest[0].long()]))),
+        ),
+    ]  # fmt: skip
+    if device.type != "cpu":
+        made.append(
+            Route(
+                "mark",
+                p.pass_bytes + p.n // 8,
+                lambda r: kernels.mark(r, p.gradient, r, limit, marks),
+                lambda found, left: torch.equal(left, p.total) and int(marks.counts.sum()) == p.reaching[0].numel(),
+            )
+        )
+        made.append(_rebalance(p))
+    return made
+
+
+def _rebalance(p: Problem) -> Route:
+    """64 partitions of 16 blocks; microseconds, not bandwidth."""
+    device = p.residual.device
+    fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
+    counts = torch.arange(64, dtype=torch.int32, device=device) * 100
+    blocks, first, span = fresh.clone(), fresh.clone(), fresh[:2].clone()
+    step = torch.zeros(1, dtype=torch.int32, device=device)
+    numbers = {"rank": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1}
+    with forced("torch"):
+        expected = fresh.clone()
+        kernels.rebalance(expected, first, counts, step, span, **numbers)
+
+    def run(_: torch.Tensor) -> torch.Tensor:
+        kernels.rebalance(blocks.copy_(fresh), first, counts, step, span, **numbers)
+        return blocks
+
+    return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, expected))
