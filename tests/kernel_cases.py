@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
     pytest.param(
         "cpu",
@@ -73,9 +75,10 @@ def drawn(family: str, n: int, seed: int) -> torch.Tensor:
 def gradient(family: str, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The same as a gradient of ``dtype``."""
     values = drawn(family, n, seed).to(dtype)
-    if INTERPRETED and dtype == torch.bfloat16:
-        # The interpreter reads bf16 denormals as 0; a GPU widens them exactly.
-        values[values.abs() < torch.finfo(dtype).tiny] = 0.0
+    if INTERPRETED and (dtype == torch.bfloat16 or ROUNDS_TWICE):
+        # The interpreter reads bf16 denormals as 0, and before 3.9 it rounds the product of a multiply-add, which
+        # only shows on denormals when the factor is a power of two. A GPU does neither.
+        values[values.abs() < torch.finfo(torch.bfloat16).tiny] = 0.0
     return values
 
 

@@ -59,7 +59,9 @@ def test_accumulate(
         guarded = Guarded(device)
         out = guarded.poison(n)
         added = guarded.of(gradient(other, n, seed + 1, dtype))
-        kernel("accumulate_triton").accumulate(guarded.of(drawn(family, n, seed)), added, out, scale, tile=tile)
+        residual = guarded.of(drawn(family, n, seed))
+        with kernels_from("triton"):
+            kernel("accumulate_triton").accumulate(residual, added, out, scale, tile=tile)
         guarded.check()
         assert bits(out) == expected[0]
 
@@ -122,7 +124,7 @@ def test_momentum(device: str, n: int, family: str, seed: int, dtype: torch.dtyp
     """Velocity and residual in place, then expand clears both exactly where it wrote."""
 
     def call(guarded: Guarded) -> list[list[int]]:
-        velocity, residual = (guarded.of(drawn(family, n, seed + i)) for i in (0, 1))
+        velocity, residual = (guarded.of(gradient(family, n, seed + i, torch.float32)) for i in (0, 1))
         added = guarded.of(gradient(family, n, seed + 2, dtype))
         marks = kernels.Marks.empty(n, residual.device, tile=tile)
         limits = torch.tensor([limit], device=device)
