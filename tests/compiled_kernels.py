@@ -56,8 +56,8 @@ TYPES = {
 class Case:
     """One kernel as it is launched: its constants, warps, and types that differ from ``TYPES``.
 
-    ``elements`` is how many elements a program handles; ``registers`` and ``budget`` (instructions per
-    element) are the most allowed on sm_90, the budget counted without the code for partial tiles.
+    ``elements`` is how many elements a program handles; ``budget`` is the most instructions per element
+    on sm_90, counted without the code for partial tiles.
     """
 
     name: str
@@ -66,7 +66,6 @@ class Case:
     warps: int
     types: dict[str, str] = field(default_factory=dict)
     elements: int = 0
-    registers: int = 255
     budget: float | None = None
 
 
@@ -117,18 +116,23 @@ def whole_momentum(
 def streaming(gradient: str) -> list[Case]:
     """The passes over the whole vector."""
     size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
-    marked = size | {"warps": mark_triton.WARPS, "registers": 72}
+    marked = size | {"warps": mark_triton.WARPS}
     choice = {"TILE": TILE, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": False}
     span = choice | {"ADD": True, "SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
+    keyed = marked | {"types": marked["types"] | {"threshold_ptr": "*i32"}}
     in_memory = marked["types"] | {"scale": "*fp32"}
+    several = choice | {"SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
+    momentum = marked | {"types": in_memory}
     add = {"TILE": TILE, "SCALE_IN_MEMORY": False}
     return [
-        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, add, **size, registers=68),
-        Case(f"accumulate {gradient}, whole", whole_add, {"TILE": TILE}, **size, registers=46, budget=8),
+        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, add, **size),
+        Case(f"accumulate {gradient}, whole", whole_add, {"TILE": TILE}, **size, budget=8),
         Case(f"mark {gradient}", mark_triton.mark_kernel, choice | {"ADD": True}, **marked),
         Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **marked, budget=22),
+        Case(f"mark {gradient}, key", mark_triton.mark_kernel, choice | {"ADD": True, "IS_KEY": True}, **keyed),
         Case(f"mark {gradient}, all options", mark_triton.mark_kernel, span, **marked | {"types": in_memory}),
-        Case(f"momentum {gradient}", mark_triton.mark_momentum_kernel, choice, **marked | {"registers": 86}),
+        Case(f"momentum {gradient}", mark_triton.mark_momentum_kernel, choice, **marked),
+        Case(f"momentum {gradient}, all options", mark_triton.mark_momentum_kernel, several, **momentum),
         Case(f"momentum {gradient}, whole", whole_momentum, {"TILE": TILE}, **marked, budget=26),
     ]
 
@@ -138,14 +142,15 @@ def selecting() -> list[Case]:
     words = expand_triton.WORDS
     choice = {"TILE": TILE, "ADD": False, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": True}
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
-    size = {"warps": expand_triton.WARPS, "elements": words * 32, "registers": 72}
+    size = {"warps": expand_triton.WARPS, "elements": words * 32}
     key = {"types": {"threshold_ptr": "*i32"}, "warps": mark_triton.WARPS, "elements": TILE}
     clear, both = {"CLEAR": True, "CLEAR_ALSO": False}, {"CLEAR": True, "CLEAR_ALSO": True, "OFFSETS": True}
     return [
-        Case("mark only", mark_triton.mark_kernel, choice, **key, registers=72),
-        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, mark_triton.WARPS, {}, TILE, 72, 22),
+        Case("mark only", mark_triton.mark_kernel, choice, **key),
+        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, mark_triton.WARPS, {}, TILE, 22),
         Case("expand", expand_triton.expand_kernel, turn | clear, **size, budget=5),
         Case("expand, scanned, two", expand_triton.expand_kernel, turn | both, **size),
+        Case("expand, kept", expand_triton.expand_kernel, turn | clear | {"CLEAR": False}, **size),
         Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.CHUNK}, expand_triton.WARPS),
     ]
 
@@ -156,13 +161,20 @@ def exact() -> list[Case]:
     block = {"BLOCK": radix.BLOCK}
     size = {"warps": radix.WARPS, "elements": radix.BLOCK}
     emit = block | {"PROGRAMS": radix.PROGRAMS, "CLEAR": True}
+    digits = [
+        Case(f"top-k histogram {shift}", radix.histogram_kernel, block | {"SHIFT": shift, "BITS": bits}, **size)
+        for shift, bits in radix.DIGITS
+    ]
     guess = {"guess_ptr": "*i32"}
     return [
         Case("top-k begin", radix.begin_kernel, {"WHOLE_ONLY": False}, 1, guess),
-        Case("top-k histogram", radix.histogram_kernel, block | {"SHIFT": 15, "BITS": 8}, **size, registers=64),
-        Case("top-k pick", radix.pick_kernel, {"SHIFT": 23, "FIRST": True}, 1),
-        Case("top-k count", radix.count_kernel, block, **size, registers=64),
-        Case("top-k emit", radix.emit_kernel, emit, **size, registers=128, types=guess),
+        Case("top-k begin without candidates", radix.begin_kernel, {"WHOLE_ONLY": True}, 1, guess),
+        *digits,
+        Case("top-k pick 23", radix.pick_kernel, {"SHIFT": 23, "FIRST": True}, 1),
+        *(Case(f"top-k pick {shift}", radix.pick_kernel, {"SHIFT": shift, "FIRST": False}, 1) for shift in (15, 7, 0)),
+        Case("top-k count", radix.count_kernel, block, **size),
+        Case("top-k emit", radix.emit_kernel, emit, **size, types=guess),
+        Case("top-k emit, kept", radix.emit_kernel, emit | {"CLEAR": False}, **size, types=guess),
     ]
 
 
@@ -177,12 +189,13 @@ def scattering() -> list[Case]:
     clear = {"BLOCK": scatter.BLOCK, "CLEAR": True}
     return [
         Case("tile bounds", scatter.tile_bounds_kernel, bounds, 1),
-        Case("sum lists", scatter.sum_lists_kernel, tile, scatter.WARPS, {}, scatter.TILE, 40),
+        Case("sum lists", scatter.sum_lists_kernel, tile, scatter.WARPS, {}, scatter.TILE),
         Case("mark indices", scatter.mark_indices_kernel, {"BLOCK": scatter.BLOCK}, **block),
         Case("count words", scatter.count_words_kernel, words, scatter.WARPS),
         Case("union", scatter.union_kernel, words, scatter.WARPS, union),
         Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),
-        Case("gather", scatter.gather_kernel, clear, **block, registers=64),
+        Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
+        Case("gather and clear", scatter.gather_kernel, clear, **block),
     ]
 
 
@@ -203,10 +216,23 @@ def others() -> list[Case]:
     plain = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
     options = plain | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True, "EVERY": True}
     size = {"warps": adam_triton.WARPS, "elements": adam_triton.BLOCK, "types": {"indices_ptr": "*i64"}}
+    tensors = ("parameter_ptr", "gradient_ptr", "first_ptr", "second_ptr", "maximum_ptr")
+    halves = [
+        Case(
+            f"adam {half}",
+            adam_triton.adam_kernel,
+            plain | {"EVERY": every},
+            adam_triton.WARPS,
+            size["types"] | dict.fromkeys(tensors, f"*{half}"),
+            adam_triton.BLOCK,
+        )
+        for half, every in (("bf16", False), ("fp16", True))
+    ]
     return [
         *rules,
-        Case("adam", adam_triton.adam_kernel, plain | {"EVERY": False}, **size, registers=128),
-        Case("adam, all options", adam_triton.adam_kernel, options, **size, registers=128),
+        *halves,
+        Case("adam", adam_triton.adam_kernel, plain | {"EVERY": False}, **size),
+        Case("adam, all options", adam_triton.adam_kernel, options, **size),
     ]
 
 

@@ -63,11 +63,18 @@ class StalenessAwareAdam:
         self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
         for group in self.optimizer.param_groups:
+            controls: dict[tuple[int, torch.device], AdamControl] = {}
             for parameter in group["params"]:
                 if id(parameter) in where and parameter.grad is not None and parameter.numel():
-                    self._update(group, parameter, where[id(parameter)])
+                    self._update(group, parameter, where[id(parameter)], controls)
 
-    def _update(self, group: dict[str, Any], parameter: torch.Tensor, indices: torch.Tensor | None) -> None:
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        indices: torch.Tensor | None,
+        controls: dict[tuple[int, torch.device], AdamControl],
+    ) -> None:
         state = self._state(group, parameter)
         state["step"] += 1
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
@@ -77,22 +84,29 @@ class StalenessAwareAdam:
         if indices is not None and indices.numel() == 0:
             return
         assert parameter.grad is not None
-        steps = int(state["step"])
+        at = int(state["step"]), parameter.device
+        if at not in controls:  # one copy to the device for all parameters of a group
+            coupled = 0.0 if decoupled else decay
+            controls[at] = self._control(group, *at, learning_rate, coupled)
+        maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
+        moments = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], maximum)
+        adam_update(parameter, parameter.grad, moments, controls[at], indices)
+
+    def _control(
+        self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float, coupled: float
+    ) -> AdamControl:
         beta1, beta2 = map(float, group["betas"])
-        control = AdamControl.of(
+        return AdamControl.of(
             steps=steps,
             learning_rate=learning_rate,
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
             max_catch_up=self.catch_up(steps),
-            device=parameter.device,
+            device=device,
             bias_correction=self.bias_correction,
-            coupled_decay=0.0 if decoupled else decay,
+            coupled_decay=coupled,
             maximize=group["maximize"],
         )
-        maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
-        moments = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], maximum)
-        adam_update(parameter, parameter.grad, moments, control, indices)
 
     def catch_up(self, steps: int) -> float:
         """For how many dense steps one delivery counts at most, at step ``steps``."""

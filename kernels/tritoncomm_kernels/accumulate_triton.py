@@ -26,7 +26,7 @@ def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constex
     return total
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "scale"])
 def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr):
     """``out = fma(gradient, scale, residual)`` on one tile."""
     factor = tl.load(scale) if SCALE_IN_MEMORY else scale

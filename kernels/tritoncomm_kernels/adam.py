@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
 POWERS = 31  # squares of beta: tau is int32
@@ -74,24 +75,51 @@ def adam_update(
     control: AdamControl,
     indices: torch.Tensor | None = None,
 ) -> None:
-    """Update the coordinates ``indices`` (int64, unique, of the flattened ``parameter``); None for all.
+    """Update the coordinates ``indices`` (int64 ``[k]``, unique, of the flattened ``parameter``); None for all.
 
-    ``parameter``, ``gradient`` and ``state`` have one shape and are updated in place; only the delivered
-    coordinates are touched. Half precision is computed in fp32, fp64 stays what it is.
+    ``parameter`` and ``state`` are updated in place, only in the delivered coordinates; an index outside
+    of ``[0, parameter.numel())`` updates nothing. All tensors have one shape. Half precision is computed
+    in fp32; fp64 and strided tensors are left to torch's operators, on a GPU too. Raises ``ValueError``
+    naming the argument that does not fit.
     """
-    if indices is not None and indices.numel() == 0:
+    floats = _check(parameter, gradient, state, indices)
+    if parameter.numel() == 0 or (indices is not None and indices.numel() == 0):
         return
-    moments = (state.first, state.second, *(() if state.maximum is None else (state.maximum,)))
-    floats = (parameter, gradient, *moments)
-    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in floats) and state.last.is_contiguous()
-    if plain and parameter.numel() and triton_runs(parameter):
+    plain = all(t.dtype in GRADIENT_DTYPES and t.is_contiguous() for t in floats) and state.last.is_contiguous()
+    if plain and triton_runs(parameter):
+        torch.autograd.graph.increment_version(parameter)
         tables = _tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
             parameter, gradient, state.first, state.second, state.maximum, state.last, indices,
             control.scalars, tables, maximize=control.maximize, coupled=control.coupled,
         )  # fmt: skip
         return
+    if indices is not None:
+        inside = (indices >= 0) & (indices < parameter.numel())
+        indices = indices if bool(inside.all()) else indices[inside]
     _update(parameter, gradient, state, control, indices)
+
+
+def _check(
+    parameter: torch.Tensor, gradient: torch.Tensor, state: AdamState, indices: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Raise ``ValueError`` unless all tensors fit together; returns the floating-point ones."""
+    named = {"parameter": parameter, "gradient": gradient, "first": state.first, "second": state.second}
+    if state.maximum is not None:
+        named["maximum"] = state.maximum
+    for name, tensor in {**named, "last": state.last}.items():
+        if tensor.shape != parameter.shape or tensor.device != parameter.device:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} on {tensor.device}: "
+                f"make it {tuple(parameter.shape)} on {parameter.device}, like the parameter"
+            )
+    if state.last.dtype != torch.int32:
+        raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
+    if parameter.numel() > INDEX_LIMIT:
+        raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
+    if indices is not None:
+        check_vector("indices", indices, dtypes=(torch.int64,), like=parameter)
+    return list(named.values())
 
 
 def _update(
@@ -106,7 +134,7 @@ def _update(
     _, rate, root, epsilon, limit, decay = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
-    tau = steps - at.integers(state.last)
+    tau = (steps - at.integers(state.last)).clamp(min=1)
     waited = tau.to(at.dtype)
     values = at.read(parameter)
     mean = at.read(gradient) / waited

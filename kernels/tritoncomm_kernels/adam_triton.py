@@ -47,23 +47,24 @@ def adam_kernel(
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
     limit = tl.load(control_ptr + 4).to(tl.float32)
-    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0)
-    tau = steps - tl.load(last_ptr + at, mask=inside, other=0)
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
-    mean = tl.div_rn(tl.load(gradient_ptr + at, mask=inside, other=0.0), waited)
+    mean = tl.div_rn(tl.load(gradient_ptr + at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
         mean = -mean
     if COUPLED:
         mean = mean + tl.load(control_ptr + 5).to(tl.float32) * parameter
     power, complement = _decay(tau, tables_ptr, POWERS)
-    first = power * tl.load(first_ptr + at, mask=inside, other=0.0) + complement * mean
+    first = power * tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * mean
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
-    second = power * tl.load(second_ptr + at, mask=inside, other=0.0) + complement * (mean * mean)
+    second = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * (mean * mean)
+    tl.debug_barrier()  # the stores may be laid out over other threads than the loads
     tl.store(first_ptr + at, first, mask=inside)
     tl.store(second_ptr + at, second, mask=inside)
     tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + steps, mask=inside)
     if AMSGRAD:
-        maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0)
+        maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.where((maximum > second) | (maximum != maximum), maximum, second)
         tl.store(maximum_ptr + at, second, mask=inside)
     denominator = tl.div_rn(tl.sqrt_rn(second), root) + epsilon

@@ -14,7 +14,7 @@ def key_of(values):
 def threshold_key(threshold_ptr, IS_KEY: tl.constexpr):
     """The key to reach, from a key (int32) or a threshold (fp32) in memory: zeros never, NaN only by NaN."""
     if IS_KEY:
-        key = tl.load(threshold_ptr)
+        key = tl.maximum(tl.load(threshold_ptr), 1)
     else:
         threshold = tl.load(threshold_ptr)
         key = tl.where(threshold > 0, threshold.to(tl.int32, bitcast=True), 1)

@@ -45,9 +45,9 @@ def check_vector(
 
 
 def check_scale(scale: float) -> None:
-    """Raise ``ValueError`` unless ``scale`` is finite."""
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not finite: unscale the gradient first")
+    """Raise ``ValueError`` unless ``scale`` is finite in fp32."""
+    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
+        raise ValueError(f"scale={scale} is not finite in fp32: unscale the gradient first")
 
 
 def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -55,6 +55,12 @@ def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
     first, second = _extent(tensor), _extent(other)
     if tensor.device == other.device and first[0] < second[1] and second[0] < first[1]:
         raise ValueError(f"{name} shares memory with {other_name}: give it memory of its own")
+
+
+def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless both are the same memory, and so one tensor."""
+    if tensor.shape != other.shape or tensor.device != other.device or _extent(tensor) != _extent(other):
+        raise ValueError(f"{name} is not {other_name}: without a gradient nothing is added, give one tensor for both")
 
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

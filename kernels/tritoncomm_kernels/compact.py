@@ -154,7 +154,7 @@ def _scan_triton(
     out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, workspace: Workspace
 ) -> Selection:
     """Mark and expand. The one host sync, between the two, is there to allocate what is needed and no more."""
-    marks = Marks.empty(out.numel(), out.device, workspace)
+    marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
     residual, gradient = addends if addends is not None else (out, None)
     mark(residual, gradient, out, limit, marks)

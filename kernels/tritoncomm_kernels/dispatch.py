@@ -7,7 +7,6 @@ import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ def interpreted() -> bool:
 def _installed() -> bool:
     """Whether there is a Triton on which the kernels are tested; older ones get the reference."""
     try:
-        found = version("triton")
-    except PackageNotFoundError:
+        found: str = importlib.import_module("triton").__version__  # the distribution is not called triton everywhere
+    except ImportError:
         return False
     return tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TRITON
 

@@ -6,7 +6,7 @@ import torch
 
 from tritoncomm_kernels.checks import check_apart, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.mark import Marks
+from tritoncomm_kernels.mark import Marks, check_marks
 from tritoncomm_kernels.workspace import Workspace
 
 
@@ -29,11 +29,13 @@ def expand(
     ``clear_also`` (fp32 ``[n]``) there as well. Raises ``ValueError`` naming the argument that does not fit.
     """
     check_vector("values", values)
+    check_marks(values, marks)
     check_vector("indices", indices, dtypes=(torch.int32,), like=values)
     check_vector("out", out, numel=indices.numel(), like=values)
     check_vector("found", found, dtypes=(torch.int64,), numel=1, like=values)
     check_apart("out", out, "values", values)
     check_apart("indices", indices, "values", values)
+    check_apart("indices", indices, "out", out)
     if clear_also is not None:
         check_vector("clear_also", clear_also, numel=values.numel(), like=values)
         check_apart("clear_also", clear_also, "values", values)

@@ -37,9 +37,9 @@ def _sum_before(counts_ptr, end, CHUNK: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["words", "capacity"])
+@triton.jit(do_not_specialize=["words", "capacity", "n"])
 def expand_kernel(
-    values_ptr, also_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, found_ptr, words, capacity,
+    values_ptr, also_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, found_ptr, words, capacity, n,
     TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
     OFFSETS: tl.constexpr, CLEAR: tl.constexpr, CLEAR_ALSO: tl.constexpr,
 ):  # fmt: skip
@@ -56,9 +56,11 @@ def expand_kernel(
     while left > 0:
         # Each turn takes the lowest bit of every word: as many turns as the fullest word has bits.
         element = at * 32 + lowest_bit(mask)
-        write = (mask != 0) & (position < capacity)
+        write = (mask != 0) & (position < capacity) & (element < n)
         tl.store(out_indices_ptr + position, element, mask=write)
         tl.store(out_values_ptr + position, tl.load(values_ptr + element, mask=write, other=0.0), mask=write)
+        # The store below may be laid out over other threads than the load above.
+        tl.debug_barrier()
         if CLEAR:
             tl.store(values_ptr + element, 0.0, mask=write)
         if CLEAR_ALSO:
@@ -89,7 +91,7 @@ def expand(
     scanned = tiles > tiles_summed_in_place
     with on_device_of(values):
         if scanned:
-            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=CHUNK, num_warps=WARPS)
+            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=CHUNK, num_warps=WARPS, enable_fp_fusion=False)
         expand_kernel[(triton.cdiv(bits.numel(), words),)](
             values,
             clear_also,
@@ -100,6 +102,7 @@ def expand(
             found,
             bits.numel(),
             indices.numel(),
+            values.numel(),
             TILES=words // per_tile,
             WORDS=words,
             CHUNK=CHUNK,

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm_kernels.accumulate import add, check_addends
-from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_scale, check_vector
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_same, check_scale, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 NON_FINITE_KEY = 0x7F800000  # the key of infinity; everything at or above it is Inf or NaN
 TILE = 4096  # elements per program: 16 per thread, see accumulate_triton
+MIN_TILE, MAX_TILE = 64, 1 << 16
 
 
 class Marks(NamedTuple):
@@ -33,13 +34,24 @@ class Marks(NamedTuple):
     flags: torch.Tensor
 
     @classmethod
-    def empty(cls, numel: int, device: torch.device, workspace: Workspace | None = None, tile: int = TILE) -> Marks:
-        """Room for the marks of ``numel`` elements; from ``workspace`` when given. ``flags`` is 0."""
+    def empty(
+        cls,
+        numel: int,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        *,
+        tile: int = TILE,
+        name: str = "mark",
+    ) -> Marks:
+        """Room for the marks of ``numel`` elements; from ``workspace`` when given. ``flags`` is 0.
+
+        Marks from one workspace under the same ``name`` are the same memory.
+        """
         held = workspace if workspace is not None else Workspace()
         tiles = max(1, -(-numel // tile))
-        bits = held.buffer("mark bits", tiles * tile // 32, torch.int32, device)
-        counts = held.buffer("mark counts", tiles, torch.int32, device)
-        flags = held.buffer("mark flags", 1, torch.int32, device).zero_()
+        bits = held.buffer(f"{name} bits", tiles * tile // 32, torch.int32, device)
+        counts = held.buffer(f"{name} counts", tiles, torch.int32, device)
+        flags = held.buffer(f"{name} flags", 1, torch.int32, device).zero_()
         return cls(bits, counts, flags)
 
 
@@ -56,17 +68,19 @@ def mark(
 ) -> None:
     """``out = residual + scale * gradient``, and mark its elements with magnitude at least ``threshold``.
 
-    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold of 0 or below
-    selects every non-zero, a NaN nothing but NaNs. Zeros are never marked; NaNs always, unless
+    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or
+    below selects every non-zero, a NaN nothing but NaNs. Zeros are never marked; NaNs always, unless
     ``select_nan`` is off. ``span`` (int32 ``[2]``, on the device) limits marking to positions
     ``span[0] <= i < span[1]``; the sum is made everywhere. Without ``gradient``, ``residual`` must be
     ``out``, which is only read. Other arguments: :func:`tritoncomm_kernels.accumulate`.
     """
     if gradient is None:
-        check_vector("values", out)
+        check_vector("out", out)
+        check_same("residual", residual, "out", out)
     else:
         check_addends(residual, gradient, out, scale)
-    _check_marks(out, threshold, marks, span)
+    _check_limits(out, threshold, span)
+    check_marks(out, marks)
     if out.numel() == 0:
         marks.bits.zero_()
         marks.counts.zero_()
@@ -107,7 +121,8 @@ def mark_momentum(
         check_scale(scale)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum} is not in [0, 1): a velocity would grow without bound")
-    _check_marks(residual, threshold, marks, span)
+    _check_limits(residual, threshold, span)
+    check_marks(residual, marks)
     if residual.numel() == 0:
         marks.bits.zero_()
         marks.counts.zero_()
@@ -145,21 +160,27 @@ def write_marks(
 def as_key(threshold: torch.Tensor) -> torch.Tensor:
     """The integer key of a device-side threshold (``[1]``); int32 is a key already."""
     if threshold.dtype == torch.int32:
-        return threshold
+        return threshold.clamp(min=1)
     key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
     return torch.where(threshold.isnan(), MAGNITUDE_MASK, key)
 
 
-def _check_marks(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
+def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor | None) -> None:
     check_vector("threshold", threshold, dtypes=(torch.float32, torch.int32), numel=1, like=values)
     if span is not None:
         check_vector("span", span, dtypes=(torch.int32,), numel=2, like=values)
+
+
+def check_marks(values: torch.Tensor, marks: Marks) -> None:
+    """Raise ``ValueError`` unless ``marks`` were made for as many elements as ``values`` has."""
     tiles = marks.counts.numel()
     check_vector("marks.counts", marks.counts, dtypes=(torch.int32,), like=values)
     check_vector("marks.bits", marks.bits, dtypes=(torch.int32,), like=values)
     check_vector("marks.flags", marks.flags, dtypes=(torch.int32,), numel=1, like=values)
+    check_apart("marks.bits", marks.bits, "values", values)
     tile = marks.bits.numel() * 32 // max(tiles, 1)
-    if tile * tiles != marks.bits.numel() * 32 or tile & (tile - 1) or tiles != max(1, -(-values.numel() // tile)):
+    fits = MIN_TILE <= tile <= MAX_TILE and tile & (tile - 1) == 0 and tile * tiles == marks.bits.numel() * 32
+    if not fits or tiles != max(1, -(-values.numel() // tile)):
         raise ValueError(
             f"marks have {marks.bits.numel()} words in {tiles} tiles, which do not fit {values.numel()} elements: "
             f"make them with Marks.empty({values.numel()}, ...)"

@@ -46,7 +46,7 @@ def write_marks(
     tl.atomic_or(flags_ptr, 1, mask=tl.max(keys, axis=0) >= 0x7F800000, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "scale"])
 def mark_kernel(
     residual_ptr, gradient_ptr, out_ptr, scale, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
@@ -65,7 +65,7 @@ def mark_kernel(
     write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, SPAN, SELECT_NAN, IS_KEY)
 
 
-@triton.jit(do_not_specialize=["n", "momentum"])
+@triton.jit(do_not_specialize=["n", "scale", "momentum"])
 def mark_momentum_kernel(
     gradient_ptr, velocity_ptr, residual_ptr, scale, momentum, threshold_ptr, span_ptr,
     bits_ptr, counts_ptr, flags_ptr, n,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
+from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
 RULES = ("paper", "prefix")
@@ -53,6 +53,9 @@ def rebalance(
         ("span", span, 2),
     ):
         check_vector(name, tensor, dtypes=(torch.int32,), numel=size, like=blocks)
+    check_apart("first", first, "blocks", blocks)
+    check_apart("counts", counts, "blocks", blocks)
+    check_apart("counts", counts, "first", first)
     _check_numbers(partitions, rank, block, numel, min_blocks, max_step, rule)
     if triton_runs(blocks):
         kernel("rebalance_triton").rebalance(
@@ -63,7 +66,7 @@ def rebalance(
     step = int(iteration)
     load = [0] * partitions
     for sender, count in enumerate(counts.tolist()):
-        load[(step + sender) % partitions] = count
+        load[(step + sender) % partitions] = max(count, 0)
     sizes = blocks.tolist()
     if rule == "paper":
         _sweep(load, sizes, block * sum(load) // numel, min_blocks)

@@ -60,7 +60,7 @@ def rebalance_kernel(
     # Counts come by rank; partition j was rank (j - iteration) mod P's. Integer % has C's sign here.
     owner = (lane - iteration % partitions) % partitions
     owner = tl.where(owner < 0, owner + partitions, owner)
-    load = tl.load(counts_ptr + owner, mask=real, other=0).to(tl.int64)
+    load = tl.maximum(tl.load(counts_ptr + owner, mask=real, other=0), 0).to(tl.int64)
     blocks = tl.load(blocks_ptr + lane, mask=real, other=0)
     total = tl.sum(load, axis=0)
     if PREFIX:
@@ -81,6 +81,7 @@ def rebalance_kernel(
     tl.store(blocks_ptr + lane, blocks, mask=real)
     tl.store(first_ptr + lane, first, mask=real)
     own = ((iteration + 1) % partitions + rank) % partitions
+    own = tl.where(own < 0, own + partitions, own)
     start = tl.sum(tl.where(lane == own, first, 0), axis=0).to(tl.int64) * block
     stop = tl.sum(tl.where(lane == own, first + blocks, 0), axis=0).to(tl.int64) * block
     stop = tl.where(own == partitions - 1, n, tl.minimum(stop, n))
@@ -126,4 +127,5 @@ def rebalance(
             PARTITIONS=lanes,
             PREFIX=prefix,
             num_warps=warps(lanes),
+            enable_fp_fusion=False,
         )

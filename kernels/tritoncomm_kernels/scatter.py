@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tritoncomm_kernels.checks import check_apart, check_scale, check_vector
+from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_scale, check_vector
 from tritoncomm_kernels.compact import positions
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
+MAX_LISTS = 65535  # the second dimension of a CUDA grid
 SparseList = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -20,8 +21,16 @@ def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) 
 
 
 def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``out`` (``[n]``) with the dense form of one sparse list; returns ``out``."""
-    return out.zero_().index_copy_(0, indices.long(), values)
+    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list; returns ``out``.
+
+    ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``; nothing but what
+    came over the wire checks that indices are inside.
+    """
+    if indices.dtype == torch.int32 and out.numel() and indices.numel() and triton_runs(out):
+        counts = torch.full((1,), indices.numel(), dtype=torch.int32, device=out.device)
+        return sum_lists(indices[None], values[None], counts, out)
+    # Adding 0.0 makes -0.0 into 0.0, as a sum would.
+    return out.zero_().index_copy_(0, indices.long(), values + 0.0)
 
 
 def sum_lists(
@@ -51,6 +60,8 @@ def sum_lists(
     if out.numel() and indices.numel() and triton_runs(out):
         tritons = kernel("scatter_triton")
         borders = lists * (-(-out.numel() // tritons.TILE) + 1)
+        if lists > MAX_LISTS or borders > INDEX_LIMIT:
+            raise ValueError(f"indices has {lists} rows: sum fewer at once")
         bounds = held.buffer("scatter bounds", borders, torch.int32, out.device)
         tritons.sum_lists(indices, values, counts, bounds, out, bad, scale)
         return out
@@ -72,6 +83,11 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
     """
     if not lists:
         raise ValueError("lists is empty: give at least one sparse list, which may have no entries")
+    if not 0 <= numel <= INDEX_LIMIT:
+        raise ValueError(f"numel={numel} is not between 0 and {INDEX_LIMIT}: split the vector")
+    for rank, (indices, values) in enumerate(lists):
+        check_vector(f"lists[{rank}].values", values, like=lists[0][1])
+        check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
     if numel and triton_runs(lists[0][1]):
         return _merge_triton(list(lists), numel, workspace if workspace is not None else Workspace())
     joined, order = torch.sort(torch.cat([indices for indices, _ in lists]), stable=True)
@@ -96,6 +112,7 @@ def gather(
     *,
     clear: bool = False,
     invalid: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
     """``out[i] = values[indices[i]]`` for ``i < count``, and with ``clear`` 0 in ``values`` there.
 
@@ -108,7 +125,8 @@ def gather(
     check_vector("out", out, numel=indices.numel(), like=values)
     check_vector("count", count, dtypes=(torch.int64,), numel=1, like=values)
     check_apart("out", out, "values", values)
-    bad = invalid if invalid is not None else torch.zeros(1, dtype=torch.int32, device=values.device)
+    held = workspace if workspace is not None else Workspace()
+    bad = invalid if invalid is not None else held.buffer("gather invalid", 1, torch.int32, values.device)
     check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=values)
     if indices.numel() == 0:
         return

@@ -31,7 +31,7 @@ def tile_bounds_kernel(
     low = tl.zeros([BORDERS], tl.int32)
     high = low + count
     for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2
         open_range = low < high
         index = tl.load(indices_ptr + row * stride + middle, mask=open_range, other=0)
         right = open_range & (index.to(tl.int64) < sought)
@@ -81,7 +81,7 @@ def sum_lists_kernel(
         row += 1
 
 
-@triton.jit(do_not_specialize=["count", "n"])
+@triton.jit(do_not_specialize=["count", "n"], do_not_specialize_on_alignment=["indices_ptr"])
 def mark_indices_kernel(indices_ptr, bits_ptr, invalid_ptr, count, n, BLOCK: tl.constexpr):
     """Set the bit of every index of one list."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +119,7 @@ def union_kernel(bits_ptr, offsets_ptr, ranks_ptr, out_ptr, words, WORDS: tl.con
         left -= 1
 
 
-@triton.jit(do_not_specialize=["count", "n"])
+@triton.jit(do_not_specialize=["count", "n"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
 def add_list_kernel(indices_ptr, values_ptr, bits_ptr, ranks_ptr, sums_ptr, count, n, BLOCK: tl.constexpr):
     """Add one list to the sums; launches follow each other in rank order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -143,6 +143,7 @@ def gather_kernel(
     inside = (index >= 0) & (index < n)
     tl.store(out_ptr + at, tl.load(values_ptr + index, mask=inside, other=0.0), mask=held)
     if CLEAR:
+        tl.debug_barrier()  # the store may be laid out over other threads than the load
         tl.store(values_ptr + index, 0.0, mask=inside)
     stray = tl.sum(held.to(tl.int32), axis=0) - tl.sum(inside.to(tl.int32), axis=0)
     tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
@@ -166,7 +167,17 @@ def sum_lists(
     steps = max(1, stride).bit_length() + 1
     with on_device_of(out):
         tile_bounds_kernel[(triton.cdiv(tiles + 1, BORDERS), lists)](
-            indices, counts, bounds, invalid, stride, tiles, TILE=tile, STEPS=steps, BORDERS=BORDERS, num_warps=1
+            indices,
+            counts,
+            bounds,
+            invalid,
+            stride,
+            tiles,
+            TILE=tile,
+            STEPS=steps,
+            BORDERS=BORDERS,
+            num_warps=1,
+            enable_fp_fusion=False,
         )
         sum_lists_kernel[(tiles,)](
             indices, values, bounds, out, invalid, n, stride, tiles, lists, scale,
@@ -188,10 +199,12 @@ def mark_union(
         for indices, _ in lists:
             if indices.numel():
                 mark_indices_kernel[(triton.cdiv(indices.numel(), BLOCK),)](
-                    indices, bits, invalid, indices.numel(), n, BLOCK=BLOCK, num_warps=4
+                    indices, bits, invalid, indices.numel(), n, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
                 )
-        count_words_kernel[(counts.numel(),)](bits, counts, bits.numel(), WORDS=WORDS, num_warps=WARPS)
-        scan_counts_kernel[(1,)](counts, offsets, counts.numel(), CHUNK=CHUNK, num_warps=WARPS)
+        count_words_kernel[(counts.numel(),)](
+            bits, counts, bits.numel(), WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False
+        )
+        scan_counts_kernel[(1,)](counts, offsets, counts.numel(), CHUNK=CHUNK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def add_union(
@@ -205,7 +218,9 @@ def add_union(
 ) -> None:
     """Launch the second half: write the union and add the lists in order; ``sums`` is 0 everywhere."""
     with on_device_of(bits):
-        union_kernel[(offsets.numel(),)](bits, offsets, ranks, union, bits.numel(), WORDS=WORDS, num_warps=WARPS)
+        union_kernel[(offsets.numel(),)](
+            bits, offsets, ranks, union, bits.numel(), WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False
+        )
         for indices, values in lists:
             if indices.numel():
                 add_list_kernel[(triton.cdiv(indices.numel(), BLOCK),)](
@@ -228,5 +243,6 @@ def gather(
     with on_device_of(values):
         gather_kernel[(triton.cdiv(indices.numel(), block),)](
             values, indices, out, count, invalid, values.numel(), indices.numel(),
-            CLEAR=clear, BLOCK=block, num_warps=4,
+            CLEAR=clear, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+            enable_fp_fusion=False,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tritoncomm_kernels.accumulate import accumulate, check_addends
-from tritoncomm_kernels.checks import check_vector
+from tritoncomm_kernels.checks import check_apart, check_same, check_vector
 from tritoncomm_kernels.compact import Selection, accumulate_and_select_keys, select_keys
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.expand import expand
@@ -103,8 +103,14 @@ def top_k_into(
     check_vector("indices", indices, dtypes=(torch.int32,), like=out)
     check_vector("values", values, numel=indices.numel(), like=out)
     check_vector("taken", taken, dtypes=(torch.int64,), numel=1, like=out)
+    check_apart("values", values, "out", out)
+    check_apart("indices", indices, "out", out)
+    check_apart("indices", indices, "values", values)
     if gradient is not None:
         check_addends(residual, gradient, out)
+    else:
+        check_vector("out", out)
+        check_same("residual", residual, "out", out)
     if indices.numel() == 0:
         raise ValueError("indices has no elements: k must be at least 1")
     if out.numel() and triton_runs(out):
@@ -143,14 +149,14 @@ def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int,
     return largest(selected, k)
 
 
-def largest(selected: Selection, k: int) -> Selection:
+def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) -> Selection:
     """The ``k`` entries of ``selected`` with the largest magnitude, still ascending by index."""
     if len(selected.values) <= k:
         return Selection(selected.indices, selected.values, len(selected.values))
     if k == 0:
         return Selection(selected.indices[:0], selected.values[:0], 0)
     if triton_runs(selected.values):
-        positions, values, found = _read_back(selected.values, None, selected.values, k, None, whole=True)
+        positions, values, found = _read_back(selected.values, None, selected.values, k, workspace, whole=True)
         if found == k:
             return Selection(selected.indices[positions], values, k)
     keys = magnitude_keys(selected.values)
@@ -201,8 +207,10 @@ def _launch(
     """Candidates above a first guess, then radix select and ordered emit over them; no host sync."""
     n, k = out.numel(), indices.numel()
 
+    use = "largest" if whole else "top-k"  # each remembers a guess of its own
+
     def integers(name: str, size: int) -> torch.Tensor:
-        return workspace.buffer(f"top-k {name}", size, torch.int32, out.device)
+        return workspace.buffer(f"{use} {name}", size, torch.int32, out.device)
 
     radix = kernel("threshold_triton")
     scratch = {
@@ -211,16 +219,16 @@ def _launch(
         "above": integers("above", radix.PROGRAMS),
         "equal": integers("equal", radix.PROGRAMS),
     }
-    warm = warm and workspace.holds("top-k guess", torch.int32)
+    warm = warm and workspace.holds(f"{use} guess", torch.int32, out.device)
     guess = integers("guess", 1)
-    found = workspace.buffer("top-k found", 1, torch.int64, out.device)
+    found = workspace.buffer(f"{use} found", 1, torch.int64, out.device)
     candidates = None
     if not whole:
         if not warm:
             guess.fill_(_sampled_guess(residual, gradient, k, n))
         room = min(n, max(2 * k, k + 65536))
         candidates = integers("positions", room), workspace.buffer("top-k values", room, torch.float32, out.device)
-        marks = Marks.empty(n, out.device, workspace)
+        marks = Marks.empty(n, out.device, workspace, name=use)
         mark(residual, gradient, out, guess, marks)
         expand(out, marks, *candidates, found, workspace=workspace)
     radix.largest(out, candidates, found, guess, scratch, k, indices, values, taken, slack=WARM_SLACK, clear=clear)

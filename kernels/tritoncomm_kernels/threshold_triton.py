@@ -139,7 +139,9 @@ def emit_kernel(
         tl.store(taken_ptr, tl.load(state_ptr + TAKEN).to(tl.int64))
         # The next step starts a little below this one's k-th magnitude.
         magnitude = kth.to(tl.float32, bitcast=True) * slack
-        next_key = tl.where(kth < 0x7F800000, magnitude.to(tl.int32, bitcast=True), 1)
+        # Not from a NaN or infinity, and not when there were fewer than asked for.
+        usable = (kth < 0x7F800000) & (tl.load(state_ptr + TAKEN) >= room)
+        next_key = tl.where(usable, magnitude.to(tl.int32, bitcast=True), 1)
         tl.store(guess_ptr, tl.maximum(next_key, 1))
     start, stop = _share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
     while start < stop:
@@ -158,6 +160,7 @@ def emit_kernel(
         tl.store(out_indices_ptr + slot, element, mask=take)
         tl.store(out_values_ptr + slot, value, mask=take)
         if CLEAR:
+            tl.debug_barrier()  # the store may be laid out over other threads than the load
             tl.store(values_ptr + element, 0.0, mask=take)
         above += tl.sum(is_above, axis=0)
         equal += tl.sum(is_equal, axis=0)
@@ -191,13 +194,35 @@ def largest(
     programs = min(triton.cdiv(max(capacity, n), block), PROGRAMS)
     source = (magnitudes, values, found, state)
     with on_device_of(values):
-        begin_kernel[(1,)](state, histogram, found, guess, k, capacity, WHOLE_ONLY=candidates is None, num_warps=1)
+        begin_kernel[(1,)](
+            state,
+            histogram,
+            found,
+            guess,
+            k,
+            capacity,
+            WHOLE_ONLY=candidates is None,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
         for shift, bits in DIGITS:
             histogram_kernel[(programs,)](
-                *source, histogram, capacity, n, SHIFT=shift, BITS=bits, BLOCK=block, num_warps=WARPS
+                *source,
+                histogram,
+                capacity,
+                n,
+                SHIFT=shift,
+                BITS=bits,
+                BLOCK=block,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
             )
-            pick_kernel[(1,)](state, histogram, SHIFT=shift, FIRST=shift == DIGITS[0][0], num_warps=1)
-        count_kernel[(programs,)](*source, above, equal, capacity, n, BLOCK=block, num_warps=WARPS)
+            pick_kernel[(1,)](
+                state, histogram, SHIFT=shift, FIRST=shift == DIGITS[0][0], num_warps=1, enable_fp_fusion=False
+            )
+        count_kernel[(programs,)](
+            *source, above, equal, capacity, n, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
+        )
         emit_kernel[(programs,)](
             magnitudes,
             positions,

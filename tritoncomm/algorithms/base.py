@@ -12,8 +12,8 @@ from tritoncomm.cost import Traffic
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
-
-INDEX_LIMIT = 2**31
+from tritoncomm_kernels import Workspace
+from tritoncomm_kernels.checks import INDEX_LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,12 @@ class Algorithm(ABC):
     state: Any
 
     def __init__(self, numel: int) -> None:
-        if numel >= INDEX_LIMIT:
-            raise ConfigurationError(f"numel={numel}: indices are int32, split the vector into parts below 2^31")
+        if numel > INDEX_LIMIT:
+            raise ConfigurationError(
+                f"numel={numel}: indices are int32, split the vector into parts of at most {INDEX_LIMIT}"
+            )
         self.numel = numel
+        self.workspace = Workspace()  # scratch memory of the kernels, kept between steps
         self.report: dict[str, float] = {}
 
     @abstractmethod

@@ -232,7 +232,7 @@ class OkTopkAlgorithm(Algorithm):
         threshold = self._lowered(state.local_threshold)
         local = acc.at_least(threshold)
         following = self._corrected(threshold, local, local.found)
-        return kernels.largest(local, self.local_cap), following
+        return kernels.largest(local, self.local_cap, workspace=self.workspace), following
 
     def _lowered(self, threshold: float) -> float:
         return threshold * (WARM_START if self.recipe.correct_thresholds else 1.0)
@@ -242,7 +242,7 @@ class OkTopkAlgorithm(Algorithm):
         if not self.recipe.correct_thresholds:
             return threshold
         if count >= self.k and passed.found:
-            return kernels.smallest_magnitude(kernels.largest(passed, self.k).values)
+            return kernels.smallest_magnitude(kernels.largest(passed, self.k, workspace=self.workspace).values)
         return corrected_threshold(threshold, count, self.k, self.numel)
 
     def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
@@ -258,7 +258,7 @@ class OkTopkAlgorithm(Algorithm):
         parts = []
         for peer in range(world_size):
             part = local.slice(starts[peer], starts[peer + 1])
-            parts.append(part if peer == rank else kernels.largest(part, limit))
+            parts.append(part if peer == rank else kernels.largest(part, limit, workspace=self.workspace))
         return Selection.join(parts)
 
     def _split_and_reduce(
@@ -298,7 +298,7 @@ class OkTopkAlgorithm(Algorithm):
 
     def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
         """The owner's side of the global selection: reduced non-zeros that reach ``threshold``."""
-        found = kernels.select(region, threshold)
+        found = kernels.select(region, threshold, workspace=self.workspace)
         return found._replace(indices=found.indices + offset)
 
     def _share_sizes(self, candidates: Selection, received: int, threshold: float) -> Pattern[_Sizes]:
@@ -320,7 +320,7 @@ class OkTopkAlgorithm(Algorithm):
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: gather the candidates, keep exactly the k largest."""
         gathered = yield from self._gather(candidates, shared.candidates, rank, world_size, "re-evaluation")
-        kept = kernels.largest(gathered, self.k)
+        kept = kernels.largest(gathered, self.k, workspace=self.workspace)
         # Nothing to learn a threshold from: keep the old one and look again next step.
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
         return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
@@ -331,7 +331,7 @@ class OkTopkAlgorithm(Algorithm):
         """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
-        candidates = kernels.largest(candidates, sizes[rank])
+        candidates = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
         total = sum(sizes)
         if max(sizes) > max(self.balance_trigger * total / world_size, math.ceil(total / world_size)):
             candidates = yield from self._balance(candidates, sizes, rank, world_size)
