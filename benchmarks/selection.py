@@ -27,7 +27,9 @@ import torch
 from selection_routes import DISTRIBUTIONS, DTYPES, Problem, Route, problem, routes
 
 FLUSH_BYTES = 256 << 20  # five times the second-level cache of an H200
+QUEUE_CYCLES = 1_000_000  # about half a millisecond
 WARM_UPS = 2
+NOISY = 1.5  # a copy whose 80 % quantile is so many times its 20 % quantile gets a warning
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,24 @@ class Row:
     must_bytes: int
     of_copy: float  # bandwidth on the bytes that must move, over that of the copy
     copies: float  # how many times as long as a copy of n fp32
-    over_topk: float  # how many times faster than abs().topk
+    over_topk: float | None  # how many times faster than abs().topk, for what does the same job
 
 
 class Clock:
     """Times one call at a time, from cold second-level caches on a GPU."""
 
     def __init__(self, device: str) -> None:
-        self.cuda = device != "cpu"
-        self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if self.cuda else None
+        self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device != "cpu" else None
 
-    def time(self, call: Callable[[], Any]) -> float:
-        """Milliseconds."""
+    def time(self, call: Callable[[], Any], *, warm: bool = False) -> float:
+        """Milliseconds; on a GPU those between the first launch and the last, without Python's between them."""
         if self._cache is None:
             started = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - started)
-        self._cache.zero_()
+        if not warm:
+            self._cache.zero_()
+        torch.cuda._sleep(QUEUE_CYCLES)  # noqa: SLF001  # the launches below queue up behind it
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -82,27 +85,28 @@ def measure(p: Problem, compared: list[Route], reps: int, device: str, advance: 
                 correct[route.name] &= bool(route.check(route.run(residual), residual))
                 residual.copy_(p.residual)
             if turn >= WARM_UPS:
-                times[route.name].append(clock.time(lambda route=route: route.run(residual)))
+                times[route.name].append(clock.time(lambda route=route: route.run(residual), warm=route.warm))
             advance()
     median = {name: statistics.median(values) for name, values in times.items()}
     rows = []
     for route in compared:
         p20, p80 = np.quantile(times[route.name], [0.2, 0.8]).tolist()
-        rate = route.bytes / median[route.name]
+        # Turn by turn, so that a slow moment of the machine slows both sides of a ratio.
+        copies = statistics.median(t / c for t, c in zip(times[route.name], times["copy"], strict=True))
         rows.append(
             Row(
-                route.name,
-                p.n,
-                p.density,
-                p.dtype,
-                correct[route.name],
-                median[route.name],
-                p20,
-                p80,
-                route.bytes,
-                rate / (8 * p.n / median["copy"]),
-                median[route.name] / median["copy"],
-                median["abs().topk"] / median[route.name],
+                name=route.name,
+                n=p.n,
+                density=p.density,
+                dtype=p.dtype,
+                correct=correct[route.name],
+                median=median[route.name],
+                p20=p20,
+                p80=p80,
+                must_bytes=route.bytes,
+                of_copy=route.bytes / (8 * p.n) / copies,
+                copies=copies,
+                over_topk=median["abs().topk"] / median[route.name] if route.selects else None,
             )
         )
     return rows
@@ -117,8 +121,11 @@ def show(rows: list[Row]) -> None:
             continue
         print(
             f"{row.name:24}{row.median:7.3f} ms{row.p20:9.3f}{row.p80:9.3f}  {row.must_bytes / 1e6:7.1f} MB  "
-            f"{row.of_copy:8.1%}{row.copies:7.2f}x{row.over_topk:8.1f}x"
+            f"{row.of_copy:8.1%}{row.copies:7.2f}x" + (f"{row.over_topk:8.1f}x" if row.over_topk else "")
         )
+    spread = rows[0].p80 / rows[0].p20
+    if spread > NOISY:
+        print(f"The machine was not quiet: the copy itself varied by a factor of {spread:.1f}.")
 
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
@@ -213,7 +220,16 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--reps {options.reps}: at least 1")
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: no GPU is visible to torch; use --device cpu")
+    if options.device != "cpu":
+        torch.cuda.set_device(options.device if ":" in options.device else "cuda:0")
     return options
+
+
+def write(path: Path, about: dict[str, str], options: argparse.Namespace, rows: list[Row]) -> None:
+    """Machine, settings and rows; of a wrong result only that it was wrong."""
+    settings = {"distribution": options.distribution, "reps": options.reps, "device": options.device}
+    kept = [asdict(row) if row.correct else {"name": row.name, "n": row.n, "correct": False} for row in rows]
+    path.write_text(json.dumps({"machine": about, "settings": settings, "rows": kept}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -231,10 +247,8 @@ def main() -> None:
                 print(f"\n{n:,} elements, {dtype} gradient, density {density:.3%}, {options.distribution}")
                 show(measured)
                 rows += measured
-    settings = {"distribution": options.distribution, "reps": options.reps, "device": options.device}
-    if options.json:
-        content = {"machine": about, "settings": settings, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+                if options.json:  # after every problem, so that a run cut short leaves what it has
+                    write(options.json, about, options, rows)
     if options.plot:
         plot(rows, options.plot, about.get("gpu") or about["processor"])
     sys.exit(any(not row.correct for row in rows))

@@ -13,10 +13,11 @@ import torch
 
 import tritoncomm_kernels as kernels
 
-Found = tuple[torch.Tensor, torch.Tensor]
+Found = tuple[torch.Tensor, ...]  # indices, values, and where the kernel counts, how many
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
 LISTS = 8
+WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # where caches and launches show
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation. ``run`` takes the residual, restored before each call, and returns what it found."""
+    """One implementation. ``run`` takes the residual, restored before each call, and returns what it found.
+
+    ``selects`` when it does the same job as abs().topk; ``warm`` when a GPU's caches are left as they are.
+    """
 
     name: str
     bytes: int
     run: Callable[[torch.Tensor], Any]
     check: Callable[[Any, torch.Tensor], bool]
+    selects: bool = False
+    warm: bool = False
 
 
 def problem(n: int, density: float, dtype: str, distribution: str, device: str) -> Problem:
@@ -92,39 +98,59 @@ def forced(choice: str) -> Iterator[None]:
 
 def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
     """Everything that is compared on one problem; the copy first, abs().topk among the rest."""
-    select_bytes, exact_bytes = p.pass_bytes + 8 * p.reaching[0].numel(), p.pass_bytes + 8 * p.k
+    return [_copy(p), *parts(p), *_ours(p), *_peers(p, compiled=compile_peers)]
 
-    def same(expected: Found) -> Callable[[Any, torch.Tensor], bool]:
-        def check(found: Found, left: torch.Tensor) -> bool:
-            cleared = p.total.clone()
-            cleared[expected[0].long()] = 0.0
-            return all(map(torch.equal, (found[0].int(), found[1], left), (*expected, cleared)))
 
-        return check
+def _ours(p: Problem) -> list[Route]:
+    size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
+
+    def kept(found: Found, left: torch.Tensor) -> bool:
+        return all(map(torch.equal, (*found, left), (*p.reaching, p.residual)))
+
+    made = [
+        Route("select, fused", size, _fused(p), reaching, selects=True),
+        Route("select, two steps", size, _two_steps(p), reaching, selects=True),
+        Route("select, residual kept", size, _apart(p), kept, selects=True),
+        Route("exact k", p.pass_bytes + 8 * p.k, _exact(p), _same(p, p.largest), selects=True),
+    ]
+    if p.residual.device.type != "cpu":
+        if p.n <= WARM_UP_TO:
+            made.append(Route("select, warm", size, _fused(p), reaching, selects=True, warm=True))
+        if p.n <= GRAPH_UP_TO:
+            made.append(Route("select, in a graph", size, _graphed(p), reaching, selects=True))
+    return made
+
+
+def _peers(p: Problem, *, compiled: bool) -> list[Route]:
+    size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
 
     def magnitudes(found: Found, left: torch.Tensor) -> bool:
         # Peers break ties as they like: the same k magnitudes, and those entries cleared.
         return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
 
-    def kept(found: Found, left: torch.Tensor) -> bool:
-        return all(map(torch.equal, (*found, left), (*p.reaching, p.residual)))
-
-    ours = [
-        Route("select, fused", select_bytes, _fused(p), same(p.reaching)),
-        Route("select, two steps", select_bytes, _two_steps(p), same(p.reaching)),
-        Route("select, residual kept", select_bytes, _apart(p), kept),
-        Route("exact k", exact_bytes, _exact(p), same(p.largest)),
+    made = [
+        Route("abs().topk", p.pass_bytes + 8 * p.k, _topk(p), magnitudes, selects=True),
+        Route("nonzero", size, _nonzero(p), reaching, selects=True),
+        Route("masked_select", size, _masked_select(p), reaching, selects=True),
     ]
-    peers = [
-        Route("abs().topk", exact_bytes, _topk(p), magnitudes),
-        Route("nonzero", select_bytes, _nonzero(p), same(p.reaching)),
-        Route("masked_select", select_bytes, _masked_select(p), same(p.reaching)),
-    ]
-    if compile_peers:
-        peers += [Route(f"{r.name}, compiled", r.bytes, torch.compile(r.run), r.check) for r in peers]
+    if compiled:
+        made += [Route(f"{r.name}, compiled", r.bytes, torch.compile(r.run), r.check, selects=True) for r in made]
     if p.residual.device.type == "cpu":
-        peers.append(Route("numpy flatnonzero", select_bytes, _numpy(p), same(p.reaching)))
-    return [_copy(p), *parts(p), *ours, *peers]
+        made.append(Route("numpy flatnonzero", size, _numpy(p), reaching, selects=True))
+    return made
+
+
+def _same(p: Problem, expected: Found) -> Callable[[Any, torch.Tensor], bool]:
+    """A check that exactly ``expected`` was found, and nothing else cleared."""
+
+    def check(found: Found, left: torch.Tensor) -> bool:
+        cleared = p.total.clone()
+        cleared[expected[0].long()] = 0.0
+        indices, values, *count = found
+        counted = all(int(n) == expected[0].numel() for n in count)  # more than there was room for is wrong
+        return counted and all(map(torch.equal, (indices.int(), values, left), (*expected, cleared)))
+
+    return check
 
 
 def _copy(p: Problem) -> Route:
@@ -149,9 +175,25 @@ def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
     def launch(residual: torch.Tensor) -> Found:
         kernels.mark(residual, p.gradient, residual, limit, marks)
         kernels.expand(residual, marks, indices, values, found, clear=True, workspace=workspace)
-        return indices, values
+        return indices, values, found
 
     return launch
+
+
+def _graphed(p: Problem) -> Callable[[torch.Tensor], Found]:
+    """The same launches, captured at the first call and replayed afterwards, always on that residual."""
+    launch, graph, captured = _fused(p), torch.cuda.CUDAGraph(), []
+
+    def run(residual: torch.Tensor) -> Found:
+        if not captured:
+            launch(residual.clone())  # compiles, and allocates the workspace
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                captured.append(launch(residual))
+        graph.replay()
+        return captured[0]
+
+    return run
 
 
 def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
@@ -288,19 +330,16 @@ def parts(p: Problem) -> list[Route]:
 
 
 def _rebalance(p: Problem) -> Route:
-    """64 partitions of 16 blocks; microseconds, not bandwidth."""
+    """64 partitions of 16 blocks by the paper's rule, evenly loaded; microseconds, not bandwidth."""
     device = p.residual.device
     fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
-    counts = torch.arange(64, dtype=torch.int32, device=device) * 100
+    counts = torch.full((64,), 100, dtype=torch.int32, device=device)
     blocks, first, span = fresh.clone(), fresh.clone(), fresh[:2].clone()
     step = torch.zeros(1, dtype=torch.int32, device=device)
-    numbers = {"rank": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1}
-    with forced("torch"):
-        expected = fresh.clone()
-        kernels.rebalance(expected, first, counts, step, span, **numbers)
+    numbers = {"rank": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
 
     def run(_: torch.Tensor) -> torch.Tensor:
-        kernels.rebalance(blocks.copy_(fresh), first, counts, step, span, **numbers)
+        kernels.rebalance(blocks, first, counts, step, span, **numbers)
         return blocks
 
-    return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, expected))
+    return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, fresh))

@@ -182,7 +182,7 @@ def scattering() -> list[Case]:
     """Dense sums, unions, gathers."""
     scatter = scatter_triton
     block = {"warps": 4, "elements": scatter.BLOCK}
-    bounds = {"TILE": scatter.TILE, "STEPS": 22, "BORDERS": scatter.BORDERS}
+    bounds = {"TILE": scatter.TILE, "BORDERS": scatter.BORDERS}
     tile = {"TILE": scatter.TILE, "ENTRIES": scatter.ENTRIES}
     words = {"WORDS": scatter.WORDS}
     union = {"out_ptr": "*i32"}

@@ -18,10 +18,10 @@ BLOCK = 1024
 WORDS = 1024
 
 
-@triton.jit(do_not_specialize=["stride", "tiles"])
+@triton.jit(do_not_specialize=["stride", "tiles", "steps"])
 def tile_bounds_kernel(
-    indices_ptr, counts_ptr, bounds_ptr, invalid_ptr, stride, tiles,
-    TILE: tl.constexpr, STEPS: tl.constexpr, BORDERS: tl.constexpr,
+    indices_ptr, counts_ptr, bounds_ptr, invalid_ptr, stride, tiles, steps,
+    TILE: tl.constexpr, BORDERS: tl.constexpr,
 ):  # fmt: skip
     """``bounds[p, t]``: the first position in list p with an index of at least ``t * TILE``."""
     border = tl.program_id(0) * BORDERS + tl.arange(0, BORDERS)
@@ -30,7 +30,7 @@ def tile_bounds_kernel(
     sought = border.to(tl.int64) * TILE
     low = tl.zeros([BORDERS], tl.int32)
     high = low + count
-    for _ in tl.static_range(STEPS):
+    while steps > 0:
         middle = low + (high - low) // 2
         open_range = low < high
         index = tl.load(indices_ptr + row * stride + middle, mask=open_range, other=0)
@@ -38,6 +38,7 @@ def tile_bounds_kernel(
         left = open_range & (index.to(tl.int64) >= sought)
         low = tl.where(right, middle + 1, low)
         high = tl.where(left, middle, high)
+        steps -= 1
     tl.store(bounds_ptr + row * (tiles + 1) + border, low, mask=border <= tiles)
     # Entries before the first tile or after the last belong to no tile.
     outside = tl.where(border == 0, low, 0) + tl.where(border == tiles, count - low, 0)
@@ -173,8 +174,8 @@ def sum_lists(
             invalid,
             stride,
             tiles,
+            steps,
             TILE=tile,
-            STEPS=steps,
             BORDERS=BORDERS,
             num_warps=1,
             enable_fp_fusion=False,
@@ -244,5 +245,4 @@ def gather(
         gather_kernel[(triton.cdiv(indices.numel(), block),)](
             values, indices, out, count, invalid, values.numel(), indices.numel(),
             CLEAR=clear, BLOCK=block, num_warps=4, enable_fp_fusion=False,
-            enable_fp_fusion=False,
         )  # fmt: skip

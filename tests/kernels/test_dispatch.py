@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,13 +36,8 @@ def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("found", [None, "3.5.1"])
 def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
     """Missing or too old is said at once; left alone, both fall back to the reference."""
-
-    def version(name: str) -> str:
-        if found is None:
-            raise dispatch.PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(dispatch, "version", version)
+    module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
+    monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.setattr(dispatch, "_installed", dispatch._installed.__wrapped__)
     assert not dispatch._installed()
     monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
@@ -67,6 +64,16 @@ def rebalanced(**changes: object) -> None:
     kernels.rebalance(numbers.pop("blocks", I8.clone()), I8.clone(), I8, one, two, **numbers)
 
 
+def stepped(**changes: torch.Tensor) -> None:
+    """A good step, but for the changes."""
+    control = kernels.AdamControl.of(
+        steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=X.device
+    )
+    tensors = {"first": X.clone(), "second": X.clone(), "last": I8} | changes
+    indices = tensors.pop("indices", None)
+    kernels.adam_update(X.clone(), X, kernels.AdamState(**tensors), control, indices)
+
+
 ONE, LONG = torch.ones(1), torch.ones(9000)
 COUNT = torch.zeros(1, dtype=torch.int64)
 REFUSED: dict[str, Callable[[], object]] = {
@@ -89,6 +96,16 @@ REFUSED: dict[str, Callable[[], object]] = {
         X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
     ),
     "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
+    "residual is not out: without a gradient": lambda: kernels.mark(X, None, X.clone(), ONE, marks()),
+    "residual is not out: without a gradient nothing": lambda: kernels.top_k_into(
+        X, None, X.clone(), I8, X.clone(), COUNT, workspace=kernels.Workspace()
+    ),
+    "values shares memory with out": lambda: kernels.top_k_into(
+        X, None, X, I8, X, COUNT, workspace=kernels.Workspace()
+    ),
+    "scale=1e\\+300 is not finite in fp32": lambda: kernels.accumulate(X, X.clone(), X.clone(), 1e300),
+    "which do not fit 8 elements": lambda: kernels.expand(X, marks(9000), I8, X.clone(), COUNT),
+    "0 words in 0 tiles": lambda: kernels.expand(X, kernels.Marks(I8[:0], I8[:0], I8[:1]), I8, X.clone(), COUNT),
     "found has dtype torch.int32": lambda: kernels.expand(X, marks(), I8, X.clone(), COUNT.int()),
     "out has 8 elements, expected 3": lambda: kernels.expand(X, marks(), I8[:3], X.clone(), COUNT),
     "out shares memory with values": lambda: kernels.expand(X, marks(), I8, X, COUNT),
@@ -100,6 +117,18 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"indices has shape \(8,\): make it": lambda: kernels.sum_lists(I8, X, I8, X.clone()),
     "counts has 8 elements, expected 1": lambda: kernels.sum_lists(I8[None], X[None], I8, X.clone()),
     "out shares memory with values ": lambda: kernels.gather(X, I8, X, COUNT),
+    r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),
+    r"lists\[1\].values has dtype torch.bfloat16": lambda: kernels.merge([(I8, X), (I8, X.bfloat16())], 8),
+    r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),
+    r"lists\[0\].indices has dtype torch.int64": lambda: kernels.merge([(I8.long(), X)], 8),
+    "numel=-1 is not between": lambda: kernels.merge([(I8, X)], -1),
+    r"second has shape \(4,\) on cpu: make it \(8,\)": lambda: stepped(second=X[:4]),
+    r"last has dtype torch.float32": lambda: stepped(last=X),
+    "indices has dtype torch.int32": lambda: stepped(indices=I8),
+    "indices is not contiguous": lambda: stepped(indices=torch.arange(8)[::2]),
+    "first shares memory with blocks": lambda: kernels.rebalance(
+        I8, I8, I8, I8[:1], I8[:2], rank=0, block=4, numel=32, min_blocks=1
+    ),
     "lists is empty": lambda: kernels.merge([], 8),
     r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),
     "rule='best' is not known": lambda: rebalanced(rule="best"),

@@ -99,6 +99,7 @@ def test_mark(
     """Sum, mask, counts and flag; with and without a span, in place or not, for thresholds and for keys."""
     place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
+    below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
 
     def call(guarded: Guarded) -> list[list[int]]:
         residual = guarded.of(drawn(family, n, seed))
@@ -111,7 +112,8 @@ def test_mark(
             guarded.of(empty.flags),
         )
         at = torch.tensor(span, dtype=torch.int32, device=device) if ranged else None
-        key = torch.tensor([key_to_reach(limit)], dtype=torch.int32) if keyed else torch.tensor([limit])
+        exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
+        key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
         kernels.mark(residual, added, out, key.to(device), marks, scale=0.5, span=at, select_nan=nan)
         return [bits(t) for t in (out, residual, added, *marks)]
 
