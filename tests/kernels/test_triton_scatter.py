@@ -41,7 +41,7 @@ def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[t
 
 
 @given(lengths, supports, families, st.sampled_from([1.0, 0.25, -3.0]))
-@many
+@cases(40)
 def test_sum_lists(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str, scale: float) -> None:
     """Rank order, poisoned output, no entry of another tile; several tile and chunk sizes."""
     lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]

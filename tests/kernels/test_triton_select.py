@@ -208,7 +208,7 @@ def test_select(
 
 
 @given(sizes, families, seeds, st.integers(1, 2100), st.booleans(), st.booleans())
-@cases(80)
+@cases(40)
 def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: bool, clear: bool) -> None:
     """Three steps with one workspace, started cold or from the last threshold; by hand as well."""
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
@@ -250,7 +250,7 @@ def test_ties_by_hand(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "sparse", "overflowing"])
-@pytest.mark.parametrize("k", [1, 1300, 69_000])
+@pytest.mark.parametrize("k", [1300, 69_000])
 def test_long_top_k(device: str, kind: str, k: int) -> None:
     """A sampled first guess; more candidates than there is room for; fewer than k: the result is exact."""
     n = 140_000
