@@ -30,7 +30,7 @@ class ErrorFeedback:
         self.residual = torch.zeros(algorithm.numel, device=device)
         # The sum is built here while the residual stays intact; a commit swaps the two.
         self._scratch = torch.zeros_like(self.residual)
-        self._workspace = Workspace()
+        self.workspace = Workspace()
         self._before: Any = None
         self.accumulator: Accumulator | None = None
 
@@ -41,7 +41,7 @@ class ErrorFeedback:
                 f"gradient has shape {tuple(gradient.shape)}, this residual has {tuple(self.residual.shape)}"
             )
         self._before = self.algorithm.state
-        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self._workspace)
+        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace)
         return self.algorithm.reduce(self.accumulator, rank, world_size)
 
     def commit(self) -> None:

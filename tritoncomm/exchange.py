@@ -74,7 +74,7 @@ class GradientExchange:
             flat = self._flat.fill_(math.nan)
         try:
             mean = self._run(self.feedback.begin(flat, self.rank, self.world_size))
-            self._check_range(mean.write_to(flat))
+            self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
         except BaseException as error:
             self.feedback.rollback()
             self._measure(None, time.perf_counter() - started)

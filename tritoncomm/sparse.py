@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import decompress
+from tritoncomm_kernels import Workspace, decompress
 
 
 class SparseVector:
@@ -67,8 +67,11 @@ class SparseVector:
         """A new fp32 ``[numel]`` tensor with zeros where nothing is stored."""
         return self.write_to(torch.empty(self.numel, device=self.values.device))
 
-    def write_to(self, out: torch.Tensor) -> torch.Tensor:
-        """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it."""
+    def write_to(self, out: torch.Tensor, *, workspace: Workspace | None = None) -> torch.Tensor:
+        """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it.
+
+        ``workspace`` keeps a GPU's scratch memory from step to step.
+        """
         if self.is_full:
             return out.copy_(self.values)
-        return decompress(out, self.indices, self.values)
+        return decompress(out, self.indices, self.values, workspace=workspace)

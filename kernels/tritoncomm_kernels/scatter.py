@@ -16,19 +16,25 @@ SparseList = tuple[torch.Tensor, torch.Tensor]
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """``out[indices] += values``; ``indices`` (int32 or int64) must be unique, so order cannot matter."""
+    """``out[indices] += values``; ``indices`` (int32 or int64) must be unique, so order cannot matter.
+
+    torch's own operator on every device: with unique indices its atomics never meet.
+    """
     out.index_add_(0, indices, values)
 
 
-def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def decompress(
+    out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, workspace: Workspace | None = None
+) -> torch.Tensor:
     """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list; returns ``out``.
 
     ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``; nothing but what
     came over the wire checks that indices are inside.
     """
     if indices.dtype == torch.int32 and out.numel() and indices.numel() and triton_runs(out):
-        counts = torch.full((1,), indices.numel(), dtype=torch.int32, device=out.device)
-        return sum_lists(indices[None], values[None], counts, out)
+        held = workspace if workspace is not None else Workspace()
+        count = held.buffer("decompress count", 1, torch.int32, out.device).fill_(indices.numel())
+        return sum_lists(indices[None], values[None], count, out, workspace=held)
     # Adding 0.0 makes -0.0 into 0.0, as a sum would.
     return out.zero_().index_copy_(0, indices.long(), values + 0.0)
 
