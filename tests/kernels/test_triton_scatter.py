@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -120,6 +121,25 @@ def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family
 
     union, _ = agree(call, device)
     assert union == sorted({i for at, _ in lists for i in at.tolist()})
+
+
+def test_sums_and_gather_by_hand(device: str) -> None:
+    """Two lists over nine places: sums in list order, then what is taken out is gone, but for the third index."""
+    indices = torch.tensor([[0, 3, 8], [3, 4, 9]], dtype=torch.int32, device=device)
+    values = torch.tensor([[1e8, 1.0, -2.0], [0.5, 7.0, 5.0]], device=device)
+    counts = torch.tensor([3, 3], dtype=torch.int32, device=device)
+    out, invalid = torch.full((9,), math.nan, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    taken = torch.full((4,), math.nan, device=device)
+    with kernels_from("triton"):
+        kernels.sum_lists(indices, values, counts, out, scale=2.0, invalid=invalid)
+        assert out.tolist() == [2e8, 0, 0, 3, 14, 0, 0, 0, -4]
+        assert invalid.item() == 1
+        sought = torch.tensor([4, 9, 0, 3], dtype=torch.int32, device=device)
+        kernels.gather(out, sought, taken, torch.tensor([3], device=device), clear=True, invalid=invalid)
+    assert taken[:3].tolist() == [14, 0, 2e8]
+    assert math.isnan(taken[3])
+    assert out.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, -4]
+    assert invalid.item() == 2
 
 
 @given(lengths, st.floats(0, 1), seeds, families, st.booleans(), st.integers(0, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -64,6 +65,18 @@ def test_accumulate(
             kernel("accumulate_triton").accumulate(residual, added, out, scale, tile=tile)
         guarded.check()
         assert bits(out) == expected[0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(SPECIAL), st.sampled_from(SPECIAL)), max_size=70))
+@few
+def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> None:
+    """Element by element, with numpy's fp32 scalars."""
+    residual, added = (torch.tensor([pair[i] for pair in pairs], device=device) for i in (0, 1))
+    out = torch.full_like(residual, math.nan)
+    with kernels_from("triton"):
+        kernels.accumulate(residual, added, out)
+        by_hand = [float(np.float32(r) + np.float32(g)) for r, g in pairs]
+    assert bits(out) == bits(torch.tensor(by_hand))
 
 
 @pytest.mark.parametrize("nan", [True, False])
