@@ -12,7 +12,7 @@ import triton.language as tl
 from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.dispatch import on_device_of
 
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 1024, 8
 PROGRAMS = 512  # at most: each then walks a contiguous share, and one load sums the counts before it
 # Key digits from the top: 8, 8, 8 and 7 bits. More bins per digit cost Triton 3.6 instructions in proportion.
 DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
