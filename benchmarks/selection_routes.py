@@ -302,7 +302,7 @@ def parts(p: Problem) -> list[Route]:
             lambda found, left: torch.equal(found, p.total),
         ),
         Route(
-            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest),
+            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest, workspace=workspace),
             lambda found, left: torch.equal(found, dense),
         ),
         Route(

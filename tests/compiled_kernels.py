@@ -66,6 +66,7 @@ class Case:
     warps: int
     types: dict[str, str] = field(default_factory=dict)
     elements: int = 0
+    aligned: bool = True
     budget: float | None = None
 
 
@@ -73,6 +74,7 @@ class Case:
 class Compiled:
     """What the compiler made of a case; ``spilled`` counts bytes of stack and spilled registers."""
 
+    ir: str
     text: str
     registers: int
     spilled: int
@@ -116,7 +118,7 @@ def whole_momentum(
 def streaming(gradient: str) -> list[Case]:
     """The passes over the whole vector."""
     size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
-    marked = size | {"warps": mark_triton.WARPS}
+    marked = size
     choice = {"TILE": TILE, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": False}
     span = choice | {"ADD": True, "SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
     keyed = marked | {"types": marked["types"] | {"threshold_ptr": "*i32"}}
@@ -143,15 +145,17 @@ def selecting() -> list[Case]:
     choice = {"TILE": TILE, "ADD": False, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": True}
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
     size = {"warps": expand_triton.WARPS, "elements": words * 32}
-    key = {"types": {"threshold_ptr": "*i32"}, "warps": mark_triton.WARPS, "elements": TILE}
+    key = {"types": {"threshold_ptr": "*i32"}, "warps": accumulate_triton.WARPS, "elements": TILE}
     clear, both = {"CLEAR": True, "CLEAR_ALSO": False}, {"CLEAR": True, "CLEAR_ALSO": True, "OFFSETS": True}
     return [
         Case("mark only", mark_triton.mark_kernel, choice, **key),
-        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, mark_triton.WARPS, {}, TILE, 22),
+        Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, accumulate_triton.WARPS, {}, TILE, 22),
         Case("expand", expand_triton.expand_kernel, turn | clear, **size, budget=5),
         Case("expand, scanned, two", expand_triton.expand_kernel, turn | both, **size),
         Case("expand, kept", expand_triton.expand_kernel, turn | clear | {"CLEAR": False}, **size),
-        Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.CHUNK}, expand_triton.WARPS),
+        Case("expand, unaligned", expand_triton.expand_kernel, turn | clear, **size, aligned=False),
+        Case("mark, unaligned", mark_triton.mark_kernel, choice | {"ADD": True}, **key, aligned=False),
+        Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.SCAN_CHUNK}, expand_triton.WARPS),
     ]
 
 
@@ -195,6 +199,7 @@ def scattering() -> list[Case]:
         Case("union", scatter.union_kernel, words, scatter.WARPS, union),
         Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),
         Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
+        Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
         Case("gather and clear", scatter.gather_kernel, clear, **block),
     ]
 
@@ -256,7 +261,7 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     attributes = {
         (arguments.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind.startswith("*")  # what a launch finds out about tensors with memory of their own
+        if case.aligned and kind.startswith("*")  # what a launch finds out about tensors with memory of their own
     }
     source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.warps, "enable_fp_fusion": fusion}
@@ -264,13 +269,13 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     if target.startswith("gfx"):
         text = result.asm["amdgcn"]
         spilled = sum(_number(text, key) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
-        return Compiled(text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
+        return Compiled(result.asm["ttgir"], text, _number(text, "vgpr_count"), spilled, result.metadata.shared)
     usage, sass = (_cuobjdump(result.asm["cubin"], option) for option in ("--dump-resource-usage", "--dump-sass"))
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?)\s*;", sass)
     real = tuple(line for line in instructions if not line.startswith("NOP"))
-    return Compiled(result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, real)
+    return Compiled(result.asm["ttgir"], result.asm["ptx"], int(found[1]), int(found[2]), result.metadata.shared, real)
 
 
 def _type(case: Case, argument: str) -> str:

@@ -22,7 +22,7 @@ def accumulate(
     if out.numel() == 0:
         return out
     if triton_runs(out):
-        kernel("accumulate_triton").accumulate(residual, gradient, out, scale)
+        kernel("accumulate_triton").accumulate(residual, gradient, out, as_argument(scale))
         return out
     return add(residual, gradient, out, scale)
 
@@ -32,6 +32,11 @@ def add(
 ) -> torch.Tensor:
     """The reference. torch's scaled addition rounds once, on the CPU and on CUDA."""
     return torch.add(residual, gradient, alpha=float(scale), out=out)
+
+
+def as_argument(scale: float | torch.Tensor) -> float | torch.Tensor:
+    """What a kernel takes: Triton would compile another variant for an int and refuses numpy's scalars."""
+    return scale if isinstance(scale, torch.Tensor) else float(scale)
 
 
 def check_addends(

@@ -38,6 +38,15 @@ def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.co
         add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD=True, WHOLE=False)
 
 
+def warps(tile: int) -> int:
+    """At least 128 elements for each warp.
+
+    With fewer than it has threads, several would hold one element, and one could read it in place after
+    another has written it.
+    """
+    return max(1, min(WARPS, tile // 128))
+
+
 def accumulate(
     residual: torch.Tensor,
     gradient: torch.Tensor,
@@ -57,6 +66,6 @@ def accumulate(
             n,
             TILE=tile,
             SCALE_IN_MEMORY=isinstance(scale, torch.Tensor),
-            num_warps=WARPS,
+            num_warps=warps(tile),
             enable_fp_fusion=False,
         )

@@ -36,7 +36,9 @@ class AdamState:
 
 @dataclass(frozen=True)
 class AdamControl:
-    """The numbers of one step, in device memory, so that a step can be captured in a CUDA graph.
+    """The numbers of one step, in device memory: a kernel does not have to be compiled or launched anew for them.
+
+    To replay a captured step, write the next numbers into ``scalars`` outside the graph.
 
     ``scalars`` (fp64 ``[6]``): step count, learning rate over the first bias correction, square root of
     the second, epsilon, the limit on tau for the distance, coupled weight decay.

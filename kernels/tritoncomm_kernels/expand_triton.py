@@ -9,6 +9,7 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 WORDS, WARPS = 1024, 8  # mask words per program: 32768 elements
 CHUNK = 2048
+SCAN_CHUNK = 8192  # three rounds for 100 million elements
 # Up to here every program sums the counts before it (L2 hits); beyond, the square of the tiles would show.
 TILES_SUMMED_IN_PLACE = 8192
 
@@ -91,7 +92,7 @@ def expand(
     scanned = tiles > tiles_summed_in_place
     with on_device_of(values):
         if scanned:
-            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=CHUNK, num_warps=WARPS, enable_fp_fusion=False)
+            scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=SCAN_CHUNK, num_warps=WARPS, enable_fp_fusion=False)
         expand_kernel[(triton.cdiv(bits.numel(), words),)](
             values,
             clear_also,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncomm_kernels.accumulate import add, check_addends
+from tritoncomm_kernels.accumulate import add, as_argument, check_addends
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_same, check_scale, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
@@ -85,7 +85,9 @@ def mark(
         marks.bits.zero_()
         marks.counts.zero_()
     elif triton_runs(out):
-        kernel("mark_triton").mark(residual, gradient, out, scale, threshold, span, *marks, select_nan=select_nan)
+        kernel("mark_triton").mark(
+            residual, gradient, out, as_argument(scale), threshold, span, *marks, select_nan=select_nan
+        )
     else:
         if gradient is not None:
             add(residual, gradient, out, scale)
@@ -128,7 +130,15 @@ def mark_momentum(
         marks.counts.zero_()
     elif triton_runs(residual):
         kernel("mark_triton").mark_momentum(
-            gradient, velocity, residual, scale, momentum, threshold, span, *marks, select_nan=select_nan
+            gradient,
+            velocity,
+            residual,
+            as_argument(scale),
+            float(momentum),
+            threshold,
+            span,
+            *marks,
+            select_nan=select_nan,
         )
     else:
         torch.add(gradient.to(torch.float32) * float(scale), velocity, alpha=momentum, out=velocity)

@@ -8,11 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.accumulate_triton import add_tile
+from tritoncomm_kernels.accumulate_triton import add_tile, warps
 from tritoncomm_kernels.bits_triton import key_of, pack_words, threshold_key
 from tritoncomm_kernels.dispatch import on_device_of
-
-WARPS = 8
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def mark(
             SPAN=span is not None,
             SELECT_NAN=select_nan,
             IS_KEY=threshold.dtype == torch.int32,
-            num_warps=WARPS,
+            num_warps=warps(32 * bits.numel() // counts.numel()),
             enable_fp_fusion=False,
         )
 
@@ -154,6 +152,6 @@ def mark_momentum(
             SPAN=span is not None,
             SELECT_NAN=select_nan,
             IS_KEY=threshold.dtype == torch.int32,
-            num_warps=WARPS,
+            num_warps=warps(32 * bits.numel() // counts.numel()),
             enable_fp_fusion=False,
         )

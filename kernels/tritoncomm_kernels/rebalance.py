@@ -32,6 +32,8 @@ def rebalance(
 ) -> None:
     """Move the borders by what the workers selected, and say where ``rank`` selects next.
 
+    ``counts`` must not add up to more than ``numel``, as nobody can select an element twice.
+
     ``blocks`` (int32 ``[P]``, in place): blocks per partition. ``first`` (int32 ``[P]``) becomes the first
     block of each. ``counts`` (int32 ``[P]``): selected by each rank in ``iteration`` (int32 ``[1]``), when
     rank r had partition ``(iteration + r) mod P``. ``span`` (int32 ``[2]``) becomes the elements

@@ -18,9 +18,13 @@ SparseList = tuple[torch.Tensor, torch.Tensor]
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
     """``out[indices] += values``; ``indices`` (int32 or int64) must be unique, so order cannot matter.
 
-    torch's own operator on every device: with unique indices its atomics never meet.
+    torch's own operators on every device.
     """
-    out.index_add_(0, indices, values)
+    if out.device.type == "cpu":
+        out.index_add_(0, indices, values)
+    else:  # CUDA's index_add_ is made of atomics, which flush denormals
+        at = indices.long()
+        out.index_copy_(0, at, out.index_select(0, at) + values)
 
 
 def decompress(
@@ -60,6 +64,7 @@ def sum_lists(
     lists = _check_rows(indices, values, out)
     check_vector("counts", counts, dtypes=(torch.int32,), numel=lists, like=out)
     check_scale(scale)
+    scale = float(scale)
     held = workspace if workspace is not None else Workspace()
     bad = invalid if invalid is not None else held.buffer("scatter invalid", 1, torch.int32, out.device)
     check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=out)
@@ -76,7 +81,7 @@ def sum_lists(
         index, value = indices[row, :count], values[row, :count]
         inside = (index >= 0) & (index < out.numel())
         bad += (~inside).sum(dtype=torch.int32)
-        out.index_add_(0, index[inside], value[inside] * scale)
+        scatter_add(out, index[inside], value[inside] * scale)
     return out
 
 

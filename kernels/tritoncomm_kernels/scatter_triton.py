@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tritoncomm_kernels.bits_triton import bits_in, lowest_bit
 from tritoncomm_kernels.dispatch import on_device_of
-from tritoncomm_kernels.expand_triton import CHUNK, scan_counts_kernel
+from tritoncomm_kernels.expand_triton import SCAN_CHUNK, scan_counts_kernel
 
 TILE, ENTRIES, WARPS = 4096, 256, 8
 BORDERS = 128
@@ -205,7 +205,9 @@ def mark_union(
         count_words_kernel[(counts.numel(),)](
             bits, counts, bits.numel(), WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False
         )
-        scan_counts_kernel[(1,)](counts, offsets, counts.numel(), CHUNK=CHUNK, num_warps=WARPS, enable_fp_fusion=False)
+        scan_counts_kernel[(1,)](
+            counts, offsets, counts.numel(), CHUNK=SCAN_CHUNK, num_warps=WARPS, enable_fp_fusion=False
+        )
 
 
 def add_union(

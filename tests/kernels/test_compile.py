@@ -19,6 +19,7 @@ import triton
 
 import tritoncomm_kernels as kernels
 from compiled_kernels import TARGETS, cases, compiled, find
+from tritoncomm_kernels import accumulate_triton
 
 # The "whole" cases are cut down to count instructions; nobody launches them.
 NAMES = [case.name for case in cases() if not case.name.endswith(", whole")]
@@ -48,11 +49,21 @@ def test_registers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gather and clear", "top-k emit", "expand", "adam"])
 def test_a_barrier_before_clearing(name: str) -> None:
-    """Loads and stores of one address may be in different threads: every load comes before the barrier."""
-    lines = compiled(name, "sm_90").text.splitlines()
-    stores = [i for i, line in enumerate(lines) if "st.global" in line]
-    barriers = [i for i, line in enumerate(lines) if "bar" in line and "sync" in line]
-    assert any(barrier < stores[-1] for barrier in barriers)
+    """Loads and stores of one address may be in different threads: a barrier of the kernel's own stands between."""
+    lines = compiled(name, "sm_90").ir.splitlines()
+    loads, stores, barriers = (
+        [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
+    )
+    assert any(any(load < barrier for load in loads) and barrier < stores[-1] for barrier in barriers)
+
+
+def test_no_thread_reads_what_another_writes() -> None:
+    """In place, an element held by two threads could be read after it was written: every tile has enough of them."""
+    for tile in (64, 128, 256, 1024, 4096, 1 << 16):
+        assert tile >= 32 * accumulate_triton.warps(tile)
+    for case in cases():
+        if case.elements:
+            assert case.elements >= 32 * case.warps
 
 
 # AMSGrad, maximize and coupled decay are compiled together.
