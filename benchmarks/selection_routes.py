@@ -302,6 +302,10 @@ def parts(p: Problem) -> list[Route]:
             lambda found, left: torch.equal(found, p.total),
         ),
         Route(
+            "exact k of a sum", 4 * p.n + 8 * p.k, lambda r: kernels.top_k(p.total, p.k, workspace=workspace)[:2],
+            lambda found, left: all(map(torch.equal, found, p.largest)),
+        ),
+        Route(
             "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest, workspace=workspace),
             lambda found, left: torch.equal(found, dense),
         ),

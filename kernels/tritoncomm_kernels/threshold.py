@@ -15,7 +15,7 @@ import torch
 
 from tritoncomm_kernels.accumulate import accumulate, check_addends
 from tritoncomm_kernels.checks import check_apart, check_same, check_vector
-from tritoncomm_kernels.compact import Selection, accumulate_and_select_keys, select_keys
+from tritoncomm_kernels.compact import Selection, accumulate_and_select_keys, positions, select_keys
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
@@ -122,7 +122,7 @@ def top_k_into(
     indices[: selected.found] = selected.indices
     values[: selected.found] = selected.values
     if clear:
-        out[selected.indices.long()] = 0.0
+        out.index_fill_(0, selected.indices.long(), 0.0)
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -156,16 +156,15 @@ def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) 
     if k == 0:
         return Selection(selected.indices[:0], selected.values[:0], 0)
     if triton_runs(selected.values):
-        positions, values, found = _read_back(selected.values, None, selected.values, k, workspace, whole=True)
+        places, values, found = _read_back(selected.values, None, selected.values, k, workspace, whole=True)
         if found == k:
-            return Selection(selected.indices[positions], values, k)
+            return Selection(selected.indices[places], values, k)
     keys = magnitude_keys(selected.values)
     kth = _kth_key(keys, k)
     take = keys > kth
-    equal = (keys == kth).nonzero().squeeze(1)
-    take[equal[: k - int(take.sum())]] = True
-    positions = take.nonzero().squeeze(1)
-    return Selection(selected.indices[positions], selected.values[positions], k)
+    take[positions(keys == kth)[: k - int(torch.count_nonzero(take))]] = True
+    kept = positions(take)
+    return Selection(selected.indices[kept], selected.values[kept], k)
 
 
 def _read_back(
