@@ -21,7 +21,7 @@ note() { echo "== $*" | tee -a "$out/summary.txt"; }
 stage() {  # stage NAME SECONDS COMMAND...: one log per stage; a failure is remembered and the rest still runs
   local name=$1 limit=$2 started=$SECONDS
   shift 2
-  timeout -s INT -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+  timeout -s INT -k 1 "$limit" "$@" >"$out/$name.log" 2>&1
   local status=$?
   tail -n 15 "$out/$name.log"
   note "$name: exit $status after $((SECONDS - started)) s"
