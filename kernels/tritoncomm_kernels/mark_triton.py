@@ -4,6 +4,8 @@ The bit mask stands between selecting and compacting because a scattered store p
 instructions than the memory can hide; see kernels/README.md.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -108,14 +110,8 @@ def mark(
             counts,
             flags,
             out.numel(),
-            TILE=32 * bits.numel() // counts.numel(),
             ADD=gradient is not None,
-            SCALE_IN_MEMORY=isinstance(scale, torch.Tensor),
-            SPAN=span is not None,
-            SELECT_NAN=select_nan,
-            IS_KEY=threshold.dtype == torch.int32,
-            num_warps=warps(32 * bits.numel() // counts.numel()),
-            enable_fp_fusion=False,
+            **_options(scale, threshold, span, bits, counts, select_nan=select_nan),
         )
 
 
@@ -147,11 +143,27 @@ def mark_momentum(
             counts,
             flags,
             residual.numel(),
-            TILE=32 * bits.numel() // counts.numel(),
-            SCALE_IN_MEMORY=isinstance(scale, torch.Tensor),
-            SPAN=span is not None,
-            SELECT_NAN=select_nan,
-            IS_KEY=threshold.dtype == torch.int32,
-            num_warps=warps(32 * bits.numel() // counts.numel()),
-            enable_fp_fusion=False,
+            **_options(scale, threshold, span, bits, counts, select_nan=select_nan),
         )
+
+
+def _options(
+    scale: float | torch.Tensor,
+    threshold: torch.Tensor,
+    span: torch.Tensor | None,
+    bits: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    select_nan: bool,
+) -> dict[str, Any]:
+    """The constants that both kernels share."""
+    tile = 32 * bits.numel() // counts.numel()
+    return {
+        "TILE": tile,
+        "SCALE_IN_MEMORY": isinstance(scale, torch.Tensor),
+        "SPAN": span is not None,
+        "SELECT_NAN": select_nan,
+        "IS_KEY": threshold.dtype == torch.int32,
+        "num_warps": warps(tile),
+        "enable_fp_fusion": False,
+    }

@@ -65,11 +65,29 @@ def rebalance(
             rank=rank, block=block, numel=numel, min_blocks=min_blocks, max_step=max_step, prefix=rule == "prefix",
         )  # fmt: skip
         return
-    step = int(iteration)
+    sizes, starts, own_span = _rebalance(
+        blocks.tolist(), counts.tolist(), int(iteration), rank, block, numel, min_blocks, max_step, rule
+    )
+    for tensor, content in ((blocks, sizes), (first, starts), (span, own_span)):
+        tensor.copy_(torch.tensor(content, dtype=torch.int32))
+
+
+def _rebalance(
+    sizes: list[int],
+    counts: list[int],
+    step: int,
+    rank: int,
+    block: int,
+    numel: int,
+    min_blocks: int,
+    max_step: int,
+    rule: str,
+) -> tuple[list[int], list[int], list[int]]:
+    """The reference: blocks per partition, first blocks, and the next span of ``rank``."""
+    partitions = len(sizes)
     load = [0] * partitions
-    for sender, count in enumerate(counts.tolist()):
+    for sender, count in enumerate(counts):
         load[(step + sender) % partitions] = max(count, 0)
-    sizes = blocks.tolist()
     if rule == "paper":
         _sweep(load, sizes, block * sum(load) // numel, min_blocks)
     else:
@@ -77,8 +95,7 @@ def rebalance(
     starts = [sum(sizes[:j]) for j in range(partitions)]
     own = (step + 1 + rank) % partitions
     stop = numel if own == partitions - 1 else min((starts[own] + sizes[own]) * block, numel)
-    for tensor, content in ((blocks, sizes), (first, starts), (span, [min(starts[own] * block, numel), stop])):
-        tensor.copy_(torch.tensor(content, dtype=torch.int32))
+    return sizes, starts, [min(starts[own] * block, numel), stop]
 
 
 def _sweep(load: list[int], sizes: list[int], quantum: int, least: int) -> None:
