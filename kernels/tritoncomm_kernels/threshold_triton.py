@@ -5,6 +5,8 @@ through, the same kernels read the whole vector instead: the choice is a flag in
 nothing waits for the host and every launch is the same.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -192,56 +194,17 @@ def largest(
     positions, magnitudes = candidates if candidates is not None else (indices, values)
     capacity = positions.numel() if candidates is not None else 0
     programs = min(triton.cdiv(max(capacity, n), block), PROGRAMS)
-    source = (magnitudes, values, found, state)
+    source, lengths = (magnitudes, values, found, state), (capacity, n)
+    single: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+    many: dict[str, Any] = {"BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
     with on_device_of(values):
-        begin_kernel[(1,)](
-            state,
-            histogram,
-            found,
-            guess,
-            k,
-            capacity,
-            WHOLE_ONLY=candidates is None,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        begin_kernel[(1,)](state, histogram, found, guess, k, capacity, WHOLE_ONLY=candidates is None, **single)
         for shift, bits in DIGITS:
-            histogram_kernel[(programs,)](
-                *source,
-                histogram,
-                capacity,
-                n,
-                SHIFT=shift,
-                BITS=bits,
-                BLOCK=block,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
-            pick_kernel[(1,)](
-                state, histogram, SHIFT=shift, FIRST=shift == DIGITS[0][0], num_warps=1, enable_fp_fusion=False
-            )
-        count_kernel[(programs,)](
-            *source, above, equal, capacity, n, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
-        )
+            histogram_kernel[(programs,)](*source, histogram, *lengths, SHIFT=shift, BITS=bits, **many)
+            pick_kernel[(1,)](state, histogram, SHIFT=shift, FIRST=shift == DIGITS[0][0], **single)
+        count_kernel[(programs,)](*source, above, equal, *lengths, **many)
         emit_kernel[(programs,)](
-            magnitudes,
-            positions,
-            values,
-            found,
-            state,
-            above,
-            equal,
-            indices,
-            out,
-            taken,
-            guess,
-            capacity,
-            n,
-            indices.numel(),
-            slack,
-            BLOCK=block,
-            PROGRAMS=PROGRAMS,
-            CLEAR=clear,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+            magnitudes, positions, values, found, state, above, equal,
+            indices, out, taken, guess, *lengths, indices.numel(), slack,
+            PROGRAMS=PROGRAMS, CLEAR=clear, **many,
+        )  # fmt: skip
