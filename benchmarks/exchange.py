@@ -99,7 +99,8 @@ def measure(
     flat = torch.empty(numel)
     measured = []
     for step in range(steps):
-        predicted = algorithm.predicted_traffic(world_size).bytes
+        forecast = algorithm.predicted_traffic(world_size)
+        predicted = max(forecast.sent.bytes, forecast.received.bytes)
         gradient = gradients.at(step)
         dist.barrier()
         started = time.perf_counter()

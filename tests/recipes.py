@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tritoncomm import OkTopk, Recipe, Warmup, algorithms, recipe
+from tritoncomm import OkTopk, Recipe, SparDL, Warmup, algorithms, recipe
 
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 
@@ -20,6 +20,11 @@ def under_test(density: float) -> dict[str, Recipe]:
             density=density, balance_trigger=math.inf, bucket_width=64, correct_thresholds=False
         ),
         "oktopk-sparse-path": OkTopk(density=density, force_sparse=True, **SHORT),
+        "spardl-2-teams": SparDL(density=density, teams=2),
+        "spardl-2-teams-bruck": SparDL(density=density, teams=2, sag="bruck"),
+        "spardl-3-teams": SparDL(density=density, teams=3),
+        "spardl-4-teams": SparDL(density=density, teams=4),
+        "spardl-auto": SparDL(density=density, teams="auto", sag="bruck"),
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
     }
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tritoncomm import Recipe
 
 import laws
 from recipes import NAMES, under_test
@@ -28,6 +32,12 @@ thorough = settings(max_examples=25, deadline=None)
 brief = settings(max_examples=8, deadline=None)
 
 
+def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
+    """Try ``law`` on the recipe called ``name``, with as many workers as it can have."""
+    recipe = under_test(density)[name]
+    law(recipe, laws.fitted(case, recipe))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
 @example(case=BIG[0], density=0.02)
@@ -35,7 +45,7 @@ brief = settings(max_examples=8, deadline=None)
 @thorough
 def test_equivalence(name: str, case: laws.Case, density: float) -> None:
     """Delivered plus owed is the dense sum, at any density."""
-    laws.equivalence(under_test(density)[name], case)
+    obeys(laws.equivalence, name, case, density)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "oktopk-sparse-path"])
@@ -45,7 +55,7 @@ def test_equivalence(name: str, case: laws.Case, density: float) -> None:
 @thorough
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
     """Density 1 is the dense all-reduce, and nothing is owed."""
-    laws.equivalence(under_test(1.0)[name], case, everything=True)
+    obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +64,7 @@ def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
 @brief
 def test_exact(law, name: str, case: laws.Case, density: float) -> None:
     """The law holds to the bit."""
-    law(under_test(density)[name], case)
+    obeys(law, name, case, density)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,7 +72,7 @@ def test_exact(law, name: str, case: laws.Case, density: float) -> None:
 @pytest.mark.parametrize("case", BIG, ids=["32", "64"])
 def test_many_workers(law, name: str, case: laws.Case) -> None:
     """The law holds at 32 and 64 workers."""
-    law(under_test(0.05)[name], case)
+    obeys(law, name, case, 0.05)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,7 +81,7 @@ def test_many_workers(law, name: str, case: laws.Case) -> None:
 @brief
 def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None:
     """A NaN or Inf on one rank is everybody's, and changes nothing."""
-    laws.refusal(under_test(density)[name], case, bad)
+    obeys(partial(laws.refusal, bad=bad), name, case, density)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +89,7 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 @brief
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """Sums that overflow are everybody's refusal."""
-    laws.overflow(under_test(density)[name], case)
+    obeys(laws.overflow, name, case, density)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,7 +97,6 @@ def test_overflow(name: str, case: laws.Case, density: float) -> None:
 @brief
 def test_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
     """Rounding aside nothing is lost, and the ranks still agree to the bit."""
-    recipe = under_test(density)[name]
-    laws.conservation(recipe, case, tolerance=1e-5)
-    laws.agreement(recipe, case)
-    laws.determinism(recipe, case)
+    obeys(partial(laws.conservation, tolerance=1e-5), name, case, density)
+    obeys(laws.agreement, name, case, density)
+    obeys(laws.determinism, name, case, density)

@@ -1,6 +1,6 @@
 """Sparse gradient exchange for data-parallel training in PyTorch, without a parameter server."""
 
-from tritoncomm.algorithms import Dense, OkTopk, Recipe, TopkAllgather, Warmup, algorithms, recipe
+from tritoncomm.algorithms import Dense, OkTopk, Recipe, SparDL, TopkAllgather, Warmup, algorithms, recipe
 from tritoncomm.errors import (
     ConfigMismatchError,
     ConfigurationError,
@@ -24,6 +24,7 @@ __all__ = [
     "ProtocolMismatchError",
     "Recipe",
     "SimulatedWorld",
+    "SparDL",
     "SparseOptimizer",
     "SparseVector",
     "TopkAllgather",

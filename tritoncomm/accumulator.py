@@ -80,6 +80,16 @@ class Accumulator:
         self._add()
         self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
 
+    def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Owe ``values`` at ``indices`` (unique), whatever was owed there before."""
+        self._add()
+        self._timed(lambda: self._scratch.index_copy_(0, indices.long(), values))
+
+    def add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Owe ``values`` on top at ``indices`` (unique): another rank's mass that this one has cut."""
+        self._add()
+        self._timed(lambda: kernels.scatter_add(self._scratch, indices, values))
+
     def clear_all(self) -> None:
         """Remove everything: the whole sum has been delivered."""
         self._added = True

@@ -57,21 +57,30 @@ def rotate(
 
 
 def bruck_all_gather(
-    block: torch.Tensor, words: Sequence[int], rank: int, world_size: int, *, phase: str
+    block: torch.Tensor,
+    words: Sequence[int],
+    position: int,
+    size: int,
+    *,
+    phase: str,
+    ring: Sequence[int] | None = None,
 ) -> Pattern[list[torch.Tensor]]:
-    """Everybody's int32 ``block``, by rank; ``words[r]`` is the known length of rank r's block.
+    """Everybody's int32 ``block``, by position; ``words[p]`` is the known length of the block at position p.
 
-    Bruck's algorithm: ceil(log2 P) rounds for any P, and each rank receives every other block once.
+    ``ring`` lists the ranks that take part, by position; all ``size`` of them unless given. Bruck's
+    algorithm: ceil(log2 P) rounds for any P, and each rank receives every other block once.
     """
-    slots = [block]  # slot s holds the block of rank (rank + s) mod P
-    while (have := len(slots)) < world_size:
-        count = min(have, world_size - have)
-        to, source = (rank - have) % world_size, (rank + have) % world_size
-        lengths = [words[(source + i) % world_size] for i in range(count)]
+    peers = range(size) if ring is None else ring
+    slots = [block]  # slot s holds the block of position + s
+    while (have := len(slots)) < size:
+        count = min(have, size - have)
+        to, first = peers[(position - have) % size], (position + have) % size
+        source = peers[first]
+        lengths = [words[(first + i) % size] for i in range(count)]
         inbox: Inbox = yield Round(phase, {to: torch.cat(slots[:count])}, {source: sum(lengths)})
         arrived = inbox.get(source, block.new_empty(0))
         slots.extend(torch.split(arrived, lengths))
-    return [slots[(r - rank) % world_size] for r in range(world_size)]
+    return [slots[(p - position) % size] for p in range(size)]
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:

@@ -6,7 +6,8 @@ backend picks, so that a count depends on the method alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 WORD = 4
@@ -23,6 +24,44 @@ class Traffic(NamedTuple):
     def plus(self, other: Traffic) -> Traffic:
         """The traffic of both."""
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+    def within(self, bound: Traffic) -> bool:
+        """No more messages and no more bytes than ``bound``."""
+        return self.messages <= bound.messages and self.bytes <= bound.bytes
+
+
+class Flow(NamedTuple):
+    """What one rank sends and what it receives."""
+
+    sent: Traffic = Traffic()
+    received: Traffic = Traffic()
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Upper bound of one step's traffic per rank, phase by phase, each direction on its own."""
+
+    phases: Mapping[str, Flow]
+
+    @property
+    def sent(self) -> Traffic:
+        """What a rank sends at most."""
+        return total(flow.sent for flow in self.phases.values())
+
+    @property
+    def received(self) -> Traffic:
+        """What a rank receives at most."""
+        return total(flow.received for flow in self.phases.values())
+
+    def allows(self, phase: str, sent: Traffic, received: Traffic) -> bool:
+        """Whether this much in ``phase`` stays within the bound."""
+        flow = self.phases.get(phase, Flow())
+        return sent.within(flow.sent) and received.within(flow.received)
+
+
+def both(traffic: Traffic) -> Flow:
+    """The same in both directions."""
+    return Flow(traffic, traffic)
 
 
 def message(words: int) -> Traffic:
@@ -42,9 +81,14 @@ def all_reduce(numel: int, itemsize: int, world_size: int) -> Traffic:
     return Traffic(hops, hops * chunk * itemsize)
 
 
-def dense(numel: int, world_size: int) -> Traffic:
+def dense(numel: int, world_size: int) -> Forecast:
     """The dense exchange of ``numel`` fp32 values; one worker sends nothing."""
-    return all_reduce(numel, WORD, world_size)
+    return Forecast({"all-reduce": both(all_reduce(numel, WORD, world_size))})
+
+
+def bruck(words: int, world_size: int) -> Traffic:
+    """Bruck all-gather of ``words`` from every rank: each block but the own one arrives once."""
+    return messages(bruck_rounds(world_size), (world_size - 1) * words)
 
 
 def all_gather(numel: int, itemsize: int, world_size: int) -> Traffic:

@@ -52,6 +52,7 @@ class GradientExchange:
         if is_initialised():
             self._scheduler = ProcessGroupScheduler(group, timeout, self.layout.device)
             self.rank, self.world_size = self._scheduler.rank, self._scheduler.world_size
+        recipe.check_world_size(self.world_size)
         self.total, self._meter = Meter(), Meter()
         self.last: dict[str, float] = {}
         self._measure(None, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Forecast, Traffic
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
@@ -26,6 +26,7 @@ class SimulatedWorld:
             raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
         if numel < 0:
             raise ConfigurationError(f"numel={numel}: a vector cannot have fewer than 0 elements")
+        recipe.check_world_size(world_size)
         self.recipe = recipe
         self.world_size = world_size
         self.numel = numel
@@ -74,10 +75,9 @@ class SimulatedWorld:
         return [meter.received for meter in self.scheduler.meters]
 
     @property
-    def predicted_traffic(self) -> Traffic:
-        """Upper bound per rank and direction for the next step."""
-        predictions = [w.algorithm.predicted_traffic(self.world_size) for w in self.workers]
-        return Traffic(max(p.messages for p in predictions), max(p.bytes for p in predictions))
+    def predicted_traffic(self) -> list[Forecast]:
+        """Upper bound for the next step, by rank: per phase and direction."""
+        return [worker.algorithm.predicted_traffic(self.world_size) for worker in self.workers]
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and algorithm states of all workers."""

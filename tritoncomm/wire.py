@@ -13,6 +13,7 @@ from tritoncomm.cost import HEADER_WORDS
 from tritoncomm.errors import ProtocolMismatchError
 
 _WORD_MASK = 0x7FFFFFFF
+_FREE = -1
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -24,6 +25,25 @@ def unpack(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values (views) of a packed message; :func:`check_indices` comes before any use of them."""
     indices, values = message.view(2, -1).unbind()
     return indices, values.view(torch.float32)
+
+
+def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torch.Tensor:
+    """One message of exactly ``words`` int32 from at most ``words // 2`` entries; free places have index -1.
+
+    Its length is known to the receiver without asking.
+    """
+    message = indices.new_full((words,), _FREE)
+    pairs = message.view(2, -1)
+    pairs[0, : indices.numel()] = indices
+    pairs[1, : indices.numel()] = values.view(torch.int32)
+    return message
+
+
+def unpack_padded(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values (views) of a message of :func:`pack_padded`, without the free places."""
+    indices, values = unpack(message)
+    used = int(torch.count_nonzero(indices != _FREE))
+    return indices[:used], values[:used]
 
 
 def check_indices(indices: torch.Tensor, low: int, high: int) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
 from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.spardl import SparDL
 from tritoncomm.algorithms.topk_allgather import TopkAllgather
 from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
-_RECIPES: tuple[type[Recipe], ...] = (Dense, OkTopk, TopkAllgather)
+_RECIPES: tuple[type[Recipe], ...] = (Dense, OkTopk, SparDL, TopkAllgather)
 _BY_NAME = {kind.name: kind for kind in _RECIPES}
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Dense",
     "OkTopk",
     "Recipe",
+    "SparDL",
     "TopkAllgather",
     "Warmup",
     "algorithms",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
@@ -48,8 +48,12 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def predicted_traffic(self, world_size: int) -> Traffic:
-        """Upper bound, per rank and direction, for the next step from the present state."""
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """Upper bound, per rank, phase and direction, for the next step from the present state."""
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """The paper's formula: what most steps of a long run cost at most."""
+        return self.predicted_traffic(world_size)
 
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
@@ -87,9 +91,12 @@ class Recipe(ABC):
     def build(self, numel: int) -> Algorithm:
         """A fresh algorithm for one flat vector of ``numel`` elements."""
 
-    def predicted_traffic(self, numel: int, world_size: int) -> Traffic:
-        """Upper bound, per rank and direction, for the first step of a fresh algorithm."""
-        return self.build(numel).predicted_traffic(world_size)
+    def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most methods take any
+        """Raise :class:`ConfigurationError` when the method cannot run with ``world_size`` workers as it is set."""
+
+    def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
+        """The paper's formula for ``numel`` elements, phase by phase: what most steps of a long run cost at most."""
+        return self.build(numel).ordinary_traffic(world_size)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:

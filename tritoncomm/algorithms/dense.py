@@ -9,7 +9,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
 
@@ -37,6 +37,6 @@ class DenseAlgorithm(Algorithm):
         """See :meth:`Algorithm.reduce`."""
         return dense_exchange(acc, world_size)
 
-    def predicted_traffic(self, world_size: int) -> Traffic:
+    def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
         return cost.dense(self.numel, world_size)

@@ -20,7 +20,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Flow, Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern
@@ -370,30 +370,43 @@ class OkTopkAlgorithm(Algorithm):
         """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
         return {field: value for field, value in self.state_dict().items() if field != "local_threshold"}
 
-    def predicted_traffic(self, world_size: int) -> Traffic:
+    def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""
+        return self._forecast(world_size, *self._due(self._state_for(world_size)))
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts."""
+        return self._forecast(world_size, reevaluate=False, repartition=False)
+
+    def _forecast(self, world_size: int, reevaluate: bool, repartition: bool) -> Forecast:
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if world_size == 1:
-            return Traffic()
-        reevaluate, repartition = self._due(self._state_for(world_size))
+            return Forecast({})
         peers, rounds = world_size - 1, cost.bruck_rounds(world_size)
-        strict = self.recipe.strict_volume and not reevaluate
-        pair = math.ceil(self.k / world_size) if strict else self.k if reevaluate else self.local_cap
-        parts = [
-            cost.all_reduce(world_size, 8, world_size) if repartition else Traffic(),
-            cost.all_to_all(1, 8, world_size),
-            cost.messages(peers, 2 * peers * pair),
-            cost.all_gather(3, 8, world_size),
-        ]
+        sent = self.k if reevaluate else self.local_cap
+        pair = math.ceil(self.k / world_size) if self.recipe.strict_volume and not reevaluate else sent
+        sizes = cost.all_gather(3, 8, world_size)
+        phases = {
+            "counts": both(cost.all_to_all(1, 8, world_size)),
+            # A rank sends every entry once; an owner may be sent everybody's.
+            "split-and-reduce": Flow(
+                cost.messages(peers, 2 * min(sent, peers * pair)), cost.messages(peers, 2 * peers * pair)
+            ),
+            # Once more when the warm start of a re-evaluation did not suffice.
+            "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
+        }
+        if repartition:
+            phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
         if reevaluate:
-            parts.append(cost.all_gather(3, 8, world_size))  # when the warm start did not suffice
             union = min(self.numel, world_size * self.k)
-            parts.append(cost.messages(rounds, 2 * rounds * union))
-        else:
-            share = math.ceil(self.global_cap / world_size)
-            largest = math.ceil(min(self.global_cap, self.balance_trigger * self.global_cap / world_size))
-            unbalanced = cost.messages(rounds, 2 * min(peers * largest, rounds * self.global_cap))
-            balanced = cost.messages(peers + rounds, 2 * (self.global_cap - share + 1 + peers * share))
-            parts.append(Traffic(balanced.messages, max(unbalanced.bytes, balanced.bytes)))
-        return cost.total(parts)
+            phases["re-evaluation"] = Flow(cost.messages(rounds, 2 * rounds * union), cost.messages(rounds, 2 * union))
+            return Forecast(phases)
+        share = math.ceil(self.global_cap / world_size)
+        largest = max(share, math.ceil(min(self.global_cap, self.balance_trigger * self.global_cap / world_size)))
+        if self.balance_trigger < world_size:
+            phases["balance"] = Flow(cost.messages(peers, 2 * self.global_cap), cost.messages(peers, 2 * share))
+        # Bruck: everything arrives once; a large block of its own a rank sends in every round.
+        leaving = min(rounds * self.global_cap, peers * largest)
+        phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * self.global_cap))
+        return Forecast(phases)

@@ -15,7 +15,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
 from tritoncomm.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
@@ -59,12 +59,11 @@ class TopkAllgatherAlgorithm(Algorithm):
         acc.clear(own.indices)
         return SparseVector(indices, sums / world_size, self.numel)
 
-    def predicted_traffic(self, world_size: int) -> Traffic:
+    def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: 2k(P-1) words and a count per block, exactly."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        words = (world_size - 1) * (1 + 2 * self.k)
-        return cost.messages(cost.bruck_rounds(world_size), words)
+        return Forecast({"all-gather": both(cost.bruck(1 + 2 * self.k, world_size))})
 
     def _pack(self, own: kernels.Selection, finite: bool) -> torch.Tensor:
         block = torch.zeros(1 + 2 * self.k, dtype=torch.int32, device=own.indices.device)

@@ -10,7 +10,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check_at_least
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Traffic
+from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
@@ -62,11 +62,15 @@ class WarmupAlgorithm(Algorithm):
         self._taken += 1
         return mean
 
-    def predicted_traffic(self, world_size: int) -> Traffic:
+    def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
         if self._taken >= self.steps:
             return self.inner.predicted_traffic(world_size)
         return cost.dense(self.numel, world_size)
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`."""
+        return self.inner.ordinary_traffic(world_size)
 
     def inherit(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.inherit`: the steps taken."""

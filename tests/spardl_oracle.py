@@ -1,0 +1,186 @@
+"""SparDL once more, in exact fractions, all ranks at once: what the real one must equal.
+
+Only for inputs whose sums are exact in any order. Nothing travels here: every block is followed along
+the tree its contributions take, and messages are only counted. Shares nothing with the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+Entries = dict[int, Fraction]
+
+
+class SparDLOracle:
+    """The state of all ranks.
+
+    ``residuals`` are what each rank carries over. Of the last step there are also ``dropped``, everything each
+    rank discarded; ``sent``, the messages and words each rank sent; and ``unions``, how many distinct indices
+    the lists of Bruck's Spar-All-Gather had, per block. ``h`` is the size of those lists in the next step.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        numel: int,
+        k: int,
+        teams: int = 1,
+        sag: Literal["recursive", "bruck"] = "recursive",
+        residuals: Literal["global", "partial", "local"] = "global",
+    ) -> None:
+        if world_size % teams:
+            raise ValueError(f"{teams} teams do not divide {world_size} ranks")
+        if sag == "recursive" and teams & (teams - 1):
+            raise ValueError(f"recursive doubling needs a power of two, not {teams} teams")
+        self.world_size, self.numel, self.teams, self.kind = world_size, numel, teams, residuals
+        self.team_size = size = world_size // teams
+        self.bruck = sag == "bruck" and teams > 1
+        self.blocks = [range(b * numel // size, (b + 1) * numel // size) for b in range(size)]
+        shares = [(b + 1) * k // size - b * k // size for b in range(size)]
+        # No block starves, and none takes more than it has: an empty one takes nothing.
+        self.budgets = [min(max(1, share), len(block)) for share, block in zip(shares, self.blocks, strict=True)]
+        self.lowest = [-(-budget // teams) for budget in self.budgets]
+        self.h = list(self.lowest if self.bruck else self.budgets)
+        starts = [max(1, (budget - low) // 100) for budget, low in zip(self.budgets, self.lowest, strict=True)]
+        self._controllers = [(start, False) for start in starts]
+        self.residuals = [[Fraction(0)] * numel for _ in range(world_size)]
+        self.dropped = [[Fraction(0)] * numel for _ in range(world_size)]
+        self.sent = [(0, 0)] * world_size
+        self.unions: list[int] = []
+
+    def step(self, gradients: Sequence[Sequence[float | Fraction]]) -> tuple[list[int], list[Fraction]]:
+        """Return the final indices, ascending, and the sums over all ranks that are delivered there."""
+        acc = [
+            [e + Fraction(g) for e, g in zip(mine, theirs, strict=True)]
+            for mine, theirs in zip(self.residuals, gradients, strict=True)
+        ]
+        self._count_messages()  # before the controllers move: this step still sends the old number of entries
+        self.dropped = [list(mine) for mine in acc]
+        self.unions = [0] * self.team_size
+        # What a rank ever put into a list of its own: the residuals that are not global ask for it.
+        chosen: list[set[int]] = [set() for _ in range(self.world_size)]
+        final: Entries = {}
+        for b in range(self.team_size):
+            lists = [self._reduce_scatter(team, b, chosen) for team in range(self.teams)]
+            final |= self._merge_bruck(lists, b) if self.bruck else self._merge_recursive(lists, b)
+        self.residuals = [
+            [self._left_over(r, j, acc[r][j], j in chosen[r], j in final) for j in range(self.numel)]
+            for r in range(self.world_size)
+        ]
+        return sorted(final), [final[j] for j in sorted(final)]
+
+    def _left_over(self, rank: int, j: int, own: Fraction, chosen: bool, survived: bool) -> Fraction:
+        """Residual of one rank at one index."""
+        if self.kind == "global":
+            return self.dropped[rank][j] if survived else own
+        gone = chosen and (survived or self.kind == "local")
+        return Fraction(0) if gone else own
+
+    def _rank(self, team: int, worker: int) -> int:
+        return team * self.team_size + worker % self.team_size
+
+    def _reduce_scatter(self, team: int, b: int, chosen: list[set[int]]) -> Entries:
+        """Sparse sum of one team's block, where it ends: with the worker of the block's number.
+
+        A partial sum leaves the worker ``offset`` places before that end with the step whose distance is the
+        highest bit of ``offset``, and lands where the offset lacks this bit. So whatever reaches a worker
+        comes from a larger offset, and descending offsets are a valid order.
+        """
+        for offset in range(self.team_size - 1, 0, -1):
+            rank, target = (self._rank(team, b - o) for o in (offset, offset - highest_bit(offset)))
+            for j, value in self._take(rank, b, self.budgets[b], chosen).items():
+                self.dropped[target][j] += value
+        return self._take(self._rank(team, b), b, self.h[b], chosen)
+
+    def _take(self, rank: int, b: int, count: int, chosen: list[set[int]]) -> Entries:
+        """Take the largest entries of a block away from a rank; what is left there is dropped."""
+        row = self.dropped[rank]
+        taken = largest({j: row[j] for j in self.blocks[b] if row[j]}, count)
+        for j in taken:
+            row[j] = Fraction(0)
+        chosen[rank] |= taken.keys()
+        return taken
+
+    def _merge_recursive(self, lists: list[Entries], b: int) -> Entries:
+        """Spar-All-Gather by recursive doubling: one cut after every pairwise sum."""
+        distance = 1
+        while distance < self.teams:
+            merged = [add_up([lists[team], lists[team ^ distance]]) for team in range(self.teams)]
+            lists = [largest(entries, self.budgets[b]) for entries in merged]
+            for team in range(self.teams):
+                # All ranks that hold this sum drop the same: each keeps its share.
+                self._drop(team, b, merged[team], lists[team], 2 * distance)
+            distance *= 2
+        return lists[0]
+
+    def _merge_bruck(self, lists: list[Entries], b: int) -> Entries:
+        """Spar-All-Gather after Bruck: all lists meet, then one cut, and the controller learns."""
+        merged = add_up(lists)
+        kept = largest(merged, self.budgets[b])
+        for team in range(self.teams):
+            self._drop(team, b, merged, kept, self.teams)
+        self.unions[b] = len(merged)
+        if self.budgets[b]:
+            move, inertia = self._controllers[b]
+            self.h[b], move, inertia = adapt(self.h[b], move, inertia, len(merged), self.budgets[b], self.lowest[b])
+            self._controllers[b] = (move, inertia)
+        return kept
+
+    def _drop(self, team: int, b: int, merged: Entries, kept: Entries, holders: int) -> None:
+        for j in merged.keys() - kept.keys():
+            self.dropped[self._rank(team, b)][j] += merged[j] / holders
+
+    def _count_messages(self) -> None:
+        """Count what each rank sends: every message has all its slots, filled or not, of two words each."""
+        size = self.team_size
+        distances = [1 << i for i in range(max(size, self.teams).bit_length())]
+        for rank in range(self.world_size):
+            w = rank % size
+            # The reduce-scatter sends blocks by the highest bit of their offset; the gather, its own and the next.
+            scatter = [[self.budgets[(w + o) % size] for o in range(gap, min(2 * gap, size))] for gap in distances]
+            gather = [[self.budgets[(w + p) % size] for p in range(min(gap, size - gap))] for gap in distances]
+            if self.bruck:
+                column = [[self.h[w]] * min(gap, self.teams - gap) for gap in distances]
+            else:
+                column = [[self.budgets[w]] for gap in distances if gap < self.teams]
+            slots = [sum(message) for message in (*scatter, *column, *gather)]
+            self.sent[rank] = (sum(count > 0 for count in slots), 2 * sum(slots))
+
+
+def adapt(h: int, step: int, inertia: bool, union: int, K: int, lo: int) -> tuple[int, int, bool]:  # noqa: N803
+    """Move the size of the lists so that their union has about K entries; returns ``h, step, inertia``."""
+    if (union > K) != (step > 0):
+        # The right direction: every second confirmation in a row doubles the step.
+        step, inertia = (2 * step, False) if inertia else (step, True)
+    else:
+        turned = -(abs(step) // 2 or 1)  # halves toward zero, but never stands still
+        step, inertia = (turned if step > 0 else -turned), False
+    limit = max(1, K // 4)
+    step = min(max(step, -limit), limit)
+    if h + step < lo:
+        return lo, 1, False
+    if h + step > K:
+        return K, -1, False
+    return h + step, step, inertia
+
+
+def add_up(lists: list[Entries]) -> Entries:
+    """Sum sparse lists in order; an index whose values cancel stays, with zero."""
+    total: Entries = {}
+    for entries in lists:
+        for j, value in entries.items():
+            total[j] = total.get(j, Fraction(0)) + value
+    return total
+
+
+def largest(entries: Entries, k: int) -> Entries:
+    """Return the ``k`` entries of largest magnitude, ties to the lower index."""
+    kept = sorted(entries, key=lambda j: (-abs(entries[j]), j))[:k]
+    return {j: entries[j] for j in kept}
+
+
+def highest_bit(number: int) -> int:
+    """Return the largest power of two in a positive number."""
+    return 1 << (number.bit_length() - 1)

@@ -1,0 +1,346 @@
+"""SparDL against its description: golden vectors, an independent oracle, schedules, counts and invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
+from tritoncomm.algorithms.spardl import adapted, reduce_scatter_schedule
+from tritoncomm.cost import HEADER_WORDS, WORD
+
+import laws
+from spardl_oracle import SparDLOracle, adapt
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """One worked step: what goes in, the sum that comes out, what stays, and the traffic of every rank."""
+
+    recipe: SparDL
+    before: list[list[int]]
+    total: list[int]
+    after: list[list[int]]
+    words: int
+    messages: int
+
+
+GOLDEN = {
+    "three workers": Golden(
+        SparDL(density=0.5),
+        [[9, -2, 2, -8, 3, 1], [4, 7, -6, 1, -5, 2], [-2, 3, 5, 6, 1, -7]],
+        [9, 0, -6, 0, 0, -7],
+        [[0, -2, 2, -8, 3, 1], [4, 7, 0, 1, -5, 2], [-2, 3, 5, 6, 1, 0]],
+        words=8,
+        messages=4,
+    ),
+    "five workers": Golden(
+        SparDL(density=0.5),
+        [
+            [6, -5, -7, -4, -2, 6, -1, -8, -3, 2],
+            [6, 4, 9, -6, 7, -8, 1, -4, -6, 3],
+            [-4, 1, -5, -7, 5, -1, 3, 3, 8, -1],
+            [-5, 3, 8, 9, 7, 3, -2, -2, -9, -6],
+            [-3, -3, 2, 0, 4, 7, 7, 5, 9, -3],
+        ],
+        [0, -5, 0, -13, 19, 0, 0, -11, 0, -3],
+        [
+            [6, 0, -7, 5, -2, 6, -1, 0, -3, 2],
+            [6, 4, 9, 0, 0, -8, 1, 0, -6, 3],
+            [-4, 1, -5, 0, 0, -1, 3, 0, 8, -1],
+            [-5, 3, 8, 0, 0, 3, -2, 0, -9, -6],
+            [-3, -3, 2, 0, 4, 7, 7, 5, 9, 0],
+        ],
+        words=16,
+        messages=6,
+    ),
+    "eight teams": Golden(
+        SparDL(density=1 / 3, teams=8),
+        [
+            [16, 4, 32], [8, 8, -12], [36, -24, 24], [0, 12, -20],
+            [-36, -8, -4], [20, -4, 8], [8, 28, 20], [20, 24, 32],
+        ],
+        [36, 0, 0],
+        [
+            [16, 4, 32], [8, 8, -12], [0, -24, 24], [0, 12, -20],
+            [-4, -8, -4], [-4, -4, 8], [4, 28, 20], [16, 24, 32],
+        ],
+        words=6,
+        messages=3,
+    ),
+    "three teams by Bruck": Golden(
+        SparDL(density=0.5, teams=3),
+        [
+            [1, 1, -8, -3, 5, 5, -2, -4],
+            [-3, -5, 9, 4, -7, 3, -3, 6],
+            [-9, 7, 8, -6, 1, -8, -6, 5],
+            [-4, -2, 6, -9, 3, -6, 3, -3],
+            [8, -5, -1, -6, 8, -5, 0, 1],
+            [6, -4, 3, -3, 6, 5, 2, 7],
+        ],
+        [14, 0, 0, -15, 14, -6, 0, 0],
+        [
+            [1, 1, -8, -3, 0, 0, -2, -4],
+            [-3, -5, 9, 4, -2, 0, -3, 6],
+            [-9, 7, 8, 0, 1, 0, -6, 5],
+            [-4, -2, 6, 0, 3, 0, 3, -3],
+            [0, -5, -1, -6, 0, 0, 0, 1],
+            [0, -4, 3, -3, 0, 0, 2, 7],
+        ],
+        words=12,
+        messages=4,
+    ),
+    "two teams": Golden(
+        SparDL(density=0.5, teams=2),
+        [
+            [8, -3, -6, -4, 4, -2, -6, 9],
+            [-9, 7, 6, 8, 0, 0, 3, -9],
+            [6, 2, 1, -6, 9, -8, -9, 5],
+            [6, 2, 8, -9, -9, 0, 0, 9],
+        ],
+        [0, 0, 3, -11, 0, 0, -12, 9],
+        [
+            [8, -3, 0, 0, 4, -2, 0, 0],
+            [-9, 7, 6, 0, 0, 0, 0, 0],
+            [6, 2, 0, 0, 9, -8, 0, 5],
+            [6, 2, 0, 0, -9, 0, 0, 0],
+        ],
+        words=12,
+        messages=3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name: str) -> None:
+    """A worked step: sums, residuals, words and messages to the last one."""
+    golden = GOLDEN[name]
+    before = torch.tensor(golden.before, dtype=torch.float32)
+    world = SimulatedWorld(golden.recipe, *before.shape)
+    means = world.step(before)
+    for mean in means:
+        assert (mean.to_dense() * len(before)).round().tolist() == golden.total
+    assert world.residuals.tolist() == golden.after
+    for sent in world.traffic + world.received:
+        assert sent.messages == golden.messages
+        assert sent.bytes == WORD * (golden.words + HEADER_WORDS * golden.messages)
+
+
+def test_partial_residuals_forget_what_was_cut_on_the_way() -> None:
+    """PRES differs from GRES by one entry of the second golden vector: the 9 that was received and dropped."""
+    golden = GOLDEN["five workers"]
+    before = torch.tensor(golden.before, dtype=torch.float32)
+    world = SimulatedWorld(dataclasses.replace(golden.recipe, residuals="partial"), 5, 10)
+    world.step(before)
+    expected = torch.tensor(golden.after, dtype=torch.float32)
+    expected[0, 3] = -4
+    assert torch.equal(world.residuals, expected)
+
+
+@st.composite
+def settings_and_cases(draw: st.DrawFn) -> tuple[SparDL, laws.Case]:
+    """Teams that divide the workers."""
+    team_size, teams = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    sag = draw(st.sampled_from(["auto", "bruck"]))
+    recipe = SparDL(density=draw(st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.6])), teams=teams, sag=sag)
+    families = draw(st.lists(st.sampled_from(laws.FAMILIES), min_size=1, max_size=5).map(tuple))
+    case = laws.Case(team_size * teams, draw(st.integers(1, 90)), families, seed=draw(st.integers(0, 2**20)))
+    return recipe, case
+
+
+@given(settings_and_cases())
+@settings(max_examples=80, deadline=None)
+def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
+    """Support, sums, residuals, controllers and traffic equal an independent implementation's, step after step."""
+    recipe, case = drawn
+    k = max(1, int(case.numel * recipe.density))
+    world = laws.world_of(recipe, case)
+    if world.workers[0].algorithm._place(0, case.world_size) is None:
+        return  # everything is delivered by a dense all-reduce
+    recursive = recipe.sag == "auto" and recipe.teams & (recipe.teams - 1) == 0
+    oracle = SparDLOracle(
+        case.world_size,
+        case.numel,
+        k,
+        recipe.teams if case.world_size > 1 else 1,
+        "recursive" if recursive else "bruck",
+    )
+    for gradient in case.gradients():
+        mean = world.step(gradient)[0]
+        indices, sums = oracle.step([[Fraction(x) for x in row] for row in gradient.tolist()])
+        assert mean.indices.tolist() == indices
+        assert [Fraction(x) * case.world_size for x in mean.values.tolist()] == sums
+        assert [[Fraction(x) for x in row] for row in world.residuals.tolist()] == oracle.residuals
+        for used, (messages, words) in zip(world.traffic, oracle.sent, strict=True):
+            assert used == (messages, WORD * (words + HEADER_WORDS * messages))
+
+
+@pytest.mark.parametrize("residuals", ["partial", "local"])
+def test_other_residuals_lose_mass(residuals: str) -> None:
+    """PRES and LRES break conservation where GRES keeps it."""
+    case = laws.Case(6, 600, ("random",) * 6)
+    laws.conservation(SparDL(density=0.02), case)
+    with pytest.raises(AssertionError):
+        laws.conservation(SparDL(density=0.02, residuals=residuals), case)
+
+
+@pytest.mark.parametrize("teams", [1, 3])
+def test_time_average(teams: int) -> None:
+    """With a constant gradient the error of the average halves with twice the steps; LRES keeps a bias."""
+
+    def errors(residuals: str) -> list[float]:
+        gradient = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
+        world = SimulatedWorld(SparDL(density=0.02, teams=teams, residuals=residuals), 6, 600)
+        total, found = torch.zeros(600), []
+        for step in range(1, 1001):
+            total += world.step(gradient)[0].to_dense()
+            if step in (250, 500, 1000):
+                found.append(float((total / step - gradient.mean(0)).norm() / gradient.mean(0).norm()))
+        return found
+
+    first, second, third = errors("global")
+    assert second < 0.65 * first
+    assert third < 0.65 * second
+    first, _, third = errors("local")
+    assert third > 0.9 * first > 0.4
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257, 600])
+def test_schedule(size: int) -> None:
+    """Every worker ends with its own block from everybody, exactly once, and nothing else is left anywhere."""
+    schedule = reduce_scatter_schedule(size)
+    assert sum(count for _, count in schedule) == size - 1
+    holds = [{b: {w} for b in range(size)} for w in range(size)]
+    for distance, count in schedule:
+        moving = []
+        for w in range(size):
+            for i in range(count):
+                block = (w + distance + i) % size
+                moving.append(((w + distance) % size, block, holds[w].pop(block)))
+        for to, block, contributors in moving:
+            assert not holds[to][block] & contributors
+            holds[to][block] |= contributors
+    assert all(holds[w] == {w: set(range(size))} for w in range(size))
+
+
+def test_controller_trace() -> None:
+    """The published rule on a plant with a union of 2.5 h, as the reference settles around 800."""
+    expected = [500, 515, 545, 575, 635, 695, 815, 755, 785, 815, 800, 807, 804, 801, 795, 798, 801, 800, 801, 800, 801]
+    h, step, inertia, trace = 500, 15, False, [500]
+    for _ in expected[1:]:
+        h, step, inertia = adapted(h, step, inertia, int(2.5 * h), 2000, 500)
+        trace.append(h)
+    assert trace == expected
+
+
+@given(st.integers(1, 400), st.integers(2, 9), st.lists(st.floats(0.1, 9), min_size=1, max_size=60), st.booleans())
+def test_controller_stays_in_range(budget: int, teams: int, plant: list[float], inertia: bool) -> None:
+    """h never leaves [K/d, K], the step never becomes 0, and the oracle's rule agrees."""
+    least = -(-budget // teams)
+    h, step = least, max(1, (budget - least) // 100)
+    for gain in plant:
+        union = min(int(gain * h), teams * h)
+        expected = adapt(h, step, inertia, union, budget, least)
+        h, step, inertia = adapted(h, step, inertia, union, budget, least)
+        assert (h, step, inertia) == expected
+        assert least <= h <= budget
+        assert step != 0
+
+
+def test_small_budgets_do_not_kill_the_controller() -> None:
+    """With teams that agree, h grows from K/d although K is far below 100."""
+    world = SimulatedWorld(SparDL(density=0.1, teams=3), 3, 300)
+    gradient = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)).repeat(3, 1)
+    for _ in range(40):
+        world.step(gradient)
+    assert world.workers[0].algorithm.state.h > 20
+
+
+@pytest.mark.parametrize(("world_size", "teams"), [(6, 2), (12, 4), (12, 3), (14, 7), (16, 8), (14, 1), (8, 8)])
+def test_columns_evolve_alike(world_size: int, teams: int) -> None:
+    """Ordinary floats: replicas are bit-identical and controllers equal inside a column, step after step."""
+    world = SimulatedWorld(SparDL(density=0.1, teams=teams, sag="bruck"), world_size, 500)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        means = world.step(torch.randn(world_size, 500, generator=generator))
+        assert all(laws.same_vector(mean, means[0]) for mean in means)
+        team_size = world_size // teams
+        states = [worker.algorithm.state for worker in world.workers]
+        assert all(states[rank] == states[rank % team_size] for rank in range(world_size))
+
+
+@pytest.mark.parametrize(("world_size", "teams"), [(3, 1), (8, 1), (14, 1), (8, 4), (14, 7), (12, 3)])
+def test_counts(world_size: int, teams: int) -> None:
+    """2 ceil(log2 Q) + ceil(log2 d) messages; 4K(Q-1) words and the merge, never to itself, on every rank."""
+    numel, team_size = world_size * 40, world_size // teams
+    world = SimulatedWorld(SparDL(density=0.1, teams=teams), world_size, numel)
+    budget = numel // 10 // team_size
+    world.step(torch.randn(world_size, numel, generator=torch.Generator().manual_seed(0)))
+    h = budget if teams & (teams - 1) == 0 else -(-budget // teams)
+    merge = 2 * budget * (teams.bit_length() - 1) if teams & (teams - 1) == 0 else 2 * h * (teams - 1)
+    words = 4 * budget * (team_size - 1) + merge
+    messages = 2 * (team_size - 1).bit_length() + (teams - 1).bit_length()
+    assert set(world.traffic + world.received) == {(messages, WORD * (words + HEADER_WORDS * messages))}
+
+
+def test_scaling() -> None:
+    """-2 times the gradients is -2 times the result, bit for bit."""
+    gradient = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
+    first, second = (SimulatedWorld(SparDL(density=0.1, teams=3), 6, 200) for _ in range(2))
+    one, other = first.step(gradient)[0], second.step(-2 * gradient)[0]
+    assert torch.equal(one.indices, other.indices)
+    assert laws.same_bits(one.values * -2, other.values)
+    assert torch.equal(first.residuals * -2, second.residuals)
+
+
+def test_single_contributor() -> None:
+    """One worker alone with few entries: they are delivered whole and nothing is owed."""
+    gradient = torch.zeros(6, 60)
+    gradient[4, [3, 25, 44]] = torch.tensor([1.0, -2.0, 4.0])
+    world = SimulatedWorld(SparDL(density=0.2), 6, 60)
+    assert torch.equal(world.step(gradient)[0].to_dense() * 6, gradient[4])
+    assert not world.residuals.any()
+
+
+def test_recursive_and_bruck_agree_for_two_teams() -> None:
+    """With two teams and h = K both ways of merging are the same sum."""
+    gradient = torch.randn(4, 80, generator=torch.Generator().manual_seed(0))
+    recursive = SimulatedWorld(SparDL(density=0.2, teams=2), 4, 80)
+    bruck = SimulatedWorld(SparDL(density=0.2, teams=2, sag="bruck"), 4, 80)
+    for worker in bruck.workers:
+        worker.algorithm.state = dataclasses.replace(worker.algorithm.state, world_size=4, h=8, step=1)
+    assert laws.same_vector(recursive.step(gradient)[0], bruck.step(gradient)[0])
+
+
+def test_automatic_teams() -> None:
+    """Latency asks for many teams, bandwidth for few; two never cost more than one."""
+    assert SparDL(teams="auto", latency_words=0).teams_for(16, 1000) == 1
+    assert SparDL(teams="auto", latency_words=1).teams_for(16, 100_000) == 2
+    assert SparDL(teams="auto", latency_words=1e9).teams_for(16, 1000) == 16
+    assert SparDL(teams="auto").teams_for(13, 10_000_000) == 1
+    assert SparDL(teams="auto", sag="recursive", latency_words=1e9).teams_for(12, 10) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "world_size", "named"),
+    [
+        ({"teams": 4}, 6, "teams=4 does not divide 6"),
+        ({"teams": 3, "sag": "recursive"}, 6, "power of two"),
+    ],
+)
+def test_teams_that_cannot_work(fields: dict[str, object], world_size: int, named: str) -> None:
+    """Refused before anything is exchanged, with the fix; one worker is one team whatever is set."""
+    with pytest.raises(ConfigurationError, match=named):
+        SimulatedWorld(SparDL(**fields), world_size, 100)
+    SimulatedWorld(SparDL(**fields), 1, 100).step(torch.ones(1, 100))
+
+
+@pytest.mark.parametrize("fields", [{"teams": 0}, {"teams": "some"}, {"sag": "x"}, {"residuals": "x"}])
+def test_bad_fields(fields: dict[str, object]) -> None:
+    """Each names the field."""
+    with pytest.raises(ConfigurationError, match=next(iter(fields))):
+        SparDL(**fields)
