@@ -209,14 +209,14 @@ def others() -> list[Case]:
     topology = {"first_ptr": "*i32"}
     rules = [
         Case(
-            f"rebalance {'prefix' if prefix else 'paper'} {partitions}",
+            f"rebalance {rule} {partitions}",
             rebalance_triton.rebalance_kernel,
-            {"PARTITIONS": partitions, "PREFIX": prefix},
+            {"PARTITIONS": partitions, "PREFIX": rule == "prefix", "RATIO": rule == "pair_ratio"},
             rebalance_triton.warps(partitions),
             topology,
         )
         for partitions in (2, 64, 256, 1024)
-        for prefix in (False, True)
+        for rule in ("paper", "pair_ratio", "prefix")
     ]
     plain = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
     options = plain | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True, "EVERY": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tritoncomm import OkTopk, Recipe, SparDL, Warmup, algorithms, recipe
+from tritoncomm import ExDyna, OkTopk, Recipe, SparDL, Warmup, algorithms, recipe
 
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 
@@ -25,6 +25,8 @@ def under_test(density: float) -> dict[str, Recipe]:
         "spardl-3-teams": SparDL(density=density, teams=3),
         "spardl-4-teams": SparDL(density=density, teams=4),
         "spardl-auto": SparDL(density=density, teams="auto", sag="bruck"),
+        "exdyna-paper": ExDyna(density=density, mode="paper"),
+        "exdyna-pair-ratio": ExDyna(density=density, rebalance="pair_ratio", threshold_rule="ref_fixed", blocks=24),
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
     }
 

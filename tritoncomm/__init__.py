@@ -1,6 +1,17 @@
 """Sparse gradient exchange for data-parallel training in PyTorch, without a parameter server."""
 
-from tritoncomm.algorithms import Dense, OkTopk, Recipe, SparDL, TopkAllgather, Warmup, algorithms, recipe
+from tritoncomm.algorithms import (
+    Dense,
+    ExDyna,
+    MiCRO,
+    OkTopk,
+    Recipe,
+    SparDL,
+    TopkAllgather,
+    Warmup,
+    algorithms,
+    recipe,
+)
 from tritoncomm.errors import (
     ConfigMismatchError,
     ConfigurationError,
@@ -18,7 +29,9 @@ __all__ = [
     "ConfigMismatchError",
     "ConfigurationError",
     "Dense",
+    "ExDyna",
     "ExchangeError",
+    "MiCRO",
     "NonFiniteError",
     "OkTopk",
     "ProtocolMismatchError",

@@ -20,7 +20,7 @@ class Accumulator:
     ``residual`` (fp32 ``[n]``) and ``gradient`` (fp32, bf16 or fp16 ``[n]``) are only read. The sum and
     what :meth:`clear` removes from it live in ``scratch`` (fp32 ``[n]``), which becomes the residual
     once the exchange has succeeded. ``workspace`` keeps a GPU's scratch memory from step to step.
-    ``seconds`` is the time spent here, ``selected`` the last count.
+    ``seconds`` is the time spent here, ``selected`` how many entries this rank last chose.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Accumulator:
     def dense(self) -> torch.Tensor:
         """The whole sum, fp32 ``[n]``; read-only for the caller."""
         self._add()
-        self.selected = self.numel
         return self._scratch
 
     def at_least(self, threshold: float) -> Selection:
@@ -93,6 +92,7 @@ class Accumulator:
     def clear_all(self) -> None:
         """Remove everything: the whole sum has been delivered."""
         self._added = True
+        self.selected = self.numel
         self._scratch.zero_()
 
     def _add(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
-RULES = ("paper", "prefix")
+RULES = ("paper", "pair_ratio", "prefix")
 MAX_PARTITIONS = 1024
 MAX_BLOCKS = 1 << 20  # keeps every product of the prefix rule below 2^63
 
@@ -41,10 +41,11 @@ def rebalance(
     block and ``numel`` altogether; the last partition reaches to the end.
 
     ``rule="paper"``: ExDyna, section on dynamic partition allocation; one block between neighbours of which
-    one is 5 % above and the other 5 % below the mean. ``rule="prefix"``: every border on its own by how far
-    the prefix sum is from its ideal, up to ``max_step`` blocks, noise of one standard deviation ignored. No
-    partition shrinks below ``min_blocks``. One launch on a GPU, no host sync. Raises ``ValueError``
-    naming the argument that does not fit.
+    one is 5 % above and the other 5 % below the mean. ``rule="pair_ratio"``: the same, but one exceeds the
+    other by more than a tenth, so that load crosses partitions near the mean. ``rule="prefix"``: every
+    border on its own by how far the prefix sum is from its ideal, up to ``max_step`` blocks, noise of one
+    standard deviation ignored. No partition shrinks below ``min_blocks``. One launch on a GPU, no host sync.
+    Raises ``ValueError`` naming the argument that does not fit.
     """
     check_vector("blocks", blocks, dtypes=(torch.int32,))
     partitions = blocks.numel()
@@ -62,7 +63,7 @@ def rebalance(
     if triton_runs(blocks):
         kernel("rebalance_triton").rebalance(
             blocks, first, counts, iteration, span,
-            rank=rank, block=block, numel=numel, min_blocks=min_blocks, max_step=max_step, prefix=rule == "prefix",
+            rank=rank, block=block, numel=numel, min_blocks=min_blocks, max_step=max_step, rule=rule,
         )  # fmt: skip
         return
     sizes, starts, own_span = _rebalance(
@@ -88,33 +89,32 @@ def _rebalance(
     load = [0] * partitions
     for sender, count in enumerate(counts):
         load[(step + sender) % partitions] = max(count, 0)
-    if rule == "paper":
-        _sweep(load, sizes, block * sum(load) // numel, min_blocks)
-    else:
+    if rule == "prefix":
         _prefix(load, sizes, min_blocks, max_step)
+    else:
+        _sweep(load, sizes, block * sum(load) // numel, min_blocks, rule)
     starts = [sum(sizes[:j]) for j in range(partitions)]
     own = (step + 1 + rank) % partitions
     stop = numel if own == partitions - 1 else min((starts[own] + sizes[own]) * block, numel)
     return sizes, starts, [min(starts[own] * block, numel), stop]
 
 
-def _sweep(load: list[int], sizes: list[int], quantum: int, least: int) -> None:
-    """The paper's rule in place: each pair sees what the pair before it has moved."""
+def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: str) -> None:
+    """The sequential rules in place: each pair sees what the pair before it has moved."""
     mean = sum(load) // len(load)
     if mean == 0:
         return
 
-    def high(i: int) -> bool:
-        return 100 * load[i] > 105 * mean
-
-    def low(i: int) -> bool:
-        return 100000 * load[i] < 95238 * mean
+    def overloaded(i: int, beside: int) -> bool:
+        if rule == "pair_ratio":
+            return 10 * load[i] > 11 * load[beside]
+        return 100 * load[i] > 105 * mean and 100000 * load[beside] < 95238 * mean
 
     for left in range(len(load) - 1):
         right = left + 1
-        if high(left) and low(right) and sizes[left] - 1 >= least:
+        if overloaded(left, right) and sizes[left] - 1 >= least:
             source, target = left, right
-        elif low(left) and high(right) and sizes[right] - 1 >= least:
+        elif overloaded(right, left) and sizes[right] - 1 >= least:
             source, target = right, left
         else:
             continue

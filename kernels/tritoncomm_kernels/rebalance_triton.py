@@ -8,8 +8,8 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 
 @triton.jit
-def _sweep(load, blocks, lane, partitions, quantum, least):
-    """The paper's rule: borders one after the other, each sees what the one before has moved."""
+def _sweep(load, blocks, lane, partitions, quantum, least, RATIO: tl.constexpr):
+    """Borders one after the other, each sees what the one before has moved."""
     mean = tl.sum(load, axis=0) // partitions
     left = tl.zeros([], tl.int32)
     last = tl.where(mean > 0, partitions - 1, 0)
@@ -18,12 +18,16 @@ def _sweep(load, blocks, lane, partitions, quantum, least):
         load_right = tl.sum(tl.where(lane == left + 1, load, 0), axis=0)
         size_left = tl.sum(tl.where(lane == left, blocks, 0), axis=0)
         size_right = tl.sum(tl.where(lane == left + 1, blocks, 0), axis=0)
-        high_left = (100 * load_left > 105 * mean).to(tl.int32)
-        high_right = (100 * load_right > 105 * mean).to(tl.int32)
-        low_left = (100000 * load_left < 95238 * mean).to(tl.int32)
-        low_right = (100000 * load_right < 95238 * mean).to(tl.int32)
-        leftwards = high_left * low_right * (size_left - 1 >= least).to(tl.int32)
-        rightwards = low_left * high_right * (size_right - 1 >= least).to(tl.int32)
+        if RATIO:
+            excess_left = (10 * load_left > 11 * load_right).to(tl.int32)
+            excess_right = (10 * load_right > 11 * load_left).to(tl.int32)
+        else:
+            high_left = (100 * load_left > 105 * mean).to(tl.int32)
+            high_right = (100 * load_right > 105 * mean).to(tl.int32)
+            excess_left = high_left * (100000 * load_right < 95238 * mean).to(tl.int32)
+            excess_right = high_right * (100000 * load_left < 95238 * mean).to(tl.int32)
+        leftwards = excess_left * (size_left - 1 >= least).to(tl.int32)
+        rightwards = (1 - leftwards) * excess_right * (size_right - 1 >= least).to(tl.int32)
         move = leftwards - rightwards
         shift = tl.where(lane == left + 1, move, 0) - tl.where(lane == left, move, 0)
         blocks += shift
@@ -51,7 +55,7 @@ def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: t
 @triton.jit(do_not_specialize=["partitions", "rank", "block", "n", "least", "max_step"])
 def rebalance_kernel(
     blocks_ptr, first_ptr, counts_ptr, iteration_ptr, span_ptr, partitions, rank, block, n, least, max_step,
-    PARTITIONS: tl.constexpr, PREFIX: tl.constexpr,
+    PARTITIONS: tl.constexpr, PREFIX: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """Move the borders by the counts of ``iteration``; write the span of the iteration after it."""
     lane = tl.arange(0, PARTITIONS)
@@ -76,7 +80,7 @@ def rebalance_kernel(
         blocks += tl.where(real, before - move, 0)
     else:
         quantum = (block.to(tl.int64) * total) // n
-        blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least).to(tl.int32)
+        blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least, RATIO).to(tl.int32)
     first = tl.cumsum(blocks, axis=0) - blocks
     tl.store(blocks_ptr + lane, blocks, mask=real)
     tl.store(first_ptr + lane, first, mask=real)
@@ -106,7 +110,7 @@ def rebalance(
     numel: int,
     min_blocks: int,
     max_step: int,
-    prefix: bool,
+    rule: str,
 ) -> None:
     """Launch; the arguments have been checked."""
     partitions = blocks.numel()
@@ -125,7 +129,8 @@ def rebalance(
             min_blocks,
             max_step,
             PARTITIONS=lanes,
-            PREFIX=prefix,
+            PREFIX=rule == "prefix",
+            RATIO=rule == "pair_ratio",
             num_warps=warps(lanes),
             enable_fp_fusion=False,
         )

@@ -180,7 +180,7 @@ def topologies(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@given(topologies(), st.sampled_from(["paper", "prefix"]))
+@given(topologies(), st.sampled_from(["paper", "pair_ratio", "prefix"]))
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
     """Same topology and span as the reference; blocks are moved, never made, and the floor holds."""

@@ -7,18 +7,21 @@ from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
+from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.ok_topk import OkTopk
 from tritoncomm.algorithms.spardl import SparDL
 from tritoncomm.algorithms.topk_allgather import TopkAllgather
 from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
-_RECIPES: tuple[type[Recipe], ...] = (Dense, OkTopk, SparDL, TopkAllgather)
+_RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, SparDL, TopkAllgather)
 _BY_NAME = {kind.name: kind for kind in _RECIPES}
 
 __all__ = [
     "Algorithm",
     "Dense",
+    "ExDyna",
+    "MiCRO",
     "OkTopk",
     "Recipe",
     "SparDL",

@@ -203,6 +203,7 @@ class SparDLAlgorithm(Algorithm):
         if kernels.has_non_finite(delivered.values):  # on all ranks alike, they hold the same blocks
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
         self._settle(acc, ledger, delivered.indices)
+        acc.selected = sum(len(indices) for indices in ledger.taken)
         self.report = {"delivered": float(delivered.found), "h": float(state.h)}
         self.state = state
         return SparseVector(delivered.indices, delivered.values / world_size, self.numel)

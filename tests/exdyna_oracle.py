@@ -1,0 +1,258 @@
+"""ExDyna and MiCRO once more, in plain Python lists and exact numbers, all ranks at once.
+
+Blocks, partitions, rotation, thresholds and residuals, as Yoon and Oh's reference programs compute them
+("Preserving Near-Optimal Gradient Sparsification Cost" and "MiCRO", both 2023-24), and the sturdier variants:
+blocks without a tail, two other ways to move borders, two other ways to scale the threshold. Gradients must be
+finite. Accumulators never round here: compare with fp32 only where its sums are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+
+TINY, HUGE = 1e-30, 1e30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Partitions as runs of ``counts[j]`` blocks from block ``starts[j]``; the last also holds ``tail`` elements."""
+
+    block: int
+    counts: list[int]
+    starts: list[int]
+    numel: int
+    tail: int = 0
+    least: int = 1
+
+    def bounds(self, j: int) -> tuple[int, int]:
+        """The elements of partition ``j``: from, and up to."""
+        # Without a tail the very last block may be short.
+        start, stop = (min(b * self.block, self.numel) for b in (self.starts[j], self.starts[j] + self.counts[j]))
+        return start, stop + self.tail * (j == len(self.counts) - 1)
+
+    def recounted(self, counts: list[int]) -> Layout:
+        """The same blocks, dealt out anew."""
+        return replace(self, counts=counts, starts=_starts(counts))
+
+
+def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
+    """Equal blocks of a multiple of 32 elements; what is left over belongs to the last partition for good."""
+    block = numel // blocks // 32 * 32
+    if block == 0:
+        raise ValueError(f"{numel} elements do not fill {blocks} blocks of 32")
+    counts = _shares(blocks, world_size)
+    return Layout(block, counts, _starts(counts), numel, numel - block * blocks, _ceil_div(blocks, 4 * world_size))
+
+
+def tight_layout(numel: int, world_size: int, blocks: int = 1024, itemsize: int = 4, least: int = 0) -> Layout:
+    """As many blocks as there are elements for, the last one short, so that no tail is left over.
+
+    A partition keeps ``least`` blocks, or a quarter of its first share.
+    """
+    align = 128 // itemsize
+    if numel < align * world_size:
+        align = 1
+    block, number = _tight_blocks(numel, world_size, blocks, align)
+    if number < world_size:
+        block, number = _tight_blocks(numel, world_size, blocks, 1)
+    counts = _shares(number, world_size)
+    quarter = max(1, min(_ceil_div(number, 4 * world_size), number // world_size))
+    return Layout(block, counts, _starts(counts), numel, 0, least or quarter)
+
+
+def static_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
+    """MiCRO's partitions: equal to within one element, the larger ones first, never moved."""
+    sizes = _shares(numel, world_size)
+    return [(start, start + size) for start, size in zip(_starts(sizes), sizes, strict=True)]
+
+
+def part(rank: int, t: int, world_size: int) -> int:
+    """The partition that ``rank`` judges at iteration ``t``."""
+    return (t + rank) % world_size
+
+
+def owner(j: int, t: int, world_size: int) -> int:
+    """The rank that judges partition ``j`` at iteration ``t``."""
+    return (j - t) % world_size
+
+
+def by_partition(counts: Sequence[int], t: int) -> list[int]:
+    """Counts by rank, as they came out of iteration ``t``, put into partition order."""
+    return [counts[owner(j, t, len(counts))] for j in range(len(counts))]
+
+
+def rebalance_paper(layout: Layout, kappa: Sequence[int]) -> Layout:
+    """One block across a border where one side is 5% above the mean count and the other 5% below it."""
+    mean = sum(kappa) // len(kappa)
+    # 0.95238 is the reference's own literal for 1 / 1.05.
+    return _sweep(layout, kappa, lambda full, empty: 100 * full > 105 * mean and 100000 * empty < 95238 * mean)
+
+
+def rebalance_pair_ratio(layout: Layout, kappa: Sequence[int], tau: float = 0.05) -> Layout:
+    """One block across a border whose two sides differ by more than a factor of ``1 + 2 * tau``."""
+    ratio = 1 + 2 * Fraction(str(tau))
+    return _sweep(layout, kappa, lambda full, empty: full > ratio * empty)
+
+
+def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, max_step: int = 1) -> Layout:
+    """Every border by itself, towards the place where the counts before it add up to its share."""
+    size, total = len(kappa), sum(kappa)
+    if total < size:
+        return layout
+    moves = [_border_move(layout, kappa, i, gain, max_step) for i in range(size - 1)]
+    # Entry j is the border before partition j, entry j + 1 the one after it; a positive move goes left.
+    around = [0, *moves, 0]
+    left = [layout.counts[j] - max(around[j + 1], 0) - max(-around[j], 0) for j in range(size)]
+    for i, move in enumerate(moves):
+        if left[i if move > 0 else i + 1] < layout.least:
+            around[i + 1] = 0
+    return layout.recounted([layout.counts[j] + around[j] - around[j + 1] for j in range(size)])
+
+
+def threshold_start(k: int) -> float:
+    """The threshold of the first iteration."""
+    return 1 / (2 * math.sqrt(k))
+
+
+def threshold_ref(delta: float, total: int, k: int) -> float:
+    """The next threshold by the reference program, which only ever raises it inside the band."""
+    x = total / k
+    return delta * (1.005 if x > 1.1 else 1.00125 if x > 0.909 else 0.995)
+
+
+def threshold_ref_fixed(delta: float, total: int, k: int) -> float:
+    """The next threshold by the rule that the reference program seems to have meant."""
+    if 0.909 < total / k <= 1:
+        return delta * 0.9987
+    return threshold_ref(delta, total, k)
+
+
+def threshold_prop(delta: float, raw: int, k: int, density: float) -> float:
+    """The next threshold by a proportional controller, with a gain that grows with the density."""
+    gain = min(max(5 * density, 1e-3), 0.05)
+    change = min(max(gain * math.log(max(raw, 1) / k), -0.05), 0.05)
+    return min(max(delta * math.exp(change), TINY), HUGE)
+
+
+class ExDynaOracle:
+    """The state of all ranks; mode "paper" is ExDyna by the reference program, "micro" the same with fixed partitions.
+
+    ``layout`` and ``delta`` replace what the first iteration would start from, ``rule`` what scales the threshold.
+    After a step, ``layout``, ``delta`` and ``counts`` (by rank) are those that the step used and found.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        numel: int,
+        density: float,
+        mode: str = "paper",
+        *,
+        layout: Layout | None = None,
+        delta: float | None = None,
+        rule: Callable[[float, int, int], float] = threshold_ref,
+    ) -> None:
+        if mode not in {"paper", "micro"}:
+            raise ValueError(f"unknown mode {mode!r}")
+        self.world_size, self.numel, self.mode, self.rule = world_size, numel, mode, rule
+        self.k = max(1, int(density * numel))
+        self.delta = threshold_start(self.k) if delta is None else delta
+        self.layout = layout or (_static_layout if mode == "micro" else paper_layout)(numel, world_size)
+        self.number = 0
+        self.counts: list[int] = []
+        self.residuals: list[list[int | Fraction]] = [[0] * numel for _ in range(world_size)]
+
+    def step(self, gradients: Sequence[Sequence[float]]) -> tuple[list[int], list[int | Fraction]]:
+        """One iteration: the indices selected by anyone, ascending, and the sums over all ranks there."""
+        pairs = zip(self.residuals, gradients, strict=True)
+        acc = [[e + _exact(g) for e, g in zip(*pair, strict=True)] for pair in pairs]
+        t, self.number = self.number, self.number + 1
+        if t > 0:
+            # Both follow from the counts of the iteration before, which every rank knows.
+            if self.mode == "paper":
+                self.layout = rebalance_paper(self.layout, by_partition(self.counts, t - 1))
+            self.delta = self.rule(self.delta, sum(self.counts), self.k)
+        chosen = [self._choose(acc[r], part(r, t, self.world_size), t) for r in range(self.world_size)]
+        self.counts = [len(c) for c in chosen]
+        indices = sorted(i for c in chosen for i in c)
+        sums = [sum(a[i] for a in acc) for i in indices]
+        # Everybody's share of every selected element is in its sum, so everybody clears all of them.
+        for a in acc:
+            for i in indices:
+                a[i] = 0
+        self.residuals = acc
+        return indices, sums
+
+    def _choose(self, acc: list[int | Fraction], j: int, t: int) -> list[int]:
+        start, stop = self.layout.bounds(j)
+        limit = float(np.float32(self.delta))
+        chosen = [i for i in range(start, stop) if abs(acc[i]) >= limit]
+        # Nobody sends nothing, unless its partition is empty.
+        return chosen if chosen or start == stop else [start + t % (stop - start)]
+
+
+def _static_layout(numel: int, world_size: int) -> Layout:
+    bounds = static_bounds(numel, world_size)
+    return Layout(1, [stop - start for start, stop in bounds], [start for start, _ in bounds], numel)
+
+
+def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], bool]) -> Layout:
+    """Borders from left to right, each seeing what the moves before it should have done to the counts."""
+    counts, load = list(layout.counts), list(kappa)
+    if sum(load) < len(load):
+        return layout
+    per_block = layout.block * sum(load) // layout.numel
+    for i in range(len(load) - 1):
+        if sheds(load[i], load[i + 1]) and counts[i] - 1 >= layout.least:
+            moved = 1
+        elif sheds(load[i + 1], load[i]) and counts[i + 1] - 1 >= layout.least:
+            moved = -1
+        else:
+            continue
+        counts[i], counts[i + 1] = counts[i] - moved, counts[i + 1] + moved
+        load[i], load[i + 1] = load[i] - moved * per_block, load[i + 1] + moved * per_block
+    return layout.recounted(counts)
+
+
+def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_step: int) -> int:
+    """How many blocks the border after partition ``i`` would go to the left."""
+    size, total = len(kappa), sum(kappa)
+    excess = sum(kappa[: i + 1]) - (i + 1) * total / size
+    u = (i + 1) / size
+    if abs(excess / (total / size)) <= max(0.05, size * math.sqrt(u * (1 - u) / total)):
+        return 0
+    shrinks = i if excess > 0 else i + 1
+    # An empty partition cannot shrink: its move is cancelled later.
+    per_block = max(kappa[shrinks], 1) / max(layout.counts[shrinks], 1)
+    blocks = min(max(math.floor(gain * abs(excess) / per_block), 1), max_step)
+    return blocks if excess > 0 else -blocks
+
+
+def _tight_blocks(numel: int, world_size: int, blocks: int, align: int) -> tuple[int, int]:
+    """The elements of a block, and how many blocks that makes."""
+    wanted = min(max(blocks, 4 * world_size), max(world_size, numel // align))
+    block = align * _ceil_div(numel, align * wanted)
+    return block, _ceil_div(numel, block)
+
+
+def _shares(total: int, size: int) -> list[int]:
+    return [total // size + (j < total % size) for j in range(size)]
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _exact(value: float) -> int | Fraction:
+    """Whole numbers stay plain integers, which add much faster."""
+    return int(value) if value == int(value) else Fraction(value)

@@ -1,0 +1,244 @@
+"""ExDyna and MiCRO against their description: golden vectors, an independent oracle, control and balance."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
+from tritoncomm.algorithms.exdyna import ExDynaState, Layout
+
+import exdyna_oracle as oracle
+import laws
+from tritoncomm_kernels import rebalance
+
+
+def algorithm(numel: int, **fields: object):
+    """A fresh algorithm."""
+    return ExDyna(**fields).build(numel)
+
+
+def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int, rule: str) -> tuple[int, ...]:
+    """Blocks per partition after counts ``kappa`` in partition order."""
+    tensor = torch.tensor(blocks, dtype=torch.int32)
+    rebalance(
+        tensor, torch.empty_like(tensor), torch.tensor(kappa, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+        torch.empty(2, dtype=torch.int32), rank=0, block=layout.block, numel=numel, min_blocks=layout.least, rule=rule,
+    )  # fmt: skip
+    return tuple(tensor.tolist())
+
+
+def test_golden_layouts() -> None:
+    """Block sizes, blocks per partition, floors and bounds of the authors' rule."""
+    small = algorithm(100_000, mode="paper")
+    layout = small.layout(4)
+    assert layout == (96, (256,) * 4, 64)
+    assert small.bounds(layout, layout.blocks) == [0, 24576, 49152, 73728, 100_000]
+    large = algorithm(28_949_319, mode="paper")
+    layout = large.layout(3)
+    assert layout == (28256, (342, 341, 341), 86)
+    assert large.bounds(layout, layout.blocks) == [0, 9_663_552, 19_298_848, 28_949_319]
+    micro = MiCRO(mode="paper").build(10)
+    assert micro.bounds(micro.layout(4), micro.layout(4).blocks) == [0, 3, 6, 8, 10]
+
+
+def test_golden_moves() -> None:
+    """Sequences of borders after given counts, the plateau that stalls among them."""
+    layout, blocks = algorithm(100_000, mode="paper").layout(4), (256,) * 4
+    for kappa, expected in (
+        ([160, 60, 90, 90], (255, 257, 256, 256)),
+        ([106, 94, 106, 94], (254, 259, 254, 257)),
+        ([40, 40, 160, 160], (254, 260, 253, 257)),
+        ([130, 100, 100, 70], (254, 260, 253, 257)),
+        ([300, 50, 300, 50], (253, 262, 251, 258)),
+    ):
+        blocks = moved(layout, blocks, kappa, 100_000, "paper")
+        assert blocks == expected
+    layout, blocks = algorithm(11_173_962, mode="paper").layout(8), (128,) * 8
+    for expected in (
+        (127, 129, 129, 126, 130, 126, 129, 128),
+        (126, 130, 130, 124, 132, 124, 130, 128),
+        (125, 131, 131, 122, 134, 122, 131, 128),
+    ):
+        blocks = moved(layout, blocks, [3000, 900, 700, 1500, 1100, 1500, 1300, 1173], 11_173_962, "paper")
+        assert blocks == expected
+
+
+def test_pair_ratio_crosses_a_plateau() -> None:
+    """Load passes partitions near the mean, where the paper's rule stalls."""
+    layout = algorithm(100_000, mode="paper").layout(4)
+    assert moved(layout, (256,) * 4, [130, 100, 100, 70], 100_000, "pair_ratio") == (255, 257, 255, 257)
+
+
+def test_golden_thresholds() -> None:
+    """Both factor rules to the last digit, over the edges of the band."""
+    ref, fixed = (algorithm(11_173_962, mode="paper", density=0.001, threshold_rule=r) for r in ("ref", "ref_fixed"))
+    assert ref.k == 11_173
+    delta = ref._state_for(8, ref.layout(8)).threshold
+    assert delta == 0.004730261006920411
+    other = delta
+    for found, by_ref, by_fixed in (
+        (50000, 0.004753912311955012, 0.004753912311955012),
+        (13000, 0.004777681873514786, 0.004777681873514786),
+        (12291, 0.00480157028288236, 0.00480157028288236),
+        (12290, 0.004807572245735962, 0.004807572245735962),
+        (11173, 0.004813581711043132, 0.004801322401816506),
+        (10157, 0.004819598688181936, 0.0047950806826941444),
+        (10156, 0.004795500694741026, 0.0047711052792806736),
+        (8, 0.004771523191267321, 0.00474724975288427),
+        (1, 0.0047476655753109845, 0.004723513504119849),
+    ):
+        delta, other = ref._scaled(delta, found), fixed._scaled(other, found)
+        assert (delta, other) == (by_ref, by_fixed)
+
+
+def test_golden_step() -> None:
+    """Two workers, eight elements: who judges what, what is summed, what stays; then slices are swapped."""
+    recipe = ExDyna(mode="paper", density=0.25, rebalance="off", threshold_rule="off")
+    world = SimulatedWorld(recipe, 2, 8)
+    for worker in world.workers:
+        worker.algorithm.state = ExDynaState(world_size=2, threshold=1.0, blocks=(4, 4))
+    mean = world.step(torch.tensor([[2.0, 0, 0, 0, 9, 0, 0, 0], [5, 0, 3, 0, 0, 0, -1, 0]]))[0]
+    assert mean.indices.tolist() == [0, 6]
+    assert mean.values.tolist() == [3.5, -0.5]
+    assert world.residuals.tolist() == [[0, 0, 0, 0, 9, 0, 0, 0], [0, 0, 3, 0, 0, 0, 0, 0]]
+    assert world.step(torch.zeros(2, 8))[0].indices.tolist() == [2, 4]
+
+
+@given(
+    st.integers(1, 7), st.integers(0, 60), st.sampled_from(["ref", "ref_fixed"]), st.booleans(),
+    st.lists(st.sampled_from(laws.FAMILIES), min_size=2, max_size=8).map(tuple), st.integers(0, 2**20),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_oracle(world_size: int, extra: int, rule: str, moving: bool, families: tuple[str, ...], seed: int) -> None:
+    """Paper mode equals an independent implementation, step after step: support, sums, residuals, borders."""
+    numel, blocks, density = 28 * 32 + extra, 28, 0.1
+    recipe = ExDyna(
+        mode="paper", density=density, blocks=blocks, rebalance="auto" if moving else "off", threshold_rule=rule
+    )
+    case = laws.Case(world_size, numel, families, seed=seed, exponent=-9)
+    world = laws.world_of(recipe, case)
+    reference = oracle.ExDynaOracle(
+        world_size, numel, density, "paper" if moving else "micro",
+        layout=oracle.paper_layout(numel, world_size, blocks) if moving else None,
+        rule=oracle.threshold_ref if rule == "ref" else oracle.threshold_ref_fixed,
+    )  # fmt: skip
+    for gradient in case.gradients():
+        state = world.workers[0].algorithm.state
+        mean = world.step(gradient)[0]
+        indices, sums = reference.step([[Fraction(x) for x in row] for row in gradient.tolist()])
+        assert mean.indices.tolist() == indices
+        assert [Fraction(x) * world_size for x in mean.values.tolist()] == sums
+        assert [[Fraction(x) for x in row] for row in world.residuals.tolist()] == reference.residuals
+        if state.blocks:
+            assert list(state.blocks) == reference.layout.counts
+            assert state.threshold == reference.delta
+
+
+@given(st.integers(1, 40), st.integers(1, 5000), st.integers(1, 1024))
+def test_tight_layout(world_size: int, numel: int, blocks: int) -> None:
+    """The library's tight layout is the oracle's, tiles the vector, and leaves nobody without elements."""
+    built = algorithm(numel, blocks=blocks)
+    layout = built.layout(world_size)
+    expected = oracle.tight_layout(numel, world_size, blocks, least=1)
+    assert (layout.block, list(layout.blocks)) == (expected.block, expected.counts)
+    bounds = built.bounds(layout, layout.blocks)
+    assert bounds[0] == 0
+    assert bounds[-1] == numel
+    assert all(a <= b for a, b in itertools.pairwise(bounds))
+    if numel >= world_size:
+        assert all(a < b for a, b in itertools.pairwise(bounds))
+
+
+def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[float], list[float]]:
+    """Passed entries over k, and imbalance, of every step; gradients from a new draw of the same layers."""
+    world = SimulatedWorld(recipe, world_size, numel)
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.randn(24, generator=generator).exp().repeat_interleave(numel // 24 + 1)[:numel]
+    k, passed, imbalance = int(numel * recipe.density), [], []
+    for _ in range(steps):
+        world.step(scale * torch.randn(world_size, numel, generator=generator))
+        report = world.workers[0].algorithm.report
+        passed.append(report["passed"] / k)
+        imbalance.append(report["imbalance"])
+    return passed, imbalance
+
+
+def test_density_is_kept_and_load_balanced() -> None:
+    """On layers of unequal scale: the count stays near k, and moving borders even out what fixed ones do not."""
+    passed, imbalance = run(ExDyna(density=0.02), 4, 24_000, 500)
+    assert 0.9 < sum(passed[-200:]) / 200 < 1.1
+    assert max(passed[:50]) < 30
+    _, fixed = run(MiCRO(density=0.02), 4, 24_000, 500)
+    balanced, unbalanced = sum(imbalance[-200:]) / 200, sum(fixed[-200:]) / 200
+    assert balanced < 1 + 0.35 * (unbalanced - 1)
+    assert balanced < 1.15
+
+
+def test_capacity_bounds_the_burst() -> None:
+    """Nobody sends more than its capacity, and the largest entries go first; the rest is still owed."""
+    world = SimulatedWorld(ExDyna(density=0.05, lift=1.0), 4, 800)
+    capacity = world.workers[0].algorithm.capacity(4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        mean = world.step(torch.randn(4, 800, generator=generator))[0]
+        assert len(mean) <= 4 * capacity
+
+
+def test_zeros_freeze_the_threshold() -> None:
+    """A long stretch without gradients neither selects anything nor moves the threshold."""
+    world = SimulatedWorld(ExDyna(density=0.1), 3, 300)
+    zeros = torch.zeros(3, 300)
+    world.step(zeros)
+    assert world.workers[0].algorithm.state.threshold == 0
+    gradient = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    world.step(gradient)
+    for _ in range(300):  # until nothing is owed any more
+        world.step(zeros)
+    assert not world.residuals.any()
+    held = world.workers[0].algorithm.state.threshold
+    for _ in range(5):
+        assert len(world.step(zeros)[0]) == 0
+    assert world.workers[0].algorithm.state.threshold == held > 0
+
+
+def test_scale_does_not_matter() -> None:
+    """Gradients times a power of two: the same support, counts and borders."""
+    gradient = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
+    first, second = (SimulatedWorld(ExDyna(density=0.05), 3, 400) for _ in range(2))
+    for _ in range(6):
+        one, other = first.step(gradient)[0], second.step(gradient * 2.0**13)[0]
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.values * 2.0**13, other.values)
+        assert first.workers[0].algorithm.state.blocks == second.workers[0].algorithm.state.blocks
+
+
+def test_rotation_gives_every_partition_to_everybody() -> None:
+    """One entry that only one worker has is delivered within as many steps as there are workers."""
+    for holder in range(5):
+        world = SimulatedWorld(ExDyna(density=0.01, threshold_rule="off", lift=1.0), 5, 500)
+        gradient = torch.zeros(5, 500)
+        gradient[holder, 123] = 1.0
+        delivered = [len(world.step(gradient if step == 0 else torch.zeros(5, 500))[0]) for step in range(5)]
+        assert sum(delivered) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mode": "x"}, {"rebalance": "x"}, {"layout": "x"}, {"threshold_rule": "x"}, {"capacity": 0.5}, {"blocks": 0}],
+)
+def test_bad_fields(fields: dict[str, object]) -> None:
+    """Each names the field."""
+    with pytest.raises(ConfigurationError, match=next(iter(fields))):
+        ExDyna(**fields)
+
+
+def test_more_workers_than_lanes() -> None:
+    """Beyond what the rebalancing kernel holds, the fix is named."""
+    with pytest.raises(ConfigurationError, match="rebalance='off'"):
+        ExDyna().check_world_size(1025)
+    MiCRO().check_world_size(1025)

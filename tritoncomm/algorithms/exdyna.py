@@ -1,0 +1,357 @@
+"""ExDyna: every worker selects alone in a partition of its own, by one threshold that is scaled online.
+
+D. Yoon, S. Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",
+CCGrid 2024. Partitions are disjoint, so selections never overlap and the volume does not grow with the
+workers; partitions rotate among workers, and their borders follow the load. With fixed partitions this is
+MiCRO (the same authors, HiPC 2023).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost, wire
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm.selection import entries_to_keep
+from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
+from tritoncomm_kernels.rebalance import MAX_PARTITIONS
+
+_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+_LINE = 32  # fp32 values in 128 bytes: partitions start at a line
+_TINY = 1e-30
+# The first threshold comes from every 16th magnitude, but from at least this many where there are as many.
+_SAMPLE_STRIDE, _SAMPLE_LEAST = 16, 4096
+# Borders may jump by up to 16 blocks at first; later that would only be jitter.
+_FAST_STEPS, _FAST_MOVE = 100, 16
+# The paper's code: more than 1.1 k raise by 0.5 %, fewer than 0.909 k lower by 0.5 %, else a quarter of that.
+_DENSE, _SPARSE = 1.1, 0.909
+_RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
+_LARGEST_CHANGE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExDyna(Recipe):
+    """Settings of ExDyna.
+
+    ``mode="paper"`` is the authors' code to the last bit: blocks of a multiple of 32 elements with a tail
+    that belongs to the last partition, one block per border and step, thresholds from 1 / (2 sqrt k) by
+    fixed factors, at least one index from every worker. ``mode="robust"`` keeps what makes the method and
+    replaces what fails outside the paper's setting. A field left at ``"auto"`` follows the mode:
+
+    ``layout``: ``"paper"`` (``"tight"`` below ``32 * blocks`` elements, where the paper's has empty blocks) or
+    ``"tight"``. ``rebalance``: ``"paper"``, ``"pair_ratio"``, ``"prefix"`` (robust) or ``"off"``, which is MiCRO
+    with partitions of equal size. ``threshold_rule``: ``"ref"`` (paper), ``"ref_fixed"`` (with the branch that its
+    code cannot reach), ``"prop"`` (robust: in proportion to the error, with a gain that falls with the
+    density) or ``"off"`` (hold).
+
+    ``blocks`` is how many blocks the vector is cut into, ``min_blocks`` how many a partition keeps (the paper's
+    layout: a quarter of an equal share). Robust mode only: the first threshold is the quantile of the
+    accumulators times ``lift``, because what is not sent grows; no worker sends more than ``capacity`` times
+    its share of k, the largest of what passed.
+    """
+
+    name: ClassVar[str] = "exdyna"
+    mode: str = "robust"
+    layout: str = "auto"
+    rebalance: str = "auto"
+    threshold_rule: str = "auto"
+    blocks: int = 1024
+    min_blocks: int = 1
+    capacity: float = 2.0
+    lift: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, choices in (
+            ("mode", ("robust", "paper")),
+            ("layout", ("auto", "tight", "paper")),
+            ("rebalance", ("auto", "paper", "pair_ratio", "prefix", "off")),
+            ("threshold_rule", ("auto", "ref", "ref_fixed", "prop", "off")),
+        ):
+            check(self, field, getattr(self, field) in choices, f"choose one of {', '.join(choices)}")
+        check_at_least(self, 1, "blocks", "min_blocks", whole=True)
+        check_at_least(self, 1, "capacity", "lift")
+        check(self, "lift", math.isfinite(self.lift), "choose a finite multiple of the quantile")
+
+    def build(self, numel: int) -> ExDynaAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return ExDynaAlgorithm(self, numel)
+
+    def check_world_size(self, world_size: int) -> None:
+        """See :meth:`Recipe.check_world_size`: one lane of the rebalancing kernel per partition."""
+        if world_size > MAX_PARTITIONS and self.chosen("rebalance") != "off":
+            raise ConfigurationError(
+                f"{world_size} workers: partitions are balanced for at most {MAX_PARTITIONS}, choose rebalance='off'"
+            )
+
+    @property
+    def parity(self) -> bool:
+        """Whether to do as the authors' code does."""
+        return self.mode == "paper"
+
+    def chosen(self, field: str) -> str:
+        """What ``"auto"`` means."""
+        by_mode = {
+            "layout": ("tight", "paper"),
+            "rebalance": ("prefix", "paper"),
+            "threshold_rule": ("prop", "ref"),
+        }
+        value: str = getattr(self, field)
+        return by_mode[field][self.parity] if value == "auto" else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiCRO(ExDyna):
+    """ExDyna with partitions of equal size that never move."""
+
+    name: ClassVar[str] = "micro"
+    rebalance: str = "off"
+
+
+@dataclass(frozen=True)
+class ExDynaState:
+    """Common to all ranks: everything follows from counts that all of them know.
+
+    ``threshold`` 0 means not found yet; ``blocks`` holds the blocks of each partition for the next step.
+    """
+
+    step: int = 0
+    world_size: int = 0
+    threshold: float = 0.0
+    blocks: tuple[int, ...] = ()
+
+
+class Layout(NamedTuple):
+    """How a vector is cut into blocks: elements per block, blocks per partition at first, and the floor."""
+
+    block: int
+    blocks: tuple[int, ...]
+    least: int
+
+
+class ExDynaAlgorithm(Algorithm):
+    """One rank's ExDyna. :meth:`reduce` is the paper from top to bottom."""
+
+    state: ExDynaState
+
+    def __init__(self, recipe: ExDyna, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self.k = entries_to_keep(numel, recipe.density)
+        self.state = ExDynaState()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if self.k >= self.numel:
+            return (yield from dense_exchange(acc, world_size))
+        layout = self.layout(world_size)
+        state = self._state_for(world_size, layout)
+        threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
+        bounds = self.bounds(layout, state.blocks)
+
+        own, raw, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
+        capped = (
+            own if self.recipe.parity else kernels.largest(own, self.capacity(world_size), workspace=self.workspace)
+        )
+        alive = own.found > 0 or bool(acc.dense().any())
+        kept, found, living = yield from self._share_counts([capped.found, raw, alive], finite, acc, world_size)
+        union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)
+        sums = acc.dense()[union.long()]
+        if world_size > 1 and union.numel():
+            sums = yield AllReduce("values", sums)
+        if kernels.has_non_finite(sums):  # on all ranks alike, they hold the same sums
+            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+
+        acc.selected = capped.found
+        acc.clear(union)  # everybody contributed its value at every selected index
+        total = sum(found)
+        self.report = {
+            "threshold": threshold,
+            "passed": float(total),
+            "imbalance": max(found) * world_size / total if total else 1.0,
+        }
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            threshold=self._scaled(threshold, total) if any(living) else threshold,
+            blocks=self._rebalanced(state, layout, found),
+        )
+        return SparseVector(union, sums / world_size, self.numel)
+
+    def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
+        """Another world size starts with equal partitions; the threshold is per worker and stays."""
+        state = self.state
+        if state.world_size != world_size:
+            state = replace(state, world_size=world_size, blocks=layout.blocks)
+        if self.recipe.parity and state.threshold == 0:
+            state = replace(state, threshold=1 / (2 * math.sqrt(self.k)))
+        return state
+
+    def layout(self, world_size: int) -> Layout:
+        """Block-based partitioning: contiguous runs of blocks, as many to each partition."""
+        if self.recipe.rebalance == "off":
+            return Layout(1, _shares(self.numel, world_size), 0)
+        blocks = self.recipe.blocks
+        block = self.numel // blocks // _LINE * _LINE
+        if self.recipe.chosen("layout") == "paper" and block:
+            return Layout(block, _shares(blocks, world_size), -(-blocks // (4 * world_size)))
+        block = tight_block(self.numel, world_size, blocks)
+        return Layout(block, _shares(-(-self.numel // block), world_size), self.recipe.min_blocks)
+
+    def bounds(self, layout: Layout, blocks: Sequence[int]) -> list[int]:
+        """Where each partition starts, and the end: the last one reaches to it, with or without a tail."""
+        starts = itertools.accumulate(blocks[:-1], initial=0)
+        return [*(min(start * layout.block, self.numel) for start in starts), self.numel]
+
+    def _first_threshold(self, acc: Accumulator, world_size: int) -> Pattern[float]:
+        """The mean over ranks of the quantile that k is, raised by ``lift``; 0 while hardly anything is non-zero."""
+        stride = max(1, min(_SAMPLE_STRIDE, self.numel // _SAMPLE_LEAST))
+        sample = acc.dense()[::stride].contiguous()
+        quantile = kernels.kth_magnitude(sample, entries_to_keep(sample.numel(), self.recipe.density))
+        words = torch.tensor([quantile], dtype=torch.float64, device=acc.device)
+        everybody = (yield AllGather("start", words)) if world_size > 1 else words
+        # In rank order, so that all ranks find the same bits. A sample with a NaN lets only NaN and Inf through.
+        mean = sum(everybody.flatten().tolist()) / world_size
+        return mean * self.recipe.lift if math.isfinite(mean) else math.inf
+
+    def _select(
+        self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
+    ) -> tuple[Selection, int, bool]:
+        """Exclusive selection in ``partition``: entries, how many passed, and whether all of this rank is finite.
+
+        The pass goes over the whole vector, as it must to add, and so meets every NaN and Inf.
+        """
+        start, stop = bounds[partition], bounds[partition + 1]
+        passed = acc.at_least(threshold)
+        finite = not kernels.has_non_finite(passed.values)
+        low, high = np.searchsorted(passed.indices.cpu().numpy(), [start, stop]).tolist()
+        own = passed.slice(low, high)
+        if self.recipe.parity and own.found == 0 and start < stop:  # nobody sends nothing
+            forced = torch.tensor([start + step % (stop - start)], dtype=torch.int32, device=acc.device)
+            own = Selection.of(forced, acc.dense()[forced.long()])
+        return own, own.found, finite
+
+    def _share_counts(
+        self, row: list[int], finite: bool, acc: Accumulator, world_size: int
+    ) -> Pattern[list[list[int]]]:
+        """By rank: entries to gather, entries that passed, and whether there is anything but zeros."""
+        words = torch.tensor([row[0] if finite else _NON_FINITE, *row[1:]], dtype=torch.int64, device=acc.device)
+        everybody = (yield AllGather("counts", words)) if world_size > 1 else words[None]
+        columns: list[list[int]] = everybody.t().tolist()
+        bad = [rank for rank, count in enumerate(columns[0]) if count == _NON_FINITE]
+        if bad:
+            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        return columns
+
+    def _all_gather(
+        self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
+    ) -> Pattern[torch.Tensor]:
+        """The union: disjoint by construction, ascending because it is put into partition order."""
+        blocks = yield from bruck_all_gather(own, kept, rank, world_size, phase="indices")
+        owners = [(partition - step) % world_size for partition in range(world_size)]
+        for partition, owner in enumerate(owners):
+            wire.check_indices(blocks[owner], bounds[partition], bounds[partition + 1])
+        return torch.cat([blocks[owner] for owner in owners])
+
+    def _rebalanced(self, state: ExDynaState, layout: Layout, found: list[int]) -> tuple[int, ...]:
+        """Dynamic partition allocation, from counts by rank; all ranks compute the same."""
+        rule = self.recipe.chosen("rebalance")
+        if rule == "off" or state.world_size == 1:
+            return state.blocks
+        blocks = torch.tensor(state.blocks, dtype=torch.int32)
+        kernels.rebalance(
+            blocks,
+            torch.empty_like(blocks),
+            torch.tensor(found, dtype=torch.int32),
+            torch.tensor([state.step], dtype=torch.int32),
+            torch.empty(2, dtype=torch.int32),
+            rank=0,
+            block=layout.block,
+            numel=self.numel,
+            min_blocks=layout.least,
+            rule=rule,
+            max_step=_FAST_MOVE if state.step < _FAST_STEPS else 1,
+        )
+        return tuple(blocks.tolist())
+
+    def _scaled(self, threshold: float, found: int) -> float:
+        """Online threshold scaling, from how many passed in all."""
+        ratio = found / self.k
+        rule = self.recipe.chosen("threshold_rule")
+        if rule == "off" or threshold == 0:
+            return threshold
+        if rule == "prop":
+            gain = min(max(5 * self.recipe.density, 1e-3), _LARGEST_CHANGE)
+            change = gain * math.log(max(found, 1) / self.k)
+            factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
+        elif ratio > _DENSE:
+            factor = _RAISE
+        elif ratio <= _SPARSE:
+            factor = _LOWER
+        else:
+            # In the authors' code the second branch cannot be reached.
+            factor = _RAISE_FINE if ratio > 1 or rule == "ref" else _LOWER_FINE
+        return min(max(threshold * factor, _TINY), 1 / _TINY)
+
+    def capacity(self, world_size: int) -> int:
+        """How many entries one worker may send."""
+        room = self.recipe.capacity * self.k / world_size
+        return self.numel if self.recipe.parity or math.isinf(room) else math.ceil(room)
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: every worker fills its capacity."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        layout = self.layout(world_size)
+        bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
+        room = [min(self.capacity(world_size), stop - start) for start, stop in itertools.pairwise(bounds)]
+        forecast = self._forecast(world_size, max(room), sum(room))
+        if self._state_for(world_size, layout).threshold:
+            return forecast
+        return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`: k entries, as many from every worker; 3k(P-1)/P words."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        return self._forecast(world_size, -(-self.k // world_size), self.k)
+
+    def _forecast(self, world_size: int, own: int, total: int) -> Forecast:
+        rounds, leaving = cost.bruck_rounds(world_size), (world_size - 1) * own
+        return Forecast(
+            {
+                "counts": both(cost.all_gather(3, 8, world_size)),
+                "indices": Flow(cost.messages(rounds, leaving), cost.messages(rounds, min(leaving, total))),
+                "values": both(cost.all_reduce(total, cost.WORD, world_size)),
+            }
+        )
+
+
+def tight_block(numel: int, world_size: int, blocks: int) -> int:
+    """Elements per block so that no tail is left over and, while there are enough, no partition is empty."""
+    for line in (_LINE if numel >= _LINE * world_size else 1, 1):
+        wanted = min(max(blocks, 4 * world_size), max(world_size, numel // line))
+        block = line * -(-numel // (line * wanted))
+        if -(-numel // block) >= world_size:
+            break
+    return block
+
+
+def _shares(total: int, parts: int) -> tuple[int, ...]:
+    """``total`` in ``parts`` that differ by at most one, larger ones first."""
+    share, extra = divmod(total, parts)
+    return tuple(share + (part < extra) for part in range(parts))
