@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-from tritoncomm import ExDyna, OkTopk, Recipe, SparDL, Warmup, algorithms, recipe
+from tritoncomm import ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
 
+# Momentum multiplies what was given, and the laws are about what was given; random-block is not warned about here.
+FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 
 
 def under_test(density: float) -> dict[str, Recipe]:
     """Recipes by a name for the test report."""
-    named = {name: recipe(name, density=density) for name in algorithms()}
+    named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
     return named | {
         "oktopk-short-periods": OkTopk(density=density, **SHORT),
         "oktopk-strict-volume": OkTopk(density=density, strict_volume=True, **SHORT),
@@ -27,6 +29,9 @@ def under_test(density: float) -> dict[str, Recipe]:
         "spardl-auto": SparDL(density=density, teams="auto", sag="bruck"),
         "exdyna-paper": ExDyna(density=density, mode="paper"),
         "exdyna-pair-ratio": ExDyna(density=density, rebalance="pair_ratio", threshold_rule="ref_fixed", blocks=24),
+        "random-block-wrap": RandomBlock(density=density, mode="wrap", reduced_lr=True),
+        "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),
+        "topk-dsa-always-dense": TopkDSA(density=density, dense_switch=0.0),
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
     }
 

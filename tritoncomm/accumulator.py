@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -48,6 +49,16 @@ class Accumulator:
         """Where the vector lies; messages are made there."""
         return self._residual.device
 
+    @property
+    def gradient(self) -> torch.Tensor:
+        """This step's gradient ``[n]``; read-only."""
+        return self._gradient
+
+    def feed(self, update: torch.Tensor) -> None:
+        """Take ``update`` (fp32 ``[n]``) in place of the gradient; before anything else is asked for."""
+        assert not self._added
+        self._gradient = update
+
     def dense(self) -> torch.Tensor:
         """The whole sum, fp32 ``[n]``; read-only for the caller."""
         self._add()
@@ -79,6 +90,11 @@ class Accumulator:
         self._add()
         self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
 
+    def clear_range(self, start: int, stop: int) -> None:
+        """:meth:`clear` for the coordinates from ``start`` up to ``stop``."""
+        self._add()
+        self._timed(self._scratch[start:stop].zero_)
+
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Owe ``values`` at ``indices`` (unique), whatever was owed there before."""
         self._add()
@@ -94,6 +110,10 @@ class Accumulator:
         self._added = True
         self.selected = self.numel
         self._scratch.zero_()
+
+    def is_finite(self) -> bool:
+        """False when the sum has a NaN or Inf anywhere; found in the pass that adds."""
+        return self.at_least(math.inf).found == 0
 
     def _add(self) -> None:
         if not self._added:

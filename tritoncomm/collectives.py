@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm import wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern, Post, Round, Wait
 from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
 
 
 def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int, int]]]:
@@ -81,6 +83,28 @@ def bruck_all_gather(
         arrived = inbox.get(source, block.new_empty(0))
         slots.extend(torch.split(arrived, lengths))
     return [slots[(p - position) % size] for p in range(size)]
+
+
+def all_gather_sum(
+    own: Selection, rooms: Sequence[int], acc: Accumulator, rank: int, world_size: int, *, phase: str = "all-gather"
+) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
+    """The union of all ranks' entries and the sums there, taken in rank order: the same bits on every rank.
+
+    ``rooms[r]`` is the number of entries that rank r sends at most. NaN and Inf, which every selection lets
+    through, make all ranks raise :class:`~tritoncomm.NonFiniteError` alike.
+    """
+    message = wire.pack_padded(own.indices, own.values, 2 * rooms[rank])
+    blocks = yield from bruck_all_gather(message, [2 * room for room in rooms], rank, world_size, phase=phase)
+    lists = [wire.unpack_padded(block) for block in blocks]
+    for indices, _ in lists:
+        wire.check_indices(indices, 0, acc.numel)
+    indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
+    if kernels.has_non_finite(sums):
+        bad = [source for source, (_, values) in enumerate(lists) if kernels.has_non_finite(values)]
+        if bad:
+            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+    return indices, sums
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:

@@ -88,6 +88,7 @@ def wrap(
             chosen = Warmup(recipe=chosen, steps=warmup_steps)
         options = _Options(staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout)
         _check_optimizer(optimizer)
+        chosen.check_optimizer(optimizer)
         return SparseOptimizer(optimizer, chosen, process_group, options)
     except ConfigurationError as error:
         if is_initialised():  # the others are about to compare set-ups and must not wait for this rank

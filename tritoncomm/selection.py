@@ -1,8 +1,14 @@
-"""How large is "large": how many entries to keep, and thresholds that follow a drifting distribution."""
+"""How large is "large": how many entries to keep, and thresholds reused, corrected or fitted to a distribution."""
 
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import Selection
 
 # A reused threshold never moves by more than this factor in one step, however wrong it was.
 MAX_CORRECTION = 2.0
@@ -25,3 +31,87 @@ def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -
     if have * MAX_CORRECTION <= want:
         return threshold * MAX_CORRECTION
     return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
+
+
+def left_out(union: Selection, kept: Selection) -> Selection:
+    """The entries of ``union`` that are not among ``kept``, a part of it; both ascending."""
+    cut = torch.ones(union.found, dtype=torch.bool, device=union.values.device)
+    cut[kernels.common_positions(union.indices, kept.indices)] = False
+    return Selection.of(union.indices[cut], union.values[cut])
+
+
+# GaussianK as coded beside Ok-Topk: up to 20 corrections of 2 % until the count is within a quarter of k.
+_GAUSSIAN_TRIES, _GAUSSIAN_STEP = 20, 1.02
+
+
+def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
+    """About the ``k`` largest of fp32 ``values`` by a normal fit: mean + z sigma, then corrected by counting.
+
+    S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019. Heavier tails than a
+    normal law's let more pass than asked for, at low density several times as many.
+    """
+    double = values.double()
+    mean, sigma = float(double.mean()), float(double.std()) if values.numel() > 1 else 0.0
+    threshold = mean + NormalDist().inv_cdf(1 - k / values.numel() / 2) * sigma
+    lowest = threshold / _GAUSSIAN_STEP**_GAUSSIAN_TRIES
+    candidates = kernels.select(values, lowest)
+    keys = kernels.magnitude_keys(candidates.values)
+
+    def count() -> int:
+        return int(torch.count_nonzero(keys >= kernels.threshold_key(threshold)))
+
+    first = count()
+    for _ in range(_GAUSSIAN_TRIES):
+        now = count()
+        if first < 3 * k / 4 and now < 3 * k / 4:
+            threshold /= _GAUSSIAN_STEP
+        elif first > 5 * k / 4 and now > 5 * k / 4:
+            threshold *= _GAUSSIAN_STEP
+        else:
+            break
+    passed = keys >= kernels.threshold_key(threshold)
+    return Selection.of(candidates.indices[passed], candidates.values[passed])
+
+
+# SIDCo: the share that the first of several stages lets through, how many entries a fit should leave at least,
+# and how close to exponential a Pareto law is taken for one.
+_FIRST_STAGE, _FEWEST, _EXPONENTIAL = 0.25, 4, 1e-9
+
+
+def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | None:
+    """About the ``k`` largest of fp32 ``values`` by generalised Pareto fits, each to the tail above the last.
+
+    A. Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed
+    Training Systems" (SIDCo), MLSys 2021, variant P. None when there is no tail to fit: too few values, or
+    values without spread.
+    """
+    if k < _FEWEST:
+        return None
+    density = k / values.numel()
+    stages = 1 if density >= _FIRST_STAGE else stages
+    shares = [density]
+    if stages > 1:
+        shares = [_FIRST_STAGE, *[(density / _FIRST_STAGE) ** (1 / (stages - 1))] * (stages - 1)]
+    tail = Selection.of(torch.arange(values.numel(), dtype=torch.int32, device=values.device), values)
+    shift = 0.0
+    for share in shares:
+        excess = tail.values.abs().double() - shift
+        mean, variance = float(excess.mean()), float(excess.var()) if tail.found > 1 else 0.0
+        if not (variance > 0 and mean > 0):
+            return None
+        threshold = shift + _pareto_excess(mean, variance, share)
+        passed = kernels.magnitude_keys(tail.values) >= kernels.threshold_key(threshold)
+        tail = Selection.of(tail.indices[passed], tail.values[passed])
+        if tail.found == 0:
+            return None
+        shift = kernels.smallest_magnitude(tail.values)
+    return tail
+
+
+def _pareto_excess(mean: float, variance: float, share: float) -> float:
+    """What ``share`` of a generalised Pareto law with this mean and variance exceeds."""
+    ratio = mean * mean / variance
+    shape, scale = (ratio - 1) / 2, mean * (ratio + 1) / 2
+    if abs(shape) < _EXPONENTIAL:
+        return -scale * math.log(share)
+    return float(scale * (1 - share**shape) / shape)

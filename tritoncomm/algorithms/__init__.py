@@ -7,25 +7,54 @@ from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
+from tritoncomm.algorithms.dgc import DGC
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
+from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.random_block import RandomBlock
+from tritoncomm.algorithms.random_k import RandomK
 from tritoncomm.algorithms.spardl import SparDL
+from tritoncomm.algorithms.threshold_allgather import GaussianK, HardThreshold, SIDCo
 from tritoncomm.algorithms.topk_allgather import TopkAllgather
+from tritoncomm.algorithms.topk_dsa import TopkDSA
 from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
-_RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, SparDL, TopkAllgather)
+_RECIPES: tuple[type[Recipe], ...] = (
+    Dense,
+    DGC,
+    ExDyna,
+    GaussianK,
+    GTopk,
+    HardThreshold,
+    MiCRO,
+    OkTopk,
+    RandomBlock,
+    RandomK,
+    SIDCo,
+    SparDL,
+    TopkAllgather,
+    TopkDSA,
+)
 _BY_NAME = {kind.name: kind for kind in _RECIPES}
 
 __all__ = [
+    "DGC",
     "Algorithm",
     "Dense",
     "ExDyna",
+    "GTopk",
+    "GaussianK",
+    "HardThreshold",
     "MiCRO",
     "OkTopk",
+    "RandomBlock",
+    "RandomK",
     "Recipe",
+    "SIDCo",
     "SparDL",
     "TopkAllgather",
+    "TopkDSA",
     "Warmup",
     "algorithms",
     "recipe",

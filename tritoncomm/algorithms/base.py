@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
@@ -93,6 +95,9 @@ class Recipe(ABC):
 
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most methods take any
         """Raise :class:`ConfigurationError` when the method cannot run with ``world_size`` workers as it is set."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with any
+        """Raise :class:`ConfigurationError` when ``optimizer`` would undo what the method does."""
 
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
         """The paper's formula for ``numel`` elements, phase by phase: what most steps of a long run cost at most."""

@@ -24,7 +24,7 @@ from tritoncomm.collectives import bruck_all_gather, dense_exchange
 from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.selection import entries_to_keep
+from tritoncomm.selection import entries_to_keep, left_out
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
@@ -265,9 +265,7 @@ class SparDLAlgorithm(Algorithm):
     def _cut(self, union: Selection, ledger: _Ledger, place: _Place, share: float) -> Selection:
         """The budget's largest entries; each rank that made the same cut keeps its ``share`` of the rest."""
         kept = kernels.largest(union, place.budgets[place.position], workspace=self.workspace)
-        dropped = torch.ones(union.found, dtype=torch.bool, device=union.values.device)
-        dropped[kernels.common_positions(union.indices, kept.indices)] = False
-        ledger.add(Selection.of(union.indices[dropped], union.values[dropped]), share)
+        ledger.add(left_out(union, kept), share)
         return kept
 
     def _all_gather(self, own: Selection, place: _Place) -> Pattern[Selection]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check_at_least
@@ -28,6 +30,14 @@ class Warmup(Recipe):
     def __post_init__(self) -> None:
         check_at_least(self, 0, "steps", whole=True)
         object.__setattr__(self, "density", self.recipe.density)
+
+    def check_world_size(self, world_size: int) -> None:
+        """See :meth:`Recipe.check_world_size`."""
+        self.recipe.check_world_size(world_size)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Recipe.check_optimizer`."""
+        self.recipe.check_optimizer(optimizer)
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""

@@ -1,0 +1,140 @@
+"""Deep Gradient Compression: what is not sent gathers momentum while it waits.
+
+Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
+2018. Momentum correction, momentum factor masking and local clipping around an all-gather of the largest
+entries. Its density warm-up is ``Warmup(schedule="exponential")``; biases and norms travel dense with
+``dense_below``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from tritoncomm import cost
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
+from tritoncomm.collectives import all_gather_sum, dense_exchange
+from tritoncomm.cost import Forecast, both
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.selection import entries_to_keep
+from tritoncomm.sparse import SparseVector
+
+_CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC(Recipe):
+    """Settings of Deep Gradient Compression. Wrap an optimizer without momentum: the momentum is in here.
+
+    ``masking`` forgets the momentum of what was sent. ``clip_norm`` limits the norm of a worker's gradient before
+    it is accumulated, to ``clip_norm`` times 1 (``clip_scale="one"``), sqrt(P) (``"sqrtP"``: the paper's, for
+    independent gradients that are averaged) or 1 / sqrt(P) (``"inv_sqrtP"``: other codes').
+    """
+
+    name: ClassVar[str] = "dgc"
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+    clip_norm: float | None = None
+    clip_scale: str = "one"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "momentum")
+        check(self, "momentum", 0 <= self.momentum < 1, "choose at least 0 and less than 1")
+        check(self, "clip_scale", self.clip_scale in _CLIP_SCALES, f"choose one of {', '.join(_CLIP_SCALES)}")
+        if self.clip_norm is not None:
+            check_at_least(self, 0, "clip_norm")
+
+    def build(self, numel: int) -> DGCAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return DGCAlgorithm(self, numel)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Recipe.check_optimizer`: momentum must not be applied twice."""
+        if any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"dgc has momentum={self.momentum} of its own and {type(optimizer).__name__} would apply another: "
+                "wrap torch.optim.SGD(momentum=0)"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class DGCState:
+    """u: this rank's momentum, fp32 ``[numel]``; None before the first step. Never written to."""
+
+    velocity: torch.Tensor | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DGCState):
+            return NotImplemented
+        if self.velocity is None or other.velocity is None:
+            return self.velocity is other.velocity
+        return torch.equal(self.velocity, other.velocity)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DGCAlgorithm(Algorithm):
+    """The residual is the paper's v, the accumulated momentum."""
+
+    state: DGCState
+
+    def __init__(self, recipe: DGC, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self.k = entries_to_keep(numel, recipe.density)
+        self.state = DGCState()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        gradient = self._clipped(acc.gradient, world_size)
+        if self.k >= self.numel:
+            return (yield from self._dense(acc, gradient, world_size))
+        momentum, nesterov = self.recipe.momentum, self.recipe.nesterov
+        held = self.state.velocity if self.state.velocity is not None else torch.zeros_like(gradient)
+        velocity = momentum * (held + gradient) if nesterov else momentum * held + gradient
+        acc.feed(velocity + gradient if nesterov else velocity)
+        own = acc.top_k(self.k)
+        indices, sums = yield from all_gather_sum(own, [self.k] * world_size, acc, rank, world_size)
+        acc.clear(own.indices)
+        if self.recipe.masking:
+            velocity.index_fill_(0, own.indices.long(), 0.0)
+        self.state = DGCState(velocity)
+        return SparseVector(indices, sums / world_size, self.numel)
+
+    def _dense(self, acc: Accumulator, gradient: torch.Tensor, world_size: int) -> Pattern[SparseVector]:
+        """Density 1: momentum of the average, without accumulation or masking, which would leave none of it."""
+        acc.feed(gradient)
+        mean = yield from dense_exchange(acc, world_size)
+        momentum, nesterov = self.recipe.momentum, self.recipe.nesterov
+        if momentum == 0:
+            return mean
+        held = self.state.velocity if self.state.velocity is not None else torch.zeros_like(gradient)
+        velocity = momentum * (held + mean.values) if nesterov else momentum * held + mean.values
+        self.state = DGCState(velocity)
+        return SparseVector.full(velocity + mean.values if nesterov else velocity)
+
+    def _clipped(self, gradient: torch.Tensor, world_size: int) -> torch.Tensor:
+        gradient = gradient.float()
+        if self.recipe.clip_norm is None:
+            return gradient
+        limit = self.recipe.clip_norm * world_size ** _CLIP_SCALES[self.recipe.clip_scale]
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        # Not finite: left as it is, so that the exchange refuses it.
+        return gradient * (limit / norm) if math.isfinite(norm) and norm > limit else gradient
+
+    def common_state(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.common_state`: momentum is private."""
+        return {}
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: 2k(P-1) words, exactly."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        return Forecast({"all-gather": both(cost.bruck(2 * self.k, world_size))})

@@ -1,0 +1,107 @@
+"""gTop-k: a tree that merges sparse vectors and cuts every sum back to k entries.
+
+S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
+Networks", ICDCS 2019, for any number of workers. The paper returns what the final k leave out to whoever sent
+it, which loses partial sums that were cut on the way to a coordinate that survives; here the worker that
+cuts keeps what it cuts, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost, wire
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
+from tritoncomm.collectives import dense_exchange
+from tritoncomm.cost import Forecast, both
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
+from tritoncomm.selection import entries_to_keep, left_out
+from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTopk(Recipe):
+    """Exactly k entries are delivered; they are not always the k largest sums, as each merge sees only its subtree."""
+
+    name: ClassVar[str] = "gtopk"
+
+    def build(self, numel: int) -> GTopkAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return GTopkAlgorithm(numel, entries_to_keep(numel, self.density))
+
+
+class GTopkAlgorithm(Algorithm):
+    """A binomial tree to rank 0 and back. Messages have a fixed size, so nothing is negotiated.
+
+    Workers beyond the largest power of two hand their entries to a partner first and hear from it last.
+    """
+
+    def __init__(self, numel: int, k: int) -> None:
+        super().__init__(numel)
+        self.k = k
+        self.state = Stateless()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`.
+
+        A NaN or Inf is larger than everything else, so it survives every cut and reaches all ranks.
+        """
+        if self.k >= self.numel:
+            return (yield from dense_exchange(acc, world_size))
+        own = acc.top_k(self.k)
+        merged, cuts = own, []
+        edges = tree(world_size)
+        for pairs in edges:
+            inbox = yield from self._step("reduce", merged, pairs, rank)
+            for peer, message in inbox.items():
+                lists = [merged[:2], self._entries(message)] if rank < peer else [self._entries(message), merged[:2]]
+                union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
+                merged = kernels.largest(union, self.k, workspace=self.workspace)
+                cuts.append(left_out(union, merged))
+        for pairs in reversed(edges):
+            inbox = yield from self._step("broadcast", merged, {parent: child for child, parent in pairs.items()}, rank)
+            for message in inbox.values():
+                merged = Selection.of(*self._entries(message))
+        if kernels.has_non_finite(merged.values):  # on all ranks alike, they hold the same entries
+            raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
+        acc.clear(own.indices)
+        for cut in cuts:
+            acc.add(cut.indices, cut.values)
+        return SparseVector(merged.indices, merged.values / world_size, self.numel)
+
+    def _step(self, phase: str, entries: Selection, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:
+        """One level of the tree: ``pairs`` maps senders to receivers; who is in none takes part without a message."""
+        words = 2 * self.k
+        sends = {pairs[rank]: wire.pack_padded(entries.indices, entries.values, words)} if rank in pairs else {}
+        receives = {sender: words for sender, receiver in pairs.items() if receiver == rank}
+        inbox: Inbox = yield Round(phase, sends, receives)
+        return inbox
+
+    def _entries(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, values = wire.unpack_padded(message)
+        wire.check_indices(indices, 0, self.numel)
+        return indices, values
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: rank 0 is in every level, with 2k words each."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        levels = cost.bruck_rounds(world_size)
+        phase = both(cost.messages(levels, 2 * self.k * levels))
+        return Forecast({"reduce": phase, "broadcast": phase})
+
+
+def tree(world_size: int) -> list[dict[int, int]]:
+    """The levels of the tree on the way to rank 0, each as sender -> receiver."""
+    core = 1 << (world_size.bit_length() - 1)
+    fold = {rank: rank - core for rank in range(core, world_size)}
+    halves = [1 << s for s in range(core.bit_length() - 1)]
+    levels = [{rank + half: rank for rank in range(0, core, 2 * half)} for half in halves]
+    return [fold, *levels] if fold else levels

@@ -1,0 +1,142 @@
+"""Random-block sparsification: one contiguous run of coordinates, the same on all workers, summed densely.
+
+N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", 2020. There is nothing to
+select, no index travels, and the volume does not depend on the workers. What it costs is that a coordinate
+waits for its turn, however large it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
+from tritoncomm.collectives import dense_exchange
+from tritoncomm.cost import Forecast, both
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.selection import entries_to_keep
+from tritoncomm.shared_random import below, draw, draws
+from tritoncomm.sparse import SparseVector
+
+# Below this density the learning rate that classical error feedback stands is far from what dense training stands.
+_SAFE_DENSITY = 1 / 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomBlock(Recipe):
+    """Settings of random-block sparsification.
+
+    ``mode="perm"`` visits the blocks of a grid in a random order, each once per round, a new order every
+    round; ``"grid"`` draws one of them each step; ``"wrap"`` starts anywhere and wraps around. Blocks of a grid
+    are rounded up to a multiple of ``alignment`` elements. ``seed`` is common to all workers.
+
+    While a coordinate waits its gradients pile up, and arrive as one large step: with error feedback, gradient
+    descent is stable up to about 2 x density (``perm``) or density (the others) of the learning rate that
+    dense training stands. Below a density of 1/32 this warns, unless ``reduced_lr`` says that the learning
+    rate has been lowered accordingly.
+    """
+
+    name: ClassVar[str] = "random_block"
+    mode: str = "perm"
+    seed: int = 0
+    alignment: int = 128
+    reduced_lr: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, "mode", self.mode in ("perm", "grid", "wrap"), "choose perm, grid or wrap")
+        check_number(self, "seed", whole=True)
+        check_at_least(self, 1, "alignment", whole=True)
+        if self.density < _SAFE_DENSITY and not self.reduced_lr:
+            ceiling = self.density * (2 if self.mode == "perm" else 1)
+            warnings.warn(
+                f"random_block at density {self.density}: what waits arrives in bursts, and training is stable only "
+                f"up to about {ceiling:.2g} of the learning rate that dense training stands; lower it and set "
+                "reduced_lr=True, or use a density of at least 1/32",
+                stacklevel=2,
+            )
+
+    def build(self, numel: int) -> RandomBlockAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return RandomBlockAlgorithm(self, numel)
+
+
+@dataclass(frozen=True)
+class RandomBlockState:
+    """Exchanges that went through: what the next block is drawn from."""
+
+    step: int = 0
+
+
+class RandomBlockAlgorithm(Algorithm):
+    """The block of a step follows from seed and step alone."""
+
+    state: RandomBlockState
+
+    def __init__(self, recipe: RandomBlock, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        size = entries_to_keep(numel, recipe.density)
+        line = 1 if recipe.mode == "wrap" else recipe.alignment
+        self.size = min(numel, -(-size // line) * line)
+        self.state = RandomBlockState()
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if self.size >= self.numel:
+            return (yield from dense_exchange(acc, world_size))
+        ranges = self.ranges(self.state.step)
+        finite = acc.is_finite()
+        sums = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
+        if not finite:  # also when that is outside the block: the others learn it from the sum
+            sums.fill_(torch.nan)
+        if world_size > 1:
+            sums = yield AllReduce("block", sums)
+        if kernels.has_non_finite(sums):
+            raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+        for start, stop in ranges:
+            acc.clear_range(start, stop)
+        acc.selected = sums.numel()
+        self.state = replace(self.state, step=self.state.step + 1)
+        indices = [torch.arange(start, stop, dtype=torch.int32, device=acc.device) for start, stop in ranges]
+        return SparseVector(torch.cat(indices), sums / world_size, self.numel)
+
+    def ranges(self, step: int) -> list[tuple[int, int]]:
+        """What is exchanged in ``step``: one range of coordinates, or two where the block wraps around."""
+        seed, mode = self.recipe.seed, self.recipe.mode
+        if mode == "wrap":
+            start = below(draw(seed, step), self.numel)
+            stop = start + self.size
+            return [(0, stop - self.numel), (start, self.numel)] if stop > self.numel else [(start, stop)]
+        count = -(-self.numel // self.size)
+        block = below(draw(seed, step), count) if mode == "grid" else self._permuted(step, count)
+        return [(block * self.size, min((block + 1) * self.size, self.numel))]
+
+    def _permuted(self, step: int, count: int) -> int:
+        """The place of ``step`` in its round's permutation: blocks sorted by a key each, ties to the lower block."""
+        round_, place = divmod(step, count)
+        if self._order[0] != round_ or len(self._order[1]) != count:
+            self._order = round_, np.argsort(draws(self.recipe.seed, round_, 0, count), kind="stable")
+        return int(self._order[1][place])
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: values alone, exactly."""
+        return self._forecast(sum(stop - start for start, stop in self.ranges(self.state.step)), world_size)
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`: 2k(P-1)/P words."""
+        return self._forecast(self.size, world_size)
+
+    def _forecast(self, words: int, world_size: int) -> Forecast:
+        if self.size >= self.numel:
+            return cost.dense(self.numel, world_size)
+        return Forecast({"block": both(cost.all_reduce(words, cost.WORD, world_size))})

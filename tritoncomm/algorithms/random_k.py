@@ -1,0 +1,90 @@
+"""Shared random-k: the same random coordinates on all workers, so that values alone are summed densely.
+
+"Sparsified SGD with Memory" (S. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018) with a generator that all
+workers share. One coordinate out of each of k strata, without replacement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check_number
+from tritoncomm.collectives import dense_exchange
+from tritoncomm.cost import Forecast, both
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.selection import entries_to_keep
+from tritoncomm.shared_random import all_below, draws
+from tritoncomm.sparse import SparseVector
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Recipe):
+    """k random coordinates per step, drawn from ``seed``, which is common to all workers."""
+
+    name: ClassVar[str] = "random_k"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "seed", whole=True)
+
+    def build(self, numel: int) -> RandomKAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return RandomKAlgorithm(self, numel)
+
+
+@dataclass(frozen=True)
+class RandomKState:
+    """Exchanges that went through: what the next coordinates are drawn from."""
+
+    step: int = 0
+
+
+class RandomKAlgorithm(Algorithm):
+    """Stratum i is ``[i n / k, (i + 1) n / k)``; every step draws one coordinate of each."""
+
+    state: RandomKState
+
+    def __init__(self, recipe: RandomK, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self.k = entries_to_keep(numel, recipe.density)
+        self.state = RandomKState()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if self.k >= self.numel:
+            return (yield from dense_exchange(acc, world_size))
+        indices = self.indices(self.state.step).to(acc.device)
+        finite = acc.is_finite()
+        sums = acc.dense()[indices.long()]
+        if not finite:  # also when that is not among the coordinates: the others learn it from the sum
+            sums.fill_(torch.nan)
+        if world_size > 1:
+            sums = yield AllReduce("values", sums)
+        if kernels.has_non_finite(sums):
+            raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+        acc.clear(indices)
+        acc.selected = self.k
+        self.state = replace(self.state, step=self.state.step + 1)
+        return SparseVector(indices, sums / world_size, self.numel)
+
+    def indices(self, step: int) -> torch.Tensor:
+        """The coordinates of ``step``, ascending int32 ``[k]``."""
+        edges = np.arange(self.k + 1, dtype=np.int64) * self.numel // self.k
+        drawn = edges[:-1] + all_below(draws(self.recipe.seed, step, 0, self.k), np.diff(edges))
+        return torch.from_numpy(drawn.astype(np.int32))
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: 2k(P-1)/P words, exactly."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        return Forecast({"values": both(cost.all_reduce(self.k, cost.WORD, world_size))})

@@ -1,0 +1,168 @@
+"""TopkDSA: split and all-gather, which turns dense where supports have filled in (dynamic sparse allreduce).
+
+C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019. Every
+worker sums one region of the vector and spreads it, as pairs or, when too many of them have come together,
+as plain values. Delivers the same as the all-gather of local top-k.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost, wire
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
+from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
+from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.errors import NonFiniteError
+from tritoncomm.partition import offsets
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern
+from tritoncomm.selection import entries_to_keep
+from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
+
+_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkDSA(Recipe):
+    """``dense_switch``: regions travel dense from this share of the dense words on (2/3 in the authors' code)."""
+
+    name: ClassVar[str] = "topk_dsa"
+    dense_switch: float = 2 / 3
+    bucket_width: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 0, "dense_switch")
+        check(self, "dense_switch", self.dense_switch <= 1, "more than 1 would send pairs where values are shorter")
+        check_at_least(self, 1, "bucket_width", whole=True)
+
+    def build(self, numel: int) -> TopkDSAAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return TopkDSAAlgorithm(self, numel)
+
+
+class TopkDSAAlgorithm(Algorithm):
+    """Rank r owns the r-th of P regions of equal size."""
+
+    def __init__(self, recipe: TopkDSA, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self.k = entries_to_keep(numel, recipe.density)
+        self.state = Stateless()
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if self.k >= self.numel:
+            return (yield from dense_exchange(acc, world_size))
+        own = acc.top_k(self.k)
+        if world_size == 1:
+            if kernels.has_non_finite(own.values):
+                raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
+            acc.clear(own.indices)
+            return SparseVector(own.indices, own.values, self.numel)
+        cuts = self._cuts(world_size)
+        region = yield from self._split_and_reduce(own, cuts, rank, world_size)
+        union = yield from self._all_gather(region, cuts, rank, world_size)
+        acc.clear(own.indices)
+        return SparseVector(union.indices, union.values / world_size, self.numel)
+
+    def _cuts(self, world_size: int) -> list[int]:
+        return [self.numel * p // world_size for p in range(world_size + 1)]
+
+    def _split_and_reduce(
+        self, own: Selection, cuts: Sequence[int], rank: int, world_size: int
+    ) -> Pattern[torch.Tensor]:
+        """The dense sum over this rank's region, in rank order, as the all-gather of all lists would add."""
+        starts = offsets(own.indices, cuts)
+        parts = [own.slice(starts[p], starts[p + 1]) for p in range(world_size)]
+        finite = not kernels.has_non_finite(own.values)
+        counts = [part.found if finite else _NON_FINITE for part in parts]
+        words = torch.tensor(counts, dtype=torch.int64, device=own.values.device)
+        incoming: list[int] = (yield AllToAll("counts", words)).tolist()
+        bad = [source for source, count in enumerate(incoming) if count == _NON_FINITE]
+        if bad:
+            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        sends = {p: wire.pack(part.indices, part.values) for p, part in enumerate(parts) if p != rank}
+        receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
+        messages = {rank: wire.pack(parts[rank].indices, parts[rank].values)}
+        yield from rotate(
+            sends, receives, messages.__setitem__, rank, world_size,
+            width=self.recipe.bucket_width, phase="split-and-reduce",
+        )  # fmt: skip
+        low, high = cuts[rank], cuts[rank + 1]
+        region = torch.zeros(high - low, device=own.values.device)
+        for source in sorted(messages):
+            indices, values = wire.unpack(messages[source])
+            wire.check_indices(indices, low, high)
+            kernels.scatter_add(region, indices - low, values)
+        return region
+
+    def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Selection]:
+        """All regions: pairs while they are short, values once they have filled in."""
+        entries = kernels.select(region, 0.0, workspace=self.workspace)
+        finite = not kernels.has_non_finite(entries.values)
+        words = torch.tensor([entries.found if finite else _NON_FINITE], dtype=torch.int64, device=region.device)
+        sizes: list[int] = (yield AllGather("sizes", words)).flatten().tolist()
+        if _NON_FINITE in sizes:
+            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+        if self._goes_dense(sum(sizes)):
+            widths = [high - low for low, high in itertools.pairwise(cuts)]
+            message = region.view(torch.int32)
+            blocks = yield from bruck_all_gather(message, widths, rank, world_size, phase="all-gather")
+            return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
+        message = wire.pack(entries.indices + cuts[rank], entries.values)
+        blocks = yield from bruck_all_gather(
+            message, [2 * size for size in sizes], rank, world_size, phase="all-gather"
+        )
+        union = Selection.join([Selection.of(*wire.unpack(block)) for block in blocks])
+        wire.check_indices(union.indices, 0, self.numel)
+        return union
+
+    def _goes_dense(self, entries: int) -> bool:
+        return 2 * entries >= self.recipe.dense_switch * self.numel
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: an owner may be sent everything, supports may be disjoint."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        peers, rounds, region = world_size - 1, cost.bruck_rounds(world_size), -(-self.numel // world_size)
+        union = min(self.numel, world_size * self.k)
+        if self._goes_dense(union):  # or stays just below the switch
+            received, largest = self.numel, 2 * region
+        else:
+            received, largest = 2 * union, 2 * min(region, union)
+        sent = min(rounds * received, peers * largest)
+        gathering = Flow(cost.messages(rounds, sent), cost.messages(rounds, received))
+        hot = cost.messages(peers, 2 * peers * min(self.k, region))
+        return self._forecast(Flow(cost.messages(peers, 2 * self.k), hot), gathering, world_size)
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`: even regions, disjoint supports; (2k + min(2kP, n))(P-1)/P words."""
+        if self.k >= self.numel:
+            return cost.dense(self.numel, world_size)
+        peers, rounds = world_size - 1, cost.bruck_rounds(world_size)
+        union = min(self.numel, world_size * self.k)
+        gathered = self.numel if self._goes_dense(union) else 2 * union
+        return self._forecast(
+            both(cost.messages(peers, 2 * self.k * peers // world_size)),
+            both(cost.messages(rounds, gathered * peers // world_size)),
+            world_size,
+        )
+
+    def _forecast(self, splitting: Flow, gathering: Flow, world_size: int) -> Forecast:
+        return Forecast(
+            {
+                "counts": both(cost.all_to_all(1, 8, world_size)),
+                "split-and-reduce": splitting,
+                "sizes": both(cost.all_gather(1, 8, world_size)),
+                "all-gather": gathering,
+            }
+        )

@@ -1,0 +1,62 @@
+"""Random numbers that all ranks draw alike, without a state that one of them could forget to advance.
+
+A hash of (seed, step, unit, lane) stands for the draw: a rank that skipped a step, or came back from a
+checkpoint, still agrees with the others. The finaliser is that of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast
+Splittable Pseudorandom Number Generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_WORD = (1 << 64) - 1
+_HALF = np.uint64(0xFFFFFFFF)
+
+Words = npt.NDArray[np.uint64]
+
+
+def draw(seed: int, step: int, unit: int = 0, lane: int = 0) -> int:
+    """64 random bits for this ``seed``, ``step``, ``unit`` (which vector) and ``lane`` (which draw for it)."""
+    bits = _mix((seed + _GOLDEN) & _WORD)
+    for part in (step, unit, lane):
+        bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
+    return bits
+
+
+def draws(seed: int, step: int, unit: int, lanes: int) -> Words:
+    """:func:`draw` for lanes 0 to ``lanes - 1`` at once."""
+    bits = _mix((seed + _GOLDEN) & _WORD)
+    for part in (step, unit):
+        bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
+    with np.errstate(over="ignore"):
+        z = np.uint64(bits) + np.arange(1, lanes + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        z ^= z >> np.uint64(30)
+        z *= np.uint64(_FACTORS[0])
+        z ^= z >> np.uint64(27)
+        z *= np.uint64(_FACTORS[1])
+        z ^= z >> np.uint64(31)
+    return np.asarray(z, dtype=np.uint64)
+
+
+def below(bits: int, bound: int) -> int:
+    """A number in ``[0, bound)`` from 64 random bits: the high word of their product, no modulo bias of note."""
+    return (bits * bound) >> 64
+
+
+def all_below(bits: Words, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """:func:`below` elementwise; ``bounds`` below 2^32."""
+    wide = bounds.astype(np.uint64)
+    high, low = bits >> np.uint64(32), bits & _HALF
+    product = (high * wide + ((low * wide) >> np.uint64(32))) >> np.uint64(32)
+    return np.asarray(product, dtype=np.int64)
+
+
+def _mix(z: int) -> int:
+    z ^= z >> 30
+    z = z * _FACTORS[0] & _WORD
+    z ^= z >> 27
+    z = z * _FACTORS[1] & _WORD
+    return z ^ z >> 31
