@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tritoncomm import ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
+from tritoncomm import DGC, ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
+from tritoncomm.algorithms import DenseTail
 
 # Momentum multiplies what was given, and the laws are about what was given; random-block is not warned about here.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -21,6 +22,7 @@ def under_test(density: float) -> dict[str, Recipe]:
         "oktopk-never-balance": OkTopk(
             density=density, balance_trigger=math.inf, bucket_width=64, correct_thresholds=False
         ),
+        "oktopk-histogram": OkTopk(density=density, exact_select="histogram", balance_trigger=1.5, **SHORT),
         "oktopk-sparse-path": OkTopk(density=density, force_sparse=True, **SHORT),
         "spardl-2-teams": SparDL(density=density, teams=2),
         "spardl-2-teams-bruck": SparDL(density=density, teams=2, sag="bruck"),
@@ -33,6 +35,11 @@ def under_test(density: float) -> dict[str, Recipe]:
         "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),
         "topk-dsa-always-dense": TopkDSA(density=density, dense_switch=0.0),
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
+        "warmup-exponential": Warmup(
+            recipe=DGC(density=density, momentum=0.0), steps=4, stages=3, schedule="exponential"
+        ),
+        "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),
+        "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 
 

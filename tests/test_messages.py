@@ -73,9 +73,12 @@ def test_sparse_vector_refuses(indices: torch.Tensor, values: torch.Tensor, name
 
 def test_recipes_by_name() -> None:
     """Names are listed, looked up, and unknown names and fields list the known ones."""
-    assert tritoncomm.algorithms() == ["dense", "oktopk", "topk_allgather"]
+    assert tritoncomm.algorithms() == [
+        "dense", "dgc", "exdyna", "gaussiank", "gtopk", "hard_threshold", "micro", "oktopk", "random_block", "random_k",
+        "sidco", "spardl", "topk_allgather", "topk_dsa",
+    ]  # fmt: skip
     assert tritoncomm.recipe("oktopk", density=0.02) == OkTopk(density=0.02)
-    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, oktopk, topk_allgather"):
+    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, dgc.*topk_allgather"):
         tritoncomm.recipe("okaytopk")
     with pytest.raises(ConfigurationError, match=r"no field 'tau'.*repartition_every"):
         tritoncomm.recipe("oktopk", tau=3)
@@ -96,10 +99,25 @@ def test_warmup() -> None:
     world = SimulatedWorld(recipe, 2, 8)
     full = [world.step(torch.randn(2, 8))[0].is_full for _ in range(4)]
     assert full == [True, True, False, False]
+    assert world.workers[0].algorithm.state_dict()["inner"]["step"] == 2
     with pytest.raises(ConfigurationError, match="steps=-1"):
         Warmup(recipe=OkTopk(), steps=-1)
     with pytest.raises(ConfigurationError, match="not a state of a warm-up"):
         world.workers[0].algorithm.load_state_dict({"step": 1})
+
+
+def test_exponential_warmup() -> None:
+    """Five stages down to 0.1 %; each of equal length, momentum goes on, and the recipe itself comes last."""
+    recipe = Warmup(recipe=tritoncomm.DGC(density=0.001), steps=10, schedule="exponential")
+    assert recipe.densities() == pytest.approx([0.2512, 0.0631, 0.01585, 0.00398, 0.001], rel=0.01)
+    assert [recipe.stage(step) for step in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
+    world = SimulatedWorld(recipe, 1, 1000)
+    generator = torch.Generator().manual_seed(0)
+    delivered = [len(world.step(torch.randn(1, 1000, generator=generator))[0]) for _ in range(11)]
+    assert delivered == [251, 251, 63, 63, 15, 15, 3, 3, 1, 1, 1]
+    velocity = world.workers[0].algorithm.inner.state.velocity
+    assert float(velocity.abs().mean()) > 1.2  # of many steps; one alone has 0.8
+    assert Warmup(recipe=OkTopk(), steps=0, schedule="exponential").stage(0) == 4
 
 
 def test_foreign_state_is_refused() -> None:
@@ -138,8 +156,9 @@ def test_empty_vector() -> None:
 def test_public_names() -> None:
     """The public surface, pinned."""
     assert sorted(tritoncomm.__all__) == [
-        "ConfigMismatchError", "ConfigurationError", "Dense", "ExchangeError", "NonFiniteError", "OkTopk",
-        "ProtocolMismatchError", "Recipe", "SimulatedWorld", "SparseOptimizer", "SparseVector", "TopkAllgather",
+        "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError", "GTopk", "GaussianK",
+        "HardThreshold", "MiCRO", "NonFiniteError", "OkTopk", "ProtocolMismatchError", "RandomBlock", "RandomK",
+        "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
         "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)

@@ -73,6 +73,7 @@ oracle_recipes = st.builds(
     drift_high=st.sampled_from([1.5, 2.0, 1e9]),
     correct_thresholds=st.booleans(),
     strict_volume=st.booleans(),
+    exact_select=st.sampled_from(["auto", "gather", "histogram"]),
     force_sparse=st.just(value=True),
 )
 

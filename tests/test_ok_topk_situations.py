@@ -285,15 +285,6 @@ def test_instances_share_nothing() -> None:
     assert state(second).step == 0
 
 
-def test_tiny_vectors_can_go_dense() -> None:
-    """Below ``dense_below`` elements latency decides, and one all-reduce is sent."""
-    gradient = random(3, 50)
-    world = SimulatedWorld(OkTopk(density=0.1, dense_below=51), 3, 50)
-    assert torch.equal(world.step(gradient)[0].to_dense(), gradient.mean(0))
-    sparse = SimulatedWorld(OkTopk(density=0.1, dense_below=50), 3, 50)
-    assert len(sparse.step(gradient)[0]) == 5
-
-
 def test_input_layout() -> None:
     """Strided rows work; a gradient of another shape is refused by name."""
     gradient = random(3, 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
 from tritoncomm.bucket import BucketLayout
+from tritoncomm.exchange import by_size
+
+# The models here are small, and what is tested is the sparse exchange.
+sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
 
 def model() -> nn.Module:
@@ -36,7 +41,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 def test_it_is_an_optimizer() -> None:
     """Shares groups, state and defaults with the wrapped one, also after a load rebinds them."""
     inner = sgd(model())
-    optimizer = tritoncomm.wrap(inner)
+    optimizer = sparse_wrap(inner)
     assert isinstance(optimizer, torch.optim.Optimizer)
     inner.load_state_dict(inner.state_dict())
     assert optimizer.param_groups is inner.param_groups
@@ -49,7 +54,7 @@ def test_it_is_an_optimizer() -> None:
 def test_density_one_is_the_bare_optimizer() -> None:
     """One worker and density 1: bit for bit what the optimizer does alone."""
     plain, wrapped = model(), model()
-    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=1.0)
+    bare, optimizer = sgd(plain), sparse_wrap(sgd(wrapped), density=1.0)
     for step in range(5):
         for net, opt in ((plain, bare), (wrapped, optimizer)):
             opt.zero_grad()
@@ -61,7 +66,7 @@ def test_density_one_is_the_bare_optimizer() -> None:
 def test_closure() -> None:
     """step(closure) evaluates it with gradients on, and returns its loss."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net))
+    optimizer = sparse_wrap(sgd(net))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -76,7 +81,7 @@ def test_closure() -> None:
 def test_schedulers_and_hooks() -> None:
     """A learning-rate scheduler drives the wrapped optimizer; step hooks run."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net))
+    optimizer = sparse_wrap(sgd(net))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     called = []
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
@@ -91,7 +96,7 @@ def test_schedulers_and_hooks() -> None:
 def test_synchronize_exchanges_once() -> None:
     """After synchronize() the gradients are the average, and step() uses them as they are then."""
     net = model()
-    optimizer = tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=1.0), density=0.3)
+    optimizer = sparse_wrap(torch.optim.SGD(net.parameters(), lr=1.0), density=0.3)
     backward(net)
     optimizer.synchronize()
     kept = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
@@ -120,7 +125,7 @@ def _parts(flat: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
 def test_missing_gradients_count_as_zero() -> None:
     """A parameter without gradient still pays what it owes."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    optimizer = sparse_wrap(sgd(net), density=0.1)
     backward(net)
     optimizer.step()
     owed = optimizer.metrics()["residual_norm"]
@@ -134,7 +139,7 @@ def test_missing_gradients_count_as_zero() -> None:
 def test_non_finite_gradients(policy: str) -> None:
     """A NaN skips the step or raises; parameters and residuals stay, and training goes on."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net), density=0.2, on_nonfinite=policy)
+    optimizer = sparse_wrap(sgd(net), density=0.2, on_nonfinite=policy)
     backward(net)
     optimizer.step()
     before, owed = [p.detach().clone() for p in net.parameters()], optimizer.metrics()["residual_norm"]
@@ -159,8 +164,8 @@ def test_non_finite_gradients(policy: str) -> None:
 def test_resume(make) -> None:
     """Save with weights_only loading, load, continue = never stopped; the bare optimizer can load it too."""
     straight, stopped = model(), model()
-    first = tritoncomm.wrap(make(straight), density=0.1)
-    second = tritoncomm.wrap(make(stopped), density=0.1)
+    first = sparse_wrap(make(straight), density=0.1)
+    second = sparse_wrap(make(stopped), density=0.1)
 
     def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         optimizer.zero_grad()
@@ -176,7 +181,7 @@ def test_resume(make) -> None:
     weights, saved = torch.load(file, weights_only=True)
     resumed = model()
     resumed.load_state_dict(weights)
-    third = tritoncomm.wrap(make(resumed), density=0.1)
+    third = sparse_wrap(make(resumed), density=0.1)
     third.load_state_dict(saved)
     for seed in range(5, 9):
         step(straight, first, seed)
@@ -188,7 +193,7 @@ def test_resume(make) -> None:
 def test_foreign_checkpoints_are_refused() -> None:
     """Another rank's, world's or model's state changes nothing."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net))
+    optimizer = sparse_wrap(sgd(net))
     backward(net)
     optimizer.step()
     owed = optimizer.metrics()["residual_norm"]
@@ -207,7 +212,7 @@ def test_foreign_checkpoints_are_refused() -> None:
 def test_add_param_group_keeps_what_is_owed() -> None:
     """New parameters join the exchange; the old ones' residuals stay."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    optimizer = sparse_wrap(sgd(net), density=0.1)
     backward(net)
     optimizer.step()
     owed = optimizer.metrics()["residual_norm"]
@@ -225,7 +230,7 @@ def test_add_param_group_keeps_what_is_owed() -> None:
 def test_metrics_are_flat_floats() -> None:
     """Ready for a TensorBoard writer, before and after the first step."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net), density=0.1)
+    optimizer = sparse_wrap(sgd(net), density=0.1)
     assert all(isinstance(v, float) for v in optimizer.metrics().values())
     backward(net)
     optimizer.step()
@@ -258,21 +263,21 @@ def test_metrics_are_flat_floats() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> None:
     """A wrong argument is an error with its name, value and the fix."""
     with pytest.raises(ConfigurationError, match=named):
-        tritoncomm.wrap(sgd(model()), **arguments)
+        sparse_wrap(sgd(model()), **arguments)
 
 
 def test_what_cannot_be_wrapped() -> None:
     """Not an optimizer, wrapped twice, LBFGS, complex parameters, sparse gradients: by name."""
     with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
-        tritoncomm.wrap(model())
+        sparse_wrap(model())
     with pytest.raises(ConfigurationError, match="wrapped already"):
-        tritoncomm.wrap(tritoncomm.wrap(sgd(model())))
+        sparse_wrap(sparse_wrap(sgd(model())))
     with pytest.raises(ConfigurationError, match="LBFGS"):
-        tritoncomm.wrap(torch.optim.LBFGS(model().parameters()))
+        sparse_wrap(torch.optim.LBFGS(model().parameters()))
     with pytest.raises(ConfigurationError, match=r"parameter 0 is torch\.complex64"):
-        tritoncomm.wrap(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1))
+        sparse_wrap(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1))
     table = nn.Embedding(5, 2, sparse=True)
-    optimizer = tritoncomm.wrap(torch.optim.SGD(table.parameters(), lr=0.1))
+    optimizer = sparse_wrap(torch.optim.SGD(table.parameters(), lr=0.1))
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigurationError, match="sparse=False"):
         optimizer.step()
@@ -280,7 +285,7 @@ def test_what_cannot_be_wrapped() -> None:
 
 def test_a_recipe_can_be_given() -> None:
     """``algo`` may be a recipe with all its settings."""
-    optimizer = tritoncomm.wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
+    optimizer = sparse_wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
     assert optimizer.recipe == tritoncomm.OkTopk(density=0.2, bucket_width=2)
 
 
@@ -302,7 +307,7 @@ def test_layout() -> None:
 def test_replaced_gradients_are_noticed() -> None:
     """Local gradients that took the place of averaged ones are never stepped on."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net))
+    optimizer = sparse_wrap(sgd(net))
     backward(net)
     optimizer.synchronize()
     net.zero_grad()
@@ -320,7 +325,7 @@ def test_freezing() -> None:
     """Frozen after wrapping: stays. Unfrozen after wrapping: an error instead of a local step."""
     net = model()
     net[2].bias.requires_grad_(requires_grad=False)
-    optimizer = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.1), density=0.5)
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.1), density=0.5)
     backward(net)
     optimizer.step()
     net[0].bias.requires_grad_(requires_grad=False)
@@ -339,7 +344,7 @@ def test_freezing() -> None:
 def test_float16_overflow_is_refused() -> None:
     """A mean that fits fp32 but not the gradient's fp16 skips the step and keeps what is owed."""
     weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    optimizer = tritoncomm.wrap(torch.optim.SGD([weight], lr=1.0), density=0.25)
+    optimizer = sparse_wrap(torch.optim.SGD([weight], lr=1.0), density=0.25)
     for step in range(4):
         weight.grad = torch.full((4,), 40000.0 + step, dtype=torch.float16)
         optimizer.step()
@@ -351,7 +356,7 @@ def test_float16_overflow_is_refused() -> None:
 def test_expanded_gradients() -> None:
     """A gradient whose elements share memory is replaced, not written through."""
     weight = nn.Parameter(torch.zeros(6))
-    optimizer = tritoncomm.wrap(torch.optim.SGD([weight], lr=1.0), density=0.5)
+    optimizer = sparse_wrap(torch.optim.SGD([weight], lr=1.0), density=0.5)
     weight.grad = torch.ones(1).expand(6)
     optimizer.step()
     assert weight.tolist() == [-1, -1, -1, 0, 0, 0]
@@ -360,7 +365,7 @@ def test_expanded_gradients() -> None:
 def test_nothing_is_saved_between_exchange_and_step() -> None:
     """What was delivered is in the gradients alone at that moment."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net))
+    optimizer = sparse_wrap(sgd(net))
     backward(net)
     optimizer.synchronize()
     with pytest.raises(RuntimeError, match="waiting for its step"):
@@ -370,8 +375,8 @@ def test_nothing_is_saved_between_exchange_and_step() -> None:
 def test_a_refused_checkpoint_changes_nothing() -> None:
     """Another method's state is refused before the wrapped optimizer is touched."""
     net = model()
-    optimizer = tritoncomm.wrap(sgd(net), algo="topk_allgather")
-    other = tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
+    optimizer = sparse_wrap(sgd(net), algo="topk_allgather")
+    other = sparse_wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
     with pytest.raises(ConfigurationError, match="recipe='oktopk'"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.05
@@ -380,14 +385,14 @@ def test_a_refused_checkpoint_changes_nothing() -> None:
 def test_plain_steps_in_between_reset_the_ages() -> None:
     """A checkpoint that went through plain AdamW does not make every coordinate look ancient."""
     net = model()
-    aware = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
+    aware = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
     backward(net)
     aware.step()
     bare = torch.optim.AdamW(net.parameters(), lr=0.01)
     bare.load_state_dict(aware.state_dict())
     for _ in range(5):
         bare.step()
-    again = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
+    again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
     again.load_state_dict(bare.state_dict())
     again.step()
     assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
@@ -396,7 +401,7 @@ def test_plain_steps_in_between_reset_the_ages() -> None:
 def test_add_param_group_keeps_the_warm_up() -> None:
     """Dense steps are not taken twice; a group that cannot be honoured is refused."""
     net = model()
-    optimizer = tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=1)
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=1)
     backward(net)
     optimizer.step()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(6))]})
@@ -410,7 +415,7 @@ def test_add_param_group_keeps_the_warm_up() -> None:
 
 def test_copies_are_refused() -> None:
     """Copying or pickling says what to do instead."""
-    optimizer = tritoncomm.wrap(sgd(model()))
+    optimizer = sparse_wrap(sgd(model()))
     with pytest.raises(TypeError, match="save state_dict"):
         copy.deepcopy(optimizer)
 
@@ -421,7 +426,7 @@ def test_a_forgotten_process_group_is_noticed(
     """Under a launcher without a process group, one line says that nothing will be exchanged."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with caplog.at_level(logging.WARNING, logger="tritoncomm"):
-        tritoncomm.wrap(sgd(model()))
+        sparse_wrap(sgd(model()))
     assert "not initialised" in caplog.text
 
 
@@ -430,8 +435,49 @@ def test_a_scheduler_built_before_wrapping() -> None:
     net = model()
     inner = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    optimizer = tritoncomm.wrap(inner)
+    optimizer = sparse_wrap(inner)
     backward(net)
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_small_tensors_travel_dense() -> None:
+    """Biases and small matrices equal the bare optimizer's bit for bit and owe nothing; the others are sparse."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1))
+
+    plain, wrapped = net(), net()
+    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=0.05)
+    for opt, trained in ((bare, plain), (optimizer, wrapped)):
+        backward(trained)
+        opt.step()
+    owed = optimizer._exchange.owed()
+    for (name, a), b in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
+        if name == "0.weight":
+            assert not torch.equal(a, b)
+            assert owed[b].any()
+        else:
+            assert torch.equal(a, b)
+            assert not owed[b].any()
+    small = sum(p.numel() for p in wrapped.parameters()) - 1200
+    assert optimizer.metrics()["density_delivered"] == pytest.approx((60 + small) / (1200 + small))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dense_below", "small"),
+    [
+        ([(40, 40), (40,), (2, 2)], 1024, [False, True, True]),
+        ([(40, 40), (40,), (2, 2)], 0, [False, False, False]),
+        ([(40, 40), (4000,), (30, 40)], 10, [False, True, False]),
+        ([(4000,), (5,)], 1024, [False, True]),
+    ],
+)
+def test_what_is_small(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
+    """Few elements, or one dimension beside others; nothing with 0; flattened shards by their elements alone."""
+    parameters = [torch.zeros(shape) for shape in shapes]
+    large, dense = by_size(parameters, dense_below)
+    assert [any(p is d for d in dense) for p in parameters] == small
+    assert len(large) + len(dense) == len(parameters)

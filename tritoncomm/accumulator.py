@@ -59,6 +59,21 @@ class Accumulator:
         assert not self._added
         self._gradient = update
 
+    def split(self, at: int) -> tuple[Accumulator, Accumulator]:
+        """The coordinates below ``at``, and the others; before anything else is asked for."""
+        assert not self._added
+        head, tail = (
+            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace)
+            for part in (slice(None, at), slice(at, None))
+        )
+        return head, tail
+
+    def absorb(self, head: Accumulator, tail: Accumulator) -> None:
+        """Count what the parts of :meth:`split` have done as done here."""
+        self._added = True
+        self.seconds += head.seconds + tail.seconds
+        self.selected = head.selected + tail.selected
+
     def dense(self) -> torch.Tensor:
         """The whole sum, fp32 ``[n]``; read-only for the caller."""
         self._add()

@@ -10,9 +10,12 @@ import tritoncomm_kernels as kernels
 from tritoncomm import wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern, Post, Round, Wait
+from tritoncomm.partition import balanced_sizes, moves
+from tritoncomm.scheduler.rounds import AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
+
+NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 
 
 def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int, int]]]:
@@ -30,7 +33,7 @@ def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int,
 def rotate(
     sends: Mapping[int, torch.Tensor],
     receives: Mapping[int, int],
-    consume: Callable[[int, torch.Tensor], None],
+    consume: Callable[[Inbox], None],
     rank: int,
     world_size: int,
     *,
@@ -39,10 +42,10 @@ def rotate(
 ) -> Pattern[None]:
     """Exchange ``sends`` and ``receives`` (peer -> words) by rotation, one bucket on the wire at a time.
 
-    ``consume(source, message)`` is called in rotation order, r - 1, r - 2, ...; it works on one bucket
-    while the next one is under way.
+    ``consume`` gets the messages of a bucket by source, in rotation order, r - 1, r - 2, ...; it works on
+    one bucket while the next one is under way.
     """
-    arrived: list[tuple[int, torch.Tensor]] = []
+    arrived: Inbox = {}
     for pairs in rotation(rank, world_size, width):
         bucket = Round(
             phase,
@@ -50,12 +53,12 @@ def rotate(
             {source: receives[source] for _, source in pairs if source in receives},
         )
         ticket = yield Post(bucket)
-        for source, message in arrived:
-            consume(source, message)
+        if arrived:
+            consume(arrived)
         inbox: Inbox = yield Wait(ticket)
-        arrived = [(source, inbox[source]) for _, source in pairs if source in inbox]
-    for source, message in arrived:
-        consume(source, message)
+        arrived = {source: inbox[source] for _, source in pairs if source in inbox}
+    if arrived:
+        consume(arrived)
 
 
 def bruck_all_gather(
@@ -83,6 +86,62 @@ def bruck_all_gather(
         arrived = inbox.get(source, block.new_empty(0))
         slots.extend(torch.split(arrived, lengths))
     return [slots[(p - position) % size] for p in range(size)]
+
+
+def share_counts(counts: Sequence[int], finite: bool, device: torch.device) -> Pattern[list[int]]:
+    """How many entries each rank has for us, which has ``counts[r]`` for rank r.
+
+    All ranks raise :class:`~tritoncomm.NonFiniteError` when one of them is not ``finite``.
+    """
+    outgoing = counts if finite else [NON_FINITE] * len(counts)
+    words = torch.tensor(outgoing, dtype=torch.int64, device=device)
+    incoming: list[int] = (yield AllToAll("counts", words)).tolist()
+    bad = [rank for rank, count in enumerate(incoming) if count == NON_FINITE]
+    if bad:
+        raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+    return incoming
+
+
+def gather_blocks(
+    block: Selection, sizes: Sequence[int], numel: int, rank: int, world_size: int, *, phase: str
+) -> Pattern[Selection]:
+    """Everybody's entries in rank order; ranks hold consecutive parts of the vector, ``sizes[r]`` entries each."""
+    words = [2 * size for size in sizes]
+    message = wire.pack(block.indices, block.values)
+    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
+    gathered = Selection.of(*wire.unpack_parts(blocks))
+    wire.check_indices(gathered.indices, 0, numel)
+    return gathered
+
+
+def balanced_gather(
+    block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, *, trigger: float, width: int
+) -> Pattern[Selection]:
+    """:func:`gather_blocks`, by way of equal blocks when the largest exceeds ``trigger`` times the mean."""
+    total = sum(sizes)
+    if max(sizes) > max(trigger * total / world_size, -(-total // world_size)):
+        block = yield from _balance(block, sizes, numel, rank, world_size, width)
+        sizes = balanced_sizes(total, world_size)
+    return (yield from gather_blocks(block, sizes, numel, rank, world_size, phase="all-gather"))
+
+
+def _balance(
+    block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, width: int
+) -> Pattern[Selection]:
+    """Move entries so that every rank holds an equal share, in the same order (Ok-Topk, "data balancing")."""
+    leaving, arriving = moves(sizes, rank)
+    parts = {rank: block.slice(*leaving.pop(rank))} if rank in leaving else {}
+
+    def keep(arrived: Inbox) -> None:
+        parts.update((source, Selection.of(*wire.unpack(message))) for source, message in arrived.items())
+
+    slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
+    sends = {p: wire.pack(part.indices, part.values) for p, part in slices.items()}
+    receives = {p: 2 * count for p, count in arriving.items() if p != rank}
+    yield from rotate(sends, receives, keep, rank, world_size, width=width, phase="balance")
+    balanced = Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
+    wire.check_indices(balanced.indices, 0, numel)
+    return balanced
 
 
 def all_gather_sum(

@@ -6,9 +6,12 @@ backend picks, so that a count depends on the method alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tritoncomm.errors import ConfigurationError
 
 WORD = 4
 # Every point-to-point message starts with sequence, phase, length and a checksum of these.
@@ -28,6 +31,40 @@ class Traffic(NamedTuple):
     def within(self, bound: Traffic) -> bool:
         """No more messages and no more bytes than ``bound``."""
         return self.messages <= bound.messages and self.bytes <= bound.bytes
+
+
+_UNITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+class Link(NamedTuple):
+    """A network interface: ``latency`` in seconds per message, ``bandwidth`` in bytes per second and direction."""
+
+    latency: float = 30e-6
+    bandwidth: float = 1.25e9
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """From "10gbit,30us": bandwidth in bit, kbit, mbit or gbit per second, latency in ns, us, ms or s.
+
+        Raises :class:`~tritoncomm.ConfigurationError` for anything else.
+        """
+        found = re.fullmatch(r"(\d+\.?\d*)(k|m|g)?bit,(\d+\.?\d*)(n|u|m)?s", text.strip().lower())
+        if found is None:
+            raise ConfigurationError(f"link {text!r}: write bandwidth and latency, for example 10gbit,30us")
+        bandwidth, unit, latency, fraction = found.groups()
+        link = cls(float(latency) * _TIMES[f"{fraction or ''}s"], float(bandwidth) * _UNITS[f"{unit or ''}bit"])
+        if not link.bandwidth > 0:
+            raise ConfigurationError(f"link {text!r}: the bandwidth must be above 0")
+        return link
+
+    def transfer(self, size: float) -> float:
+        """Seconds that ``size`` bytes keep the interface busy."""
+        return size / self.bandwidth
+
+    def seconds(self, traffic: Traffic) -> float:
+        """One message after the other: a latency for each, and the time of the bytes."""
+        return traffic.messages * self.latency + self.transfer(traffic.bytes)
 
 
 class Flow(NamedTuple):
@@ -52,6 +89,10 @@ class Forecast:
     def received(self) -> Traffic:
         """What a rank receives at most."""
         return total(flow.received for flow in self.phases.values())
+
+    def seconds(self, link: Link) -> float:
+        """Time on ``link``, phase after phase, both directions at once (the alpha-beta model)."""
+        return sum(max(link.seconds(flow.sent), link.seconds(flow.received)) for flow in self.phases.values())
 
     def allows(self, phase: str, sent: Traffic, received: Traffic) -> bool:
         """Whether this much in ``phase`` stays within the bound."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import DenseTail, Recipe
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
@@ -21,7 +21,26 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
-SCHEMA = 1  # of what state_dict returns
+SCHEMA = 2  # of what state_dict returns
+
+
+def by_size(parameters: Sequence[torch.Tensor], dense_below: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
+
+    Small are those of fewer than ``dense_below`` elements, and those of at most one dimension: biases and the
+    scales of norms. The latter only beside others, as a model of flattened shards has nothing else.
+    ``dense_below=0`` makes nothing small.
+    """
+    flattened = all(parameter.dim() <= 1 for parameter in parameters)
+
+    def is_small(parameter: torch.Tensor) -> bool:
+        return parameter.numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
+
+    small = [is_small(parameter) for parameter in parameters]
+    return (
+        [parameter for parameter, holds in zip(parameters, small, strict=True) if not holds],
+        [parameter for parameter, holds in zip(parameters, small, strict=True) if holds],
+    )
 
 
 def is_initialised() -> bool:
@@ -32,7 +51,8 @@ def is_initialised() -> bool:
 class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
-    Without an initialised process group this is one worker. ``last`` holds the figures of the last
+    Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
+    vector. Without an initialised process group this is one worker. ``last`` holds the figures of the last
     exchange, ``total`` the traffic of all.
     """
 
@@ -42,9 +62,12 @@ class GradientExchange:
         recipe: Recipe,
         group: dist.ProcessGroup | None,
         timeout: timedelta | None,
+        dense_below: int = 0,
     ) -> None:
         self.recipe = recipe
-        self.layout = BucketLayout(parameters)
+        large, small = by_size(parameters, dense_below)
+        self.layout = BucketLayout([*large, *small])
+        self.dense_numel = sum(parameter.numel() for parameter in small)
         self._flat = torch.zeros(self.layout.numel, device=self.layout.device)
         self.feedback = self._fresh()
         self._scheduler: ProcessGroupScheduler | None = None
@@ -132,7 +155,8 @@ class GradientExchange:
         return feedback
 
     def _fresh(self) -> ErrorFeedback:
-        return ErrorFeedback(self.recipe.build(self.layout.numel), self.layout.device)
+        whole = DenseTail(recipe=self.recipe, tail=self.dense_numel)
+        return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 
     def _run(self, pattern: Pattern[SparseVector]) -> SparseVector:
         if self._scheduler is None:

@@ -35,6 +35,7 @@ class _Options:
     max_catch_up: float
     on_nonfinite: str
     timeout: timedelta | None
+    dense_below: int
 
     def __post_init__(self) -> None:
         _one_of("staleness", self.staleness, ("aware", "off"))
@@ -43,6 +44,8 @@ class _Options:
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
             )
+        if not (isinstance(self.dense_below, int) and self.dense_below >= 0):
+            raise ConfigurationError(f"dense_below={self.dense_below!r}: give a number of elements, 0 for none dense")
         if not (self.timeout is None or isinstance(self.timeout, timedelta)):
             raise ConfigurationError(f"timeout={self.timeout!r}: give a datetime.timedelta, or None")
 
@@ -58,6 +61,7 @@ def wrap(
     max_catch_up: float = 20.0,
     on_nonfinite: str = "skip",
     timeout: timedelta | None = None,
+    dense_below: int = 1024,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
     """``optimizer``, but ``step()`` first averages the gradients over all ranks, sparsely.
@@ -71,7 +75,9 @@ def wrap(
     for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``on_nonfinite``: when
     any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
     :class:`~tritoncomm.NonFiniteError` on all. ``timeout`` limits each wait for a peer; None leaves it
-    to the process group.
+    to the process group. Tensors of fewer than ``dense_below`` elements or of at most one dimension (biases,
+    norms) travel dense, all in one all-reduce, unless ``dense_below=0``; a model of one-dimensional shards goes
+    by the number of elements alone.
 
     Every rank must call this alike: parameters, optimizer, recipe and options are compared, and a
     difference, or an argument that is wrong on some rank, is a
@@ -86,7 +92,13 @@ def wrap(
         chosen = _choose(algo, density, recipe_fields)
         if warmup_steps != 0:
             chosen = Warmup(recipe=chosen, steps=warmup_steps)
-        options = _Options(staleness=staleness, max_catch_up=max_catch_up, on_nonfinite=on_nonfinite, timeout=timeout)
+        options = _Options(
+            staleness=staleness,
+            max_catch_up=max_catch_up,
+            on_nonfinite=on_nonfinite,
+            timeout=timeout,
+            dense_below=dense_below,
+        )
         _check_optimizer(optimizer)
         chosen.check_optimizer(optimizer)
         return SparseOptimizer(optimizer, chosen, process_group, options)
@@ -120,7 +132,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._written: list[torch.Tensor | None] = []
         self._exchange = self._set_up()
         if self._exchange.rank == 0 and is_initialised():
-            logger.info("%r over %d ranks: %d values", recipe, self._exchange.world_size, self._exchange.layout.numel)
+            exchange = self._exchange
+            logger.info(
+                "%r over %d ranks: %d values, of which %d in small tensors travel dense",
+                recipe, exchange.world_size, exchange.layout.numel, exchange.dense_numel,
+            )  # fmt: skip
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
 
@@ -261,12 +277,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         ]
         trained = [(parameter, name) for parameter, name in pairs if parameter.requires_grad]
         exchange = GradientExchange(
-            [parameter for parameter, _ in trained], self.recipe, self._group, self._options.timeout
+            [parameter for parameter, _ in trained],
+            self.recipe,
+            self._group,
+            self._options.timeout,
+            self._options.dense_below,
         )
         self._frozen = [parameter for parameter, _ in pairs if not parameter.requires_grad]
         if is_initialised():
             fingerprint.compare(
-                self._fields() | fingerprint.parameter_fields(exchange.layout.parameters, [n for _, n in trained]),
+                self._fields() | fingerprint.parameter_fields([p for p, _ in trained], [n for _, n in trained]),
                 self._group,
             )
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:

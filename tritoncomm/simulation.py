@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.cost import Forecast, Traffic
+from tritoncomm.cost import Forecast, Link, Traffic
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
@@ -18,10 +19,20 @@ class SimulatedWorld:
     """``world_size`` workers that exchange vectors of ``numel`` elements by ``recipe``.
 
     The code that runs is the code that trains; only the network is simulated. Any world size works.
-    Residuals live on ``device``, where the gradients must be too.
+    Residuals live on ``device``, where the gradients must be too. With a ``link``, ``clock`` runs in virtual
+    time: ``seconds`` is what the last step would have taken on that network, and ``clock.charge(rank, seconds)``
+    lets a rank come late.
     """
 
-    def __init__(self, recipe: Recipe, world_size: int, numel: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        numel: int,
+        *,
+        link: Link | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
         if numel < 0:
@@ -31,7 +42,9 @@ class SimulatedWorld:
         self.world_size = world_size
         self.numel = numel
         self.workers = [ErrorFeedback(recipe.build(numel), device) for _ in range(world_size)]
-        self.scheduler = SimulatedScheduler(world_size)
+        self.clock = VirtualClock(world_size, link) if link is not None else None
+        self.scheduler = SimulatedScheduler(world_size, self.clock)
+        self.seconds = 0.0
 
     def step(self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None) -> list[SparseVector]:
         """Exchange ``gradients`` (``[world_size, numel]``, row r is rank r's); the mean, by rank.
@@ -49,6 +62,7 @@ class SimulatedWorld:
             worker.begin(gradients[rank].detach().contiguous(), rank, self.world_size)
             for rank, worker in enumerate(self.workers)
         ]
+        started = max(self.clock.now) if self.clock is not None else 0.0
         try:
             means = self.scheduler.run(patterns, before_round)
         except BaseException:
@@ -57,6 +71,8 @@ class SimulatedWorld:
             raise
         for worker in self.workers:
             worker.commit()
+        if self.clock is not None:
+            self.seconds = max(self.clock.now) - started
         return means
 
     @property

@@ -12,7 +12,15 @@ from tritoncomm_kernels.compact import (
 from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import Marks, mark, mark_momentum
 from tritoncomm_kernels.rebalance import rebalance
-from tritoncomm_kernels.scatter import common_positions, decompress, gather, merge, scatter_add, sum_lists
+from tritoncomm_kernels.scatter import (
+    common_positions,
+    decompress,
+    gather,
+    merge,
+    scatter_add,
+    scatter_add_lists,
+    sum_lists,
+)
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
     kth_magnitude,
@@ -21,6 +29,7 @@ from tritoncomm_kernels.threshold import (
     smallest_magnitude,
     top_k,
     top_k_into,
+    top_k_segments,
 )
 from tritoncomm_kernels.workspace import Workspace
 
@@ -47,10 +56,12 @@ __all__ = [
     "merge",
     "rebalance",
     "scatter_add",
+    "scatter_add_lists",
     "select",
     "smallest_magnitude",
     "sum_lists",
     "threshold_key",
     "top_k",
     "top_k_into",
+    "top_k_segments",
 ]

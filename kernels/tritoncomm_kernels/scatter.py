@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_scale, check_vector
@@ -25,6 +26,19 @@ def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) 
     else:  # CUDA's index_add_ is made of atomics, which flush denormals
         at = indices.long()
         out.index_copy_(0, at, out.index_select(0, at) + values)
+
+
+def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> None:
+    """:func:`scatter_add` of consecutive lists of ``counts`` entries, one after the other.
+
+    Indices are unique inside a list, not between them; the sums are taken in the order of the lists.
+    """
+    if out.device.type == "cpu":  # element by element, in order
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the sums
+            np.add.at(out.numpy(), indices.numpy(), values.numpy())
+        return
+    for part, amounts in zip(torch.split(indices, list(counts)), torch.split(values, list(counts)), strict=True):
+        scatter_add(out, part, amounts)
 
 
 def decompress(

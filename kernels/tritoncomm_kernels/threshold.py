@@ -6,11 +6,13 @@ denormals, ranks NaN above infinity, and is the same on every device.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.accumulate import accumulate, check_addends
@@ -26,6 +28,9 @@ from tritoncomm_kernels.workspace import Workspace
 SAMPLE_LINE = 32
 SAMPLE_STRIDE = 257 * SAMPLE_LINE  # odd in lines, or a matrix width that divides it would show the same columns only
 SAMPLE_FROM = 1 << 17
+# Segments up to this long are selected together: below it the calls would cost more than the work.
+_SHORT_SEGMENT = 1 << 14
+Integers = npt.NDArray[np.int64]
 # On a GPU the next step may start from this step's k-th magnitude, lowered by so much: over normal values at
 # 1 % that admits 1.4 k candidates.
 WARM_SLACK = 0.95
@@ -48,6 +53,48 @@ def top_k(values: torch.Tensor, k: int, *, workspace: Workspace | None = None) -
     if values.numel() and triton_runs(values):
         return _read_back(values, None, values, k, workspace)
     return _exact(partial(select_keys, values), _sample_lines(values), k, values.numel())
+
+
+def top_k_segments(
+    values: torch.Tensor, bounds: Sequence[int], budgets: Sequence[int], *, workspace: Workspace | None = None
+) -> Selection:
+    """The largest of each segment ``values[bounds[i] : bounds[i + 1]]``, up to ``budgets[i]`` entries, as one list.
+
+    Each as :func:`top_k` would select it; indices count from the start of ``values`` (fp32 ``[n]``). Many
+    short segments are selected together on a CPU.
+    """
+    if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"bounds has {len(bounds)} ascending numbers, one more than the {len(budgets)} budgets are needed"
+        )
+    check_vector("values", values)
+    widest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
+    if len(budgets) > 1 and 0 < widest <= _SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):
+        return _top_k_rows(values, np.asarray(bounds), np.asarray(budgets), widest)
+    parts = []
+    for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
+        part = top_k(values[start:stop], k, workspace=workspace)
+        parts.append(part._replace(indices=part.indices + start))
+    return Selection.join(parts) if parts else Selection.of(values.new_empty(0, dtype=torch.int32), values[:0])
+
+
+def _top_k_rows(values: torch.Tensor, bounds: Integers, budgets: Integers, width: int) -> Selection:
+    """Segments as the rows of a matrix, padded with zeros, which are never selected."""
+    starts, stops = bounds[:-1, None], bounds[1:, None]
+    budgets = np.minimum(budgets, stops[:, 0] - starts[:, 0])
+    places = starts + np.arange(width)
+    floats = values.numpy()
+    keys = np.where(places < stops, floats[np.minimum(places, len(floats) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
+    # The last of the k largest of each row; a budget of 0 is above every key.
+    ranks = np.unique(width - budgets[budgets > 0])
+    ordered = np.partition(keys, ranks, axis=1) if len(ranks) else keys
+    rows = np.arange(len(keys))
+    kth = np.where(budgets > 0, ordered[rows, np.minimum(width - budgets, width - 1)], np.iinfo(np.int32).max)[:, None]
+    take = keys > kth
+    equal = (keys == kth) & (kth > 0) & (budgets > 0)[:, None]
+    take |= equal & (np.cumsum(equal, axis=1) <= budgets[:, None] - take.sum(1, keepdims=True))
+    chosen = places[take]
+    return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(floats[chosen]))
 
 
 def accumulate_top_k(

@@ -7,6 +7,7 @@ from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
+from tritoncomm.algorithms.dense_tail import DenseTail
 from tritoncomm.algorithms.dgc import DGC
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
@@ -42,6 +43,7 @@ __all__ = [
     "DGC",
     "Algorithm",
     "Dense",
+    "DenseTail",
     "ExDyna",
     "GTopk",
     "GaussianK",

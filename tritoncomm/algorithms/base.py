@@ -60,6 +60,9 @@ class Algorithm(ABC):
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
 
+    def follow(self, other: Algorithm) -> None:  # noqa: B027 - most methods start afresh
+        """Take over from ``other``, of the same recipe at another density, what does not depend on the density."""
+
     def common_state(self) -> dict[str, Any]:
         """What of the state is the same on all ranks in a sound run."""
         return self.state_dict()

@@ -2,8 +2,7 @@
 
 Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
 2018. Momentum correction, momentum factor masking and local clipping around an all-gather of the largest
-entries. Its density warm-up is ``Warmup(schedule="exponential")``; biases and norms travel dense with
-``dense_below``.
+entries. Its density warm-up is ``Warmup(schedule="exponential")``; biases and norms travel dense anyway.
 """
 
 from __future__ import annotations
@@ -128,6 +127,10 @@ class DGCAlgorithm(Algorithm):
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         # Not finite: left as it is, so that the exchange refuses it.
         return gradient * (limit / norm) if math.isfinite(norm) and norm > limit else gradient
+
+    def follow(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.follow`: the momentum."""
+        self.state = other.state
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: momentum is private."""

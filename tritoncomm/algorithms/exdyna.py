@@ -21,7 +21,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange
 from tritoncomm.cost import Flow, Forecast, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
@@ -30,7 +30,6 @@ from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 
-_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 _LINE = 32  # fp32 values in 128 bytes: partitions start at a line
 _TINY = 1e-30
 # The first threshold comes from every 16th magnitude, but from at least this many where there are as many.
@@ -249,10 +248,10 @@ class ExDynaAlgorithm(Algorithm):
         self, row: list[int], finite: bool, acc: Accumulator, world_size: int
     ) -> Pattern[list[list[int]]]:
         """By rank: entries to gather, entries that passed, and whether there is anything but zeros."""
-        words = torch.tensor([row[0] if finite else _NON_FINITE, *row[1:]], dtype=torch.int64, device=acc.device)
+        words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=acc.device)
         everybody = (yield AllGather("counts", words)) if world_size > 1 else words[None]
         columns: list[list[int]] = everybody.t().tolist()
-        bad = [rank for rank, count in enumerate(columns[0]) if count == _NON_FINITE]
+        bad = [rank for rank, count in enumerate(columns[0]) if count == NON_FINITE]
         if bad:
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
         return columns

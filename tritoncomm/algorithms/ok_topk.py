@@ -8,6 +8,7 @@ Exact thresholds are found every now and then and reused, corrected by the count
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +17,27 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost, wire
+from tritoncomm import cost, distributed_selection, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
+from tritoncomm.collectives import (
+    NON_FINITE,
+    balanced_gather,
+    dense_exchange,
+    gather_blocks,
+    rotate,
+    share_counts,
+)
 from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.distributed_selection import largest_shares
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Pattern
+from tritoncomm.partition import consensus_cuts, offsets, propose_cuts, trimmed_sizes
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Inbox, Pattern
 from tritoncomm.selection import corrected_threshold, entries_to_keep
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
-_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+_SELECTS = ("auto", "gather", "histogram")
 # Corrected thresholds are used a little low. What was delivered is gone from the residuals, so the k-th
 # magnitude of one step lets almost nothing through at the next when gradients are small beside residuals;
 # at 0.98 there are usually k entries or more, and then the k largest of them are known exactly.
@@ -56,7 +65,9 @@ class OkTopk(Recipe):
     and what is delivered; ``correct_thresholds`` lets reused thresholds follow the counts.
     ``strict_volume`` makes 6k(P-1)/P words an upper bound by construction on every step that reuses
     thresholds: both caps become 1 and no pair of workers exchanges more than k/P entries in phase 1.
-    Vectors of fewer than ``dense_below`` elements, and density 1 unless ``force_sparse``, travel dense.
+    ``exact_select`` is how a re-evaluation finds the k largest sums: ``"gather"`` all reduced non-zeros,
+    as the paper does, which grows with the workers; ``"histogram"`` by counts of magnitudes, which does not;
+    ``"auto"`` whichever moves less. The result is the same. Density 1 travels dense unless ``force_sparse``.
     """
 
     name: ClassVar[str] = "oktopk"
@@ -71,15 +82,20 @@ class OkTopk(Recipe):
     global_cap: float = 1.0
     correct_thresholds: bool = True
     strict_volume: bool = False
-    dense_below: int = 0
+    exact_select: str = "auto"
     force_sparse: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width", whole=True)
         check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
-        check_at_least(self, 0, "dense_below", whole=True)
         check_at_least(self, 0, "drift_low", "drift_high")
+        check(
+            self,
+            "exact_select",
+            self.exact_select in ("auto", "gather", "histogram"),
+            "choose auto, gather or histogram",
+        )
         check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
         check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")
@@ -142,9 +158,8 @@ class OkTopkAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """True when everything is to be delivered anyway, or there is too little to gain."""
-        everything = self.k >= self.numel and not self.recipe.force_sparse
-        return everything or self.numel < max(1, self.recipe.dense_below)
+        """True when everything is to be delivered anyway."""
+        return self.numel == 0 or (self.k >= self.numel and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
@@ -271,30 +286,23 @@ class OkTopkAlgorithm(Algorithm):
         low, high = cuts[rank], cuts[rank + 1]
         region = torch.zeros(high - low, device=local.values.device)
         starts = offsets(local.indices, cuts)
-        parts = [local.slice(starts[p], starts[p + 1]) for p in range(world_size)]
-        incoming = yield from self._share_counts([p.found for p in parts], finite, local.indices)
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        incoming = yield from share_counts(counts, finite, local.indices.device)
 
-        def add(_: int, message: torch.Tensor) -> None:
-            indices, values = wire.unpack(message)
-            wire.check_indices(indices, low, high)
-            kernels.scatter_add(region, indices - low, values)
+        def add(arrived: Inbox) -> None:
+            lists = list(arrived.values())
+            counts = [message.numel() // 2 for message in lists]
+            indices, values = wire.unpack_parts(lists)
+            wire.check_indices(indices, low, high, counts)
+            kernels.scatter_add_lists(region, indices - low, values, counts)
 
-        kernels.scatter_add(region, parts[rank].indices - low, parts[rank].values)
-        sends = {p: wire.pack(part.indices, part.values) for p, part in enumerate(parts) if p != rank}
+        messages = wire.pack_parts(local.indices, local.values, counts)
+        add({rank: messages[rank]})
+        sends = {p: message for p, message in enumerate(messages) if p != rank}
         receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
         width = self.recipe.bucket_width
         yield from rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
         return region, sum(incoming)
-
-    def _share_counts(self, counts: list[int], finite: bool, like: torch.Tensor) -> Pattern[list[int]]:
-        """How many entries each rank has for us; a non-finite gradient anywhere ends the step here."""
-        outgoing = counts if finite else [_NON_FINITE] * len(counts)
-        words = torch.tensor(outgoing, dtype=torch.int64, device=like.device)
-        incoming: list[int] = (yield AllToAll("counts", words)).tolist()
-        bad = [rank for rank, count in enumerate(incoming) if count == _NON_FINITE]
-        if bad:
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
-        return incoming
 
     def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
         """The owner's side of the global selection: reduced non-zeros that reach ``threshold``."""
@@ -305,10 +313,10 @@ class OkTopkAlgorithm(Algorithm):
         """What everybody must know of the owners before anything is gathered."""
         finite = not kernels.has_non_finite(candidates.values)
         reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
-        row = [candidates.found if finite else _NON_FINITE, received, int(reaching.sum())]
+        row = [candidates.found if finite else NON_FINITE, received, int(reaching.sum())]
         words = torch.tensor(row, dtype=torch.int64, device=candidates.values.device)
         sizes, loads, reached = (yield AllGather("sizes", words)).t().tolist()
-        bad = [rank for rank, size in enumerate(sizes) if size == _NON_FINITE]
+        bad = [rank for rank, size in enumerate(sizes) if size == NON_FINITE]
         if bad:
             raise NonFiniteError(
                 f"finite gradients overflow when summed, in the regions of ranks {bad}; nothing was applied", bad
@@ -318,12 +326,24 @@ class OkTopkAlgorithm(Algorithm):
     def _global_top_k(
         self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
     ) -> Pattern[_Delivered]:
-        """Phase 2 of a re-evaluation step: gather the candidates, keep exactly the k largest."""
-        gathered = yield from self._gather(candidates, shared.candidates, rank, world_size, "re-evaluation")
+        """Phase 2 of a re-evaluation step: exactly the k largest sums, gathered from all or found by histograms."""
+        if sum(shared.candidates) <= self._worth_gathering(world_size):
+            gathered = yield from gather_blocks(
+                candidates, shared.candidates, self.numel, rank, world_size, phase="re-evaluation"
+            )
+        else:
+            shares = yield from largest_shares(candidates, self.k)
+            gathered = yield from self._even_out_and_gather(candidates, shares, rank, world_size)
         kept = kernels.largest(gathered, self.k, workspace=self.workspace)
         # Nothing to learn a threshold from: keep the old one and look again next step.
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
         return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
+
+    def _worth_gathering(self, world_size: int) -> int:
+        """Up to how many reduced non-zeros it is cheaper to gather them all than to look for the k largest."""
+        if self.recipe.exact_select != "auto":
+            return self.numel if self.recipe.exact_select == "gather" else self.k
+        return self.k + distributed_selection.forecast(world_size).received.bytes // (2 * cost.WORD)
 
     def _balance_and_gather(
         self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
@@ -331,40 +351,19 @@ class OkTopkAlgorithm(Algorithm):
         """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
-        candidates = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
-        total = sum(sizes)
-        if max(sizes) > max(self.balance_trigger * total / world_size, math.ceil(total / world_size)):
-            candidates = yield from self._balance(candidates, sizes, rank, world_size)
-            sizes = balanced_sizes(total, world_size)
-        gathered = yield from self._gather(candidates, sizes, rank, world_size, "all-gather")
+        gathered = yield from self._even_out_and_gather(candidates, sizes, rank, world_size)
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
         threshold = self._corrected(self._lowered(state.global_threshold), gathered, wanted)
         return _Delivered(gathered.indices, gathered.values, threshold, not low <= shared.reaching <= high)
 
-    def _balance(self, block: Selection, sizes: list[int], rank: int, world_size: int) -> Pattern[Selection]:
-        """Data balancing: move entries so that every rank holds an equal share, in the same order."""
-        leaving, arriving = moves(sizes, rank)
-        parts = {rank: block.slice(*leaving.pop(rank))} if rank in leaving else {}
-
-        def keep(source: int, message: torch.Tensor) -> None:
-            parts[source] = Selection.of(*wire.unpack(message))
-
-        slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
-        sends = {p: wire.pack(part.indices, part.values) for p, part in slices.items()}
-        receives = {p: 2 * count for p, count in arriving.items() if p != rank}
-        yield from rotate(sends, receives, keep, rank, world_size, width=self.recipe.bucket_width, phase="balance")
-        balanced = Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
-        wire.check_indices(balanced.indices, 0, self.numel)
-        return balanced
-
-    def _gather(self, block: Selection, sizes: list[int], rank: int, world_size: int, phase: str) -> Pattern[Selection]:
-        """Everybody's entries in rank order, which is index order."""
-        words = [2 * size for size in sizes]
-        message = wire.pack(block.indices, block.values)
-        blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-        gathered = Selection.join([Selection.of(*wire.unpack(block)) for block in blocks])
-        wire.check_indices(gathered.indices, 0, self.numel)
-        return gathered
+    def _even_out_and_gather(
+        self, candidates: Selection, sizes: list[int], rank: int, world_size: int
+    ) -> Pattern[Selection]:
+        """The ``sizes[r]`` largest candidates of every rank r."""
+        block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
+        return balanced_gather(
+            block, sizes, self.numel, rank, world_size, trigger=self.balance_trigger, width=self.recipe.bucket_width
+        )
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
@@ -399,14 +398,19 @@ class OkTopkAlgorithm(Algorithm):
         if repartition:
             phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
         if reevaluate:
-            union = min(self.numel, world_size * self.k)
-            phases["re-evaluation"] = Flow(cost.messages(rounds, 2 * rounds * union), cost.messages(rounds, 2 * union))
-            return Forecast(phases)
-        share = math.ceil(self.global_cap / world_size)
-        largest = max(share, math.ceil(min(self.global_cap, self.balance_trigger * self.global_cap / world_size)))
+            gathered = min(self.numel, world_size * self.k, self._worth_gathering(world_size))
+            phases["re-evaluation"] = Flow(
+                cost.messages(rounds, 2 * rounds * gathered), cost.messages(rounds, 2 * gathered)
+            )
+            if gathered == min(self.numel, world_size * self.k):
+                return Forecast(phases)
+            phases.update(distributed_selection.forecast(world_size).phases)
+        delivered = self.k if reevaluate else self.global_cap
+        share = math.ceil(delivered / world_size)
+        largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))
         if self.balance_trigger < world_size:
-            phases["balance"] = Flow(cost.messages(peers, 2 * self.global_cap), cost.messages(peers, 2 * share))
+            phases["balance"] = Flow(cost.messages(peers, 2 * delivered), cost.messages(peers, 2 * share))
         # Bruck: everything arrives once; a large block of its own a rank sends in every round.
-        leaving = min(rounds * self.global_cap, peers * largest)
-        phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * self.global_cap))
+        leaving = min(rounds * delivered, peers * largest)
+        phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * delivered))
         return Forecast(phases)

@@ -156,10 +156,12 @@ class _Ledger:
 
     def take(self, blocks: Sequence[int], budget: int | None = None) -> Selection:
         """The largest entries of each of ``blocks``, as many as its budget allows, removed from W."""
-        parts = []
-        for b in blocks:
-            start, stop = self.place.cuts[b], self.place.cuts[b + 1]
-            part = kernels.top_k(self.values[start:stop], self.place.budgets[b] if budget is None else budget)
+        cuts, parts = self.place.cuts, []
+        for first, last in runs(blocks):
+            start, stop = cuts[first], cuts[last + 1]
+            bounds = [cut - start for cut in cuts[first : last + 2]]
+            budgets = self.place.budgets[first : last + 1] if budget is None else [budget]
+            part = kernels.top_k_segments(self.values[start:stop], bounds, budgets)
             parts.append(part._replace(indices=part.indices + start))
         taken = parts[0] if len(parts) == 1 else Selection.join(parts)
         self.values.index_fill_(0, taken.indices.long(), 0.0)
@@ -288,14 +290,15 @@ class SparDLAlgorithm(Algorithm):
     def _entries(self, message: torch.Tensor, blocks: Sequence[int], place: _Place) -> Selection:
         """The entries of a received message, which must lie in ``blocks``."""
         entries = Selection.of(*wire.unpack_padded(message))
-        if len(blocks) == blocks[-1] - blocks[0] + 1:
-            wire.check_indices(entries.indices, place.cuts[blocks[0]], place.cuts[blocks[-1] + 1])
+        (first, last), *rest = runs(blocks)
+        if not rest:
+            wire.check_indices(entries.indices, place.cuts[first], place.cuts[last + 1])
             return entries
         # Around the end: blocks from 0 on, and blocks up to the last.
-        gap = next(i for i, (a, b) in enumerate(itertools.pairwise(blocks)) if b != a + 1)
-        low = int(torch.searchsorted(entries.indices, place.cuts[blocks[gap] + 1]))
-        wire.check_indices(entries.indices[:low], 0, place.cuts[blocks[gap] + 1])
-        wire.check_indices(entries.indices[low:], place.cuts[blocks[gap + 1]], self.numel)
+        end = place.cuts[last + 1]
+        low = int(torch.searchsorted(entries.indices, end))
+        wire.check_indices(entries.indices[:low], 0, end)
+        wire.check_indices(entries.indices[low:], place.cuts[rest[0][0]], self.numel)
         return entries
 
     def common_state(self) -> dict[str, Any]:
@@ -321,6 +324,12 @@ class SparDLAlgorithm(Algorithm):
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(_log2(teams), words)), "all-gather": within}
         )
+
+
+def runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ``blocks`` as (first, last) of each stretch without a gap."""
+    gaps = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
+    return [(blocks[a], blocks[b - 1]) for a, b in itertools.pairwise([0, *gaps, len(blocks)])]
 
 
 def reduce_scatter_schedule(team_size: int) -> list[tuple[int, int]]:

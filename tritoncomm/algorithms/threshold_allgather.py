@@ -16,7 +16,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least, check_number
-from tritoncomm.collectives import all_gather_sum, dense_exchange
+from tritoncomm.collectives import NON_FINITE, all_gather_sum, dense_exchange
 from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, Pattern
@@ -24,7 +24,6 @@ from tritoncomm.selection import entries_to_keep, gaussian_selection, sidco_sele
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
-_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 # SIDCo adapts its stages every so many calls, when the count was off by more than a fifth.
 _WINDOW, _TOLERANCE, _STAGES = 5, 0.2, 3
 
@@ -99,10 +98,10 @@ class ThresholdAlgorithm(Algorithm):
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
-        words = torch.tensor([own.found if finite else _NON_FINITE], dtype=torch.int64, device=acc.device)
+        words = torch.tensor([own.found if finite else NON_FINITE], dtype=torch.int64, device=acc.device)
         everybody = (yield AllGather("counts", words)) if world_size > 1 else words
         counts: list[int] = everybody.flatten().tolist()
-        bad = [source for source, count in enumerate(counts) if count == _NON_FINITE]
+        bad = [source for source, count in enumerate(counts) if count == NON_FINITE]
         if bad:
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
         indices, sums = yield from all_gather_sum(own, counts, acc, rank, world_size)

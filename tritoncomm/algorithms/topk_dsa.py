@@ -18,16 +18,14 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
-from tritoncomm.collectives import bruck_all_gather, dense_exchange, rotate
+from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange, rotate, share_counts
 from tritoncomm.cost import Flow, Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import offsets
-from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
-
-_NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +80,15 @@ class TopkDSAAlgorithm(Algorithm):
     ) -> Pattern[torch.Tensor]:
         """The dense sum over this rank's region, in rank order, as the all-gather of all lists would add."""
         starts = offsets(own.indices, cuts)
-        parts = [own.slice(starts[p], starts[p + 1]) for p in range(world_size)]
+        counts = [stop - start for start, stop in itertools.pairwise(starts)]
         finite = not kernels.has_non_finite(own.values)
-        counts = [part.found if finite else _NON_FINITE for part in parts]
-        words = torch.tensor(counts, dtype=torch.int64, device=own.values.device)
-        incoming: list[int] = (yield AllToAll("counts", words)).tolist()
-        bad = [source for source, count in enumerate(incoming) if count == _NON_FINITE]
-        if bad:
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
-        sends = {p: wire.pack(part.indices, part.values) for p, part in enumerate(parts) if p != rank}
+        incoming = yield from share_counts(counts, finite, own.values.device)
+        packed = wire.pack_parts(own.indices, own.values, counts)
+        sends = {p: message for p, message in enumerate(packed) if p != rank}
         receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
-        messages = {rank: wire.pack(parts[rank].indices, parts[rank].values)}
+        messages = {rank: packed[rank]}
         yield from rotate(
-            sends, receives, messages.__setitem__, rank, world_size,
+            sends, receives, messages.update, rank, world_size,
             width=self.recipe.bucket_width, phase="split-and-reduce",
         )  # fmt: skip
         low, high = cuts[rank], cuts[rank + 1]
@@ -109,9 +103,9 @@ class TopkDSAAlgorithm(Algorithm):
         """All regions: pairs while they are short, values once they have filled in."""
         entries = kernels.select(region, 0.0, workspace=self.workspace)
         finite = not kernels.has_non_finite(entries.values)
-        words = torch.tensor([entries.found if finite else _NON_FINITE], dtype=torch.int64, device=region.device)
+        words = torch.tensor([entries.found if finite else NON_FINITE], dtype=torch.int64, device=region.device)
         sizes: list[int] = (yield AllGather("sizes", words)).flatten().tolist()
-        if _NON_FINITE in sizes:
+        if NON_FINITE in sizes:
             raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
         if self._goes_dense(sum(sizes)):
             widths = [high - low for low, high in itertools.pairwise(cuts)]
@@ -122,7 +116,7 @@ class TopkDSAAlgorithm(Algorithm):
         blocks = yield from bruck_all_gather(
             message, [2 * size for size in sizes], rank, world_size, phase="all-gather"
         )
-        union = Selection.join([Selection.of(*wire.unpack(block)) for block in blocks])
+        union = Selection.of(*wire.unpack_parts(blocks))
         wire.check_indices(union.indices, 0, self.numel)
         return union
 

@@ -1,17 +1,16 @@
-"""Dense steps first, then another method."""
+"""Dense, or denser, steps first, then a method at its own density."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.base import Algorithm, Recipe, check_at_least
-from tritoncomm.collectives import dense_exchange
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
@@ -20,15 +19,25 @@ from tritoncomm.sparse import SparseVector
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(Recipe):
-    """``steps`` dense steps, then ``recipe``, whose own step counter starts only there."""
+    """``recipe``, with a higher density during the first ``steps`` steps.
+
+    ``schedule="dense"``: density 1, then ``recipe``, whose own step counter starts only there.
+    ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up): ``stages`` stages of equal length
+    whose densities are ``density ** (i / stages)`` for i = 1 to ``stages``; the last is ``recipe`` itself. Every
+    stage starts the method afresh; residuals, and the momentum of ``dgc``, go on.
+    """
 
     name: ClassVar[str] = "warmup"
     recipe: Recipe
     steps: int
+    schedule: str = "dense"
+    stages: int = 5
     density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "steps", whole=True)
+        check(self, "schedule", self.schedule in ("dense", "exponential"), "choose dense or exponential")
+        check_at_least(self, 1, "stages", whole=True)
         object.__setattr__(self, "density", self.recipe.density)
 
     def check_world_size(self, world_size: int) -> None:
@@ -41,51 +50,80 @@ class Warmup(Recipe):
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""
-        return WarmupAlgorithm(self.recipe.build(numel), self.steps)
+        return WarmupAlgorithm(self, numel)
+
+    def densities(self) -> list[float]:
+        """The density of each stage, ``recipe``'s own last."""
+        if self.schedule == "dense":
+            return [1.0, self.recipe.density]
+        return [self.recipe.density ** (i / self.stages) for i in range(1, self.stages)] + [self.recipe.density]
+
+    def stage(self, taken: int) -> int:
+        """The stage of the step after ``taken`` steps."""
+        last = len(self.densities()) - 1
+        if taken >= self.steps:
+            return last
+        return 0 if self.schedule == "dense" else taken * self.stages // self.steps
 
 
 class WarmupAlgorithm(Algorithm):
-    """Counts the dense steps; everything else is the inner algorithm's."""
+    """Counts the steps; everything else is the algorithm's of the present stage."""
 
-    def __init__(self, inner: Algorithm, steps: int) -> None:
-        super().__init__(inner.numel)
-        self.inner = inner
-        self.steps = steps
+    def __init__(self, recipe: Warmup, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
         self._taken = 0
+        # The stage before is kept, because a step that began in it may have to be undone.
+        self._built: dict[int, Algorithm] = {}
+
+    @property
+    def inner(self) -> Algorithm:
+        """The algorithm of the present stage."""
+        return self._algorithm(self.recipe.stage(self._taken))
+
+    def _algorithm(self, stage: int) -> Algorithm:
+        if stage not in self._built:
+            densities = self.recipe.densities()
+            last = stage == len(densities) - 1
+            recipe = self.recipe.recipe
+            chosen = recipe if last else dataclasses.replace(recipe, density=densities[stage])
+            built = {number: algorithm for number, algorithm in self._built.items() if number == stage - 1}
+            self._built = built | {stage: chosen.build(self.numel)}
+        return self._built[stage]
 
     @property
     def state(self) -> tuple[int, Any]:
-        """Dense steps taken, and the inner state."""
+        """Steps taken, and the inner state."""
         return self._taken, self.inner.state
 
     @state.setter
     def state(self, state: tuple[int, Any]) -> None:
-        self._taken, self.inner.state = state
+        self._taken, inner = state
+        self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self._taken >= self.steps:
-            mean = yield from self.inner.reduce(acc, rank, world_size)
-            self.report = self.inner.report
-            return mean
-        mean = yield from dense_exchange(acc, world_size)
+        before = self.inner
+        mean = yield from before.reduce(acc, rank, world_size)
+        self.report = before.report
         self._taken += 1
+        if self.inner is not before:
+            self.inner.follow(before)
         return mean
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
-        if self._taken >= self.steps:
-            return self.inner.predicted_traffic(world_size)
-        return cost.dense(self.numel, world_size)
+        return self.inner.predicted_traffic(world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`."""
-        return self.inner.ordinary_traffic(world_size)
+        """See :meth:`Algorithm.ordinary_traffic`: after the warm-up."""
+        return self.recipe.recipe.build(self.numel).ordinary_traffic(world_size)
 
     def inherit(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.inherit`: the steps taken."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
+        self.inner.inherit(other.inner)
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`."""
@@ -99,5 +137,6 @@ class WarmupAlgorithm(Algorithm):
         """See :meth:`Algorithm.load_state_dict`."""
         if set(state) != {"taken", "inner"}:
             raise ConfigurationError(f"this is not a state of a warm-up: it has {sorted(state)}")
-        self.inner.load_state_dict(state["inner"])
-        self._taken = int(state["taken"])
+        taken = int(state["taken"])
+        self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
+        self._taken = taken

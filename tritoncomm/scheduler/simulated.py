@@ -15,6 +15,7 @@ from tritoncomm import cost
 from tritoncomm.cost import Traffic
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.metrics import Meter
+from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -30,16 +31,20 @@ from tritoncomm.scheduler.rounds import (
 )
 
 BeforeRound = Callable[[int, Sequence[Word]], None]
+# What a rank will find in its inbox, and when in virtual time it will be complete.
+Posted = tuple[Inbox, float]
 
 
 class SimulatedScheduler:
     """All ranks of an exchange in one process; ``meters`` holds each rank's last traffic.
 
-    Messages are delivered whole and in rank order, sums are taken in rank order.
+    Messages are delivered whole and in rank order, sums are taken in rank order. With a ``clock`` the meters
+    also hold what each phase would have taken on its network.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, clock: VirtualClock | None = None) -> None:
         self.world_size = world_size
+        self.clock = clock
         self.meters = [Meter() for _ in range(world_size)]
         self.raised: dict[int, BaseException] = {}
 
@@ -94,15 +99,20 @@ class SimulatedScheduler:
     def _perform(self, number: int, words: list[Any]) -> list[Any]:
         first = words[0]
         if isinstance(first, Round):
-            return self._deliver(number, words)
+            return self._arrive(self._deliver(number, words), first.phase)
         if isinstance(first, Post):
-            inboxes = self._deliver(number, [word.round for word in words])
-            return [Ticket(first.phase, inbox) for inbox in inboxes]
+            return [Ticket(first.phase, token) for token in self._deliver(number, [word.round for word in words])]
         if isinstance(first, Wait):
-            return [word.ticket.token for word in words]
+            return self._arrive([word.ticket.token for word in words], first.phase)
         return self._collective(number, words)
 
-    def _deliver(self, number: int, rounds: list[Round]) -> list[Inbox]:
+    def _arrive(self, tokens: list[Posted], phase: str) -> list[Inbox]:
+        if self.clock is not None:
+            for rank, (_, done) in enumerate(tokens):
+                self.meters[rank].wait(phase, self.clock.wait(rank, done))
+        return [inbox for inbox, _ in tokens]
+
+    def _deliver(self, number: int, rounds: list[Round]) -> list[Posted]:
         inboxes: list[Inbox] = [{} for _ in rounds]
         for source, round_ in enumerate(rounds):
             for peer, payload in round_.sends.items():
@@ -113,6 +123,7 @@ class SimulatedScheduler:
                         f"of {payload.dtype} to rank {peer}, which expects {expected or 'nothing'}"
                     )
                 inboxes[peer][source] = payload.clone()
+        sizes = [{peer: cost.message(payload.numel()).bytes for peer, payload in r.sends.items()} for r in rounds]
         for rank, round_ in enumerate(rounds):
             for source, expected in round_.receives.items():
                 if source not in inboxes[rank]:
@@ -120,10 +131,11 @@ class SimulatedScheduler:
                         f"round {number}, phase {round_.phase!r}: rank {rank} expects {expected} words "
                         f"from rank {source}, which sends nothing to it"
                     )
-            sent = cost.total(cost.message(payload.numel()) for payload in round_.sends.values())
-            received = cost.total(cost.message(words) for words in round_.receives.values())
+            sent = Traffic(len(sizes[rank]), sum(sizes[rank].values()))
+            received = cost.messages(len(round_.receives), sum(round_.receives.values()))
             self.meters[rank].count(round_.phase, sent, received)
-        return inboxes
+        done = self.clock.exchange(sizes) if self.clock is not None else [0.0] * len(rounds)
+        return list(zip(inboxes, done, strict=True))
 
     def _collective(self, number: int, words: list[Any]) -> list[torch.Tensor]:
         first, tensors = words[0], [word.tensor for word in words]
@@ -139,19 +151,27 @@ class SimulatedScheduler:
             total = tensors[0].clone()
             for tensor in tensors[1:]:
                 total += tensor
-            self._count(first.phase, cost.all_reduce(size, itemsize, self.world_size))
+            traffic = cost.all_reduce(size, itemsize, self.world_size)
+            self._count(first.phase, traffic, traffic.messages)
             return [total.clone() for _ in tensors]
         if isinstance(first, AllToAll):
-            self._count(first.phase, cost.all_to_all(1, itemsize, self.world_size))
+            # Sent directly, all at once: the latencies overlap.
+            self._count(first.phase, cost.all_to_all(1, itemsize, self.world_size), hops=1)
             return list(torch.stack(tensors, dim=1).unbind())
         assert isinstance(first, AllGather)
-        self._count(first.phase, cost.all_gather(size, itemsize, self.world_size))
+        traffic = cost.all_gather(size, itemsize, self.world_size)
+        self._count(first.phase, traffic, traffic.messages)
         gathered = torch.stack(tensors)
         return [gathered.clone() for _ in tensors]
 
-    def _count(self, phase: str, traffic: Traffic) -> None:
+    def _count(self, phase: str, traffic: Traffic, hops: int) -> None:
         for meter in self.meters:
             meter.count(phase, traffic, traffic)
+        if self.clock is not None:
+            link = self.clock.link
+            end = self.clock.synchronise(hops * link.latency + link.transfer(traffic.bytes))
+            for rank, meter in enumerate(self.meters):
+                meter.wait(phase, self.clock.wait(rank, end))
 
 
 def _describe(word: Word) -> str:

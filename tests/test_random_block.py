@@ -1,0 +1,177 @@
+"""Random-block and random-k: the shared draws, coverage, waiting times, and the learning rates they stand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tritoncomm import ConfigurationError, RandomBlock, RandomK, Recipe, SimulatedWorld
+from tritoncomm.shared_random import all_below, below, draw, draws
+
+import laws
+
+VECTORS = [
+    (0, 0, 0, 1000, 0x2130748AAAC80268, 129),
+    (0, 1, 0, 1000, 0x68AC638DA2EDDA0C, 408),
+    (0, 0, 1, 1000, 0x97693BFC00425025, 591),
+    (42, 7, 3, 25557032, 0x6973108F51561EDA, 10527248),
+    (42, 8, 3, 25557032, 0x4F23915A4B094773, 7900610),
+    (123456789, 1000000, 17, 4096, 0x92647B6FD9067FBF, 2342),
+]
+
+
+@pytest.mark.parametrize(("seed", "step", "unit", "bound", "bits", "number"), VECTORS)
+def test_shared_draws(seed: int, step: int, unit: int, bound: int, bits: int, number: int) -> None:
+    """The published vectors, one by one and in bulk."""
+    assert draw(seed, step, unit) == bits
+    assert below(bits, bound) == number
+    lanes = draws(seed, step, unit, 5)
+    assert [int(lane) for lane in lanes] == [draw(seed, step, unit, lane) for lane in range(5)]
+    assert all_below(lanes, np.full(5, bound)).tolist() == [below(int(lane), bound) for lane in lanes]
+
+
+def blocks_of(recipe: RandomBlock, numel: int, steps: int) -> list[torch.Tensor]:
+    """Boolean masks of what each step exchanges."""
+    algorithm, masks = recipe.build(numel), []
+    for step in range(steps):
+        mask = torch.zeros(numel, dtype=torch.bool)
+        for start, stop in algorithm.ranges(step):
+            assert 0 <= start < stop <= numel
+            mask[start:stop] = True
+        masks.append(mask)
+    return masks
+
+
+@given(st.sampled_from(["wrap", "grid", "perm"]), st.integers(2, 200), st.floats(0.05, 0.9), st.integers(0, 99))
+def test_blocks(mode: str, numel: int, density: float, seed: int) -> None:
+    """One run of the asked size, cyclic in wrap mode; only the last block of a grid may be short."""
+    recipe = RandomBlock(density=density, mode=mode, seed=seed, alignment=1)
+    size = recipe.build(numel).size
+    assert size == max(1, int(density * numel))
+    for mask in blocks_of(recipe, numel, 20):
+        edges = int((mask != mask.roll(1)).sum())
+        assert edges in (0, 2)
+        assert int(mask.sum()) == size or (mode != "wrap" and int(mask.sum()) == numel % size and mask[-1])
+
+
+def test_wrap_covers_uniformly() -> None:
+    """Over all starts every coordinate is covered B times, and contraction holds with equality on average."""
+    numel, size = 50, 7
+    values = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    covered, left = torch.zeros(numel), 0.0
+    for start in range(numel):
+        mask = torch.zeros(numel, dtype=torch.bool)
+        mask[torch.arange(start, start + size) % numel] = True
+        covered += mask
+        left += float((values * ~mask).square().sum())
+    assert (covered == size).all()
+    assert left / numel == pytest.approx((1 - size / numel) * float(values.square().sum()))
+    starts = [below(draw(0, step), 10) for step in range(5000)]
+    assert min(np.bincount(starts, minlength=10)) > 400
+
+
+def test_perm_visits_every_block_once_a_round() -> None:
+    """Each coordinate exactly once in M steps; the gap between two visits is never more than 2M - 1."""
+    masks = torch.stack(blocks_of(RandomBlock(density=0.1, alignment=1), 100, 200)).int()
+    for first in range(0, 200, 10):
+        assert (masks[first : first + 10].sum(0) == 1).all()
+    for column in masks.t():
+        visits = column.nonzero().flatten()
+        assert int((visits[1:] - visits[:-1]).max()) <= 19
+    orders = {tuple(masks[first : first + 10].argmax(1).tolist()) for first in range(0, 200, 10)}
+    assert len(orders) > 15
+
+
+@pytest.mark.parametrize("recipe", [RandomBlock(density=0.25, alignment=1), RandomK(density=0.25)], ids=["block", "k"])
+def test_many_workers_are_one_worker_on_the_mean(recipe: Recipe) -> None:
+    """Shared coordinates commute with averaging: the mean residual follows the one-worker recursion exactly."""
+    case = laws.Case(4, 60, ("random",) * 10)
+    many, one = SimulatedWorld(recipe, 4, 60), SimulatedWorld(recipe, 1, 60)
+    for gradient in case.gradients():
+        a, b = many.step(gradient)[0], one.step(gradient.mean(0, keepdim=True))[0]
+        assert torch.equal(a.indices, b.indices)
+        assert torch.equal(a.values, b.values)
+        assert torch.equal(many.residuals.mean(0), one.residuals[0])
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("grid", 15.0), ("wrap", 15.0), ("perm", 0.58 * 16)])
+def test_waiting_time(mode: str, expected: float) -> None:
+    """Unsent mass waits (1 - p) / p steps when drawn independently, about 0.58 / p in permutations."""
+    masks = torch.stack(blocks_of(RandomBlock(density=1 / 16, mode=mode, alignment=1), 64, 6000))
+    age, total, count = torch.zeros(64), 0.0, 0
+    for mask in masks:
+        total += float(age.sum())
+        count += 64
+        age = torch.where(mask, torch.zeros(64), age + 1)
+    assert total / count == pytest.approx(expected, rel=0.12)
+
+
+def survives(mode: str, rate: float) -> bool:
+    """Whether gradient descent with error feedback comes down on a quadratic of curvature 1."""
+    with torch.random.fork_rng():
+        world = SimulatedWorld(RandomBlock(density=1 / 16, mode=mode, alignment=1, reduced_lr=True), 1, 256)
+        x = torch.ones(256)
+        for _ in range(3000):
+            x = x - rate * world.step(x[None])[0].to_dense()
+            if not float(x.abs().max()) < 1e6:
+                return False
+    return float(x.abs().max()) < 1
+
+
+def test_learning_rate_ceiling() -> None:
+    """About p for independent draws and 2p for permutations, while dense descent stands 2: the warning's reason."""
+    p = 1 / 16
+    assert survives("grid", 0.8 * p)
+    assert not survives("grid", 4 * p)
+    assert survives("perm", 1.6 * p)
+    assert not survives("perm", 3 * p)
+
+
+def test_warns_with_the_reason() -> None:
+    """Below 1/32 a warning names density, learning rate and the way out; saying it is handled silences it."""
+    with pytest.warns(UserWarning, match=r"density 0.01.*about 0.02 of the learning rate.*reduced_lr=True"):
+        RandomBlock(density=0.01)
+    RandomBlock(density=0.01, reduced_lr=True)
+    RandomBlock(density=1 / 32)
+
+
+def test_a_refused_step_keeps_the_draws_together() -> None:
+    """After a NaN on one rank, and after a resume, everybody exchanges the same block."""
+    recipe = RandomBlock(density=0.25, alignment=1)
+    world, control = SimulatedWorld(recipe, 3, 40), SimulatedWorld(recipe, 3, 40)
+    gradient = torch.arange(120.0).view(3, 40)
+    for _ in range(3):
+        laws.refusal(recipe, laws.Case(3, 40, ("random",)))
+        assert torch.equal(world.step(gradient)[0].indices, control.step(gradient)[0].indices)
+    resumed = SimulatedWorld(recipe, 3, 40)
+    resumed.load_state_dict(world.state_dict())
+    assert torch.equal(resumed.step(gradient)[0].indices, control.step(gradient)[0].indices)
+
+
+def test_grid_is_aligned() -> None:
+    """Blocks of a grid start at multiples of 128 elements unless asked otherwise."""
+    algorithm = RandomBlock(density=0.05).build(10_000)
+    assert algorithm.size == 512
+    assert all(start % 128 == 0 for step in range(20) for start, _ in algorithm.ranges(step))
+
+
+def test_random_k_is_uniform_and_without_replacement() -> None:
+    """k distinct coordinates every step, each about equally often (chi-square)."""
+    algorithm, steps = RandomK(density=0.1, seed=3).build(200), 4000
+    drawn = torch.stack([algorithm.indices(step) for step in range(steps)])
+    assert (drawn[:, 1:] > drawn[:, :-1]).all()
+    counts = torch.bincount(drawn.flatten().long(), minlength=200)
+    expected = steps * 0.1
+    chi_square = float((counts - expected).square().sum() / expected / 0.9)
+    assert abs(chi_square - 180) < 4 * math.sqrt(2 * 180)
+
+
+@pytest.mark.parametrize("fields", [{"mode": "x"}, {"seed": 0.5}, {"alignment": 0}])
+def test_bad_fields(fields: dict[str, object]) -> None:
+    """Each names the field."""
+    with pytest.raises(ConfigurationError, match=next(iter(fields))):
+        RandomBlock(density=0.5, **fields)

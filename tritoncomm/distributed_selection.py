@@ -1,0 +1,60 @@
+"""The k largest entries of a vector that is spread over workers, without gathering its non-zeros.
+
+All workers count their own magnitudes by leading bits, add up the counts, and look further into the bits that
+hold the k-th magnitude: a radix select whose cost does not depend on how many entries there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost
+from tritoncomm.cost import Forecast, both
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm_kernels import Selection
+
+# The 31 bits of a magnitude in three digits: lowest bit and width of each.
+_DIGITS = ((20, 11), (10, 10), (0, 10))
+_COUNT_BYTES = 4
+
+
+def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
+    """How many entries each rank contributes to the ``k`` largest of all ranks' ``own``, its largest ones.
+
+    Ties go to the lower rank, which is the lower index where ranks hold consecutive parts of a vector; within a
+    rank :func:`tritoncomm_kernels.largest` breaks them alike. All ranks must hold more than ``k`` entries
+    together, none of them zero, NaN or Inf.
+    """
+    keys = kernels.magnitude_keys(own.values)
+    kth = yield from _kth_key(keys, k)
+    above, equal = torch.count_nonzero(keys > kth), torch.count_nonzero(keys == kth)
+    everybody = yield AllGather("shares", torch.stack([above, equal]))
+    larger, ties = everybody.t().tolist()
+    left = k - sum(larger)
+    shares = []
+    for count, tied in zip(larger, ties, strict=True):
+        taken = min(tied, left)
+        left -= taken
+        shares.append(count + taken)
+    return shares
+
+
+def _kth_key(keys: torch.Tensor, k: int) -> Pattern[int]:
+    prefix = 0
+    for low, width in _DIGITS:
+        inside = keys[(keys >> (low + width)) == (prefix >> (low + width))]
+        digits = (inside >> low) & ((1 << width) - 1)
+        counts = torch.bincount(digits, minlength=1 << width).to(torch.int32)
+        total = yield AllReduce("histogram", counts)
+        from_top = total.flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_top, k))
+        k -= int(from_top[place - 1]) if place else 0
+        prefix |= ((1 << width) - 1 - place) << low
+    return prefix
+
+
+def forecast(world_size: int) -> Forecast:
+    """What :func:`largest_shares` costs, exactly."""
+    histograms = cost.total(cost.all_reduce(1 << width, _COUNT_BYTES, world_size) for _, width in _DIGITS)
+    return Forecast({"histogram": both(histograms), "shares": both(cost.all_gather(2, 8, world_size))})
