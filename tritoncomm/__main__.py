@@ -1,16 +1,25 @@
-"""The command line: ``python -m tritoncomm demo``."""
+"""The command line: ``python -m tritoncomm demo | simulate | plan``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import tritoncomm
+from tritoncomm import planner
+from tritoncomm.cost import Link
 from tritoncomm.demo import report
 from tritoncomm.demo.launch import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
+from tritoncomm.survey import Row, Source, picture, survey, table
+
+LINK = "10gbit,30us"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,6 +27,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tritoncomm", description=tritoncomm.__doc__)
     parser.add_argument("--version", action="version", version=tritoncomm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_demo, _add_simulate, _add_plan):
+        add(commands)
+    options = parser.parse_args(arguments)
+    if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'tritoncomm[demo]'")
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small language model, dense and compressed side by side",
@@ -39,10 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
     demo.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG here (needs matplotlib)")
-    options = parser.parse_args(arguments)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        demo.error("--plot needs matplotlib: pip install 'tritoncomm[demo]'")
-    return _demo(options)
+    demo.add_argument(
+        "--record", type=_writable, metavar="FILE", help="keep the last steps' gradients of all workers, for simulate"
+    )
+    demo.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -53,6 +76,7 @@ def _demo(options: argparse.Namespace) -> int:
         steps=options.steps,
         seed=options.seed,
         staleness=options.staleness,
+        record=options.record,
     )
     try:
         with report.progress(settings) as show:
@@ -66,6 +90,82 @@ def _demo(options: argparse.Namespace) -> int:
         report.write_json(figures, options.json)
     if options.plot:
         report.plot(figures, runs, options.plot)
+    return 0
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="words, messages and time of every method at any number of workers, in this process",
+        description="Runs the code that trains on a simulated network and prints, per rank, the words and messages "
+        "of a step, the balance, and the virtual time, beside the formula of the paper.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    names = ["all", *tritoncomm.algorithms()]
+    simulate.add_argument("--algo", nargs="+", default=["all"], choices=names, metavar="NAME", help="which methods")
+    simulate.add_argument("--workers", type=_numbers, default="8,64", help="comma-separated")
+    simulate.add_argument("--numel", type=_count, default="25e6", help="length of the vector")
+    simulate.add_argument("--density", type=_density, default=0.01, help="share of entries to deliver")
+    simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
+    simulate.add_argument("--steps", type=_positive, default=4, help="steps to take; the last one is shown")
+    simulate.add_argument(
+        "--gradients", default="layered", help="layered, adversarial, or a FILE that demo --record has written"
+    )
+    simulate.add_argument(
+        "--memory", type=_count, default="1e9", help="bytes; longer vectors are continued from shorter ones"
+    )
+    simulate.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
+    simulate.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG here (needs matplotlib)")
+    simulate.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    names = tritoncomm.algorithms() if "all" in options.algo else options.algo
+    recipes = [planner.at(name, options.density) for name in names]
+    rows: list[Row] = []
+    for row in survey(
+        recipes, options.workers, options.numel, options.link, _source(options.gradients),
+        steps=options.steps, memory=options.memory,
+    ):  # fmt: skip
+        rows.append(row)
+        print(f"{row.workers} workers, {row.method}: {row.milliseconds:.2f} ms", file=sys.stderr, flush=True)
+    print(table(rows, options.link))
+    if options.json:
+        options.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    if options.plot:
+        picture(rows, options.plot)
+    return 0
+
+
+def _source(kind: str) -> Source:
+    if kind == "layered":
+        return LayeredGradients
+    if kind == "adversarial":
+        return AdversarialGradients
+    recording = load_recording(Path(kind))
+    return lambda numel, rank: RecordedGradients(numel, rank, recording)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="is it worth it, and with which method?",
+        description="Ranks every method and density against a dense all-reduce by the papers' cost formulas, "
+        "and prints the line of code to use.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
+    plan.add_argument("--workers", type=_positive, required=True)
+    plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
+    plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation of one step")
+    plan.add_argument(
+        "--overlap", type=float, default=planner.OVERLAP, help="share of the computation that hides a dense all-reduce"
+    )
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    print(planner.advice(options.numel, options.workers, options.link, options.step_ms / 1e3, overlap=options.overlap))
     return 0
 
 
@@ -85,6 +185,41 @@ def _not_negative(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    """A whole number that may be written as 25e6."""
+    value = _number(text)
+    if value != int(value) or value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(value)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not abs(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not finite")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _milliseconds(text: str) -> float:
+    if (value := _number(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _link(text: str) -> Link:
+    try:
+        return Link.parse(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _seed(text: str) -> int:
     if (value := _not_negative(text)) >= 2**63:
         raise argparse.ArgumentTypeError("choose less than 2^63")
@@ -92,10 +227,7 @@ def _seed(text: str) -> int:
 
 
 def _density(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{value} is not a share: choose above 0 and at most 1")
     return value

@@ -100,6 +100,27 @@ class Forecast:
         return sent.within(flow.sent) and received.within(flow.received)
 
 
+class Formula(NamedTuple):
+    """A row of the papers' comparison tables: latencies, and words per rank from ``low`` to ``high``.
+
+    A word is 4 bytes, an (index, value) pair two words. Where the two differ the volume depends on the data.
+    """
+
+    latencies: float
+    low: float
+    high: float
+
+    def seconds(self, link: Link) -> tuple[float, float]:
+        """The alpha-beta model: from and to."""
+        low, high = (self.latencies * link.latency + link.transfer(WORD * words) for words in (self.low, self.high))
+        return low, high
+
+
+def log2(count: int) -> int:
+    """Rounds of a doubling scheme among ``count``: ceil(log2 count)."""
+    return (count - 1).bit_length()
+
+
 def both(traffic: Traffic) -> Flow:
     """The same in both directions."""
     return Flow(traffic, traffic)
@@ -129,7 +150,7 @@ def dense(numel: int, world_size: int) -> Forecast:
 
 def bruck(words: int, world_size: int) -> Traffic:
     """Bruck all-gather of ``words`` from every rank: each block but the own one arrives once."""
-    return messages(bruck_rounds(world_size), (world_size - 1) * words)
+    return messages(log2(world_size), (world_size - 1) * words)
 
 
 def all_gather(numel: int, itemsize: int, world_size: int) -> Traffic:
@@ -141,11 +162,6 @@ def all_gather(numel: int, itemsize: int, world_size: int) -> Traffic:
 def all_to_all(numel: int, itemsize: int, world_size: int) -> Traffic:
     """Direct all-to-all of ``numel`` elements to every rank."""
     return all_gather(numel, itemsize, world_size)
-
-
-def bruck_rounds(world_size: int) -> int:
-    """Rounds of the Bruck all-gather: ceil(log2 P)."""
-    return (world_size - 1).bit_length()
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:

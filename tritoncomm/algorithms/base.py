@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.cost import Forecast
+from tritoncomm.cost import Forecast, Formula
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
@@ -101,6 +102,12 @@ class Recipe(ABC):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with any
         """Raise :class:`ConfigurationError` when ``optimizer`` would undo what the method does."""
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """The method's row in the papers' tables, for an ordinary step; from :meth:`predicted_traffic` unless given."""
+        forecast = self.predicted_traffic(numel, world_size)
+        words = forecast.received.bytes / cost.WORD
+        return Formula(forecast.received.messages, words, words)
 
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
         """The paper's formula for ``numel`` elements, phase by phase: what most steps of a long run cost at most."""

@@ -9,7 +9,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Forecast
+from tritoncomm.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.sparse import SparseVector
 
@@ -20,6 +20,11 @@ class Dense(Recipe):
 
     name: ClassVar[str] = "dense"
     density: float = 1.0
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: recursive halving and doubling."""
+        words = 2 * numel * (world_size - 1) / world_size
+        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> DenseAlgorithm:
         """See :meth:`Recipe.build`."""

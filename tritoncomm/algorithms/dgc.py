@@ -17,7 +17,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
 from tritoncomm.collectives import all_gather_sum, dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
@@ -49,6 +49,11 @@ class DGC(Recipe):
         check(self, "clip_scale", self.clip_scale in _CLIP_SCALES, f"choose one of {', '.join(_CLIP_SCALES)}")
         if self.clip_norm is not None:
             check_at_least(self, 0, "clip_norm")
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`."""
+        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        return Formula(cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> DGCAlgorithm:
         """See :meth:`Recipe.build`."""

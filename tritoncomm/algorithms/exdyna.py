@@ -22,7 +22,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange
-from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm.selection import entries_to_keep
@@ -85,6 +85,11 @@ class ExDyna(Recipe):
         check_at_least(self, 1, "blocks", "min_blocks", whole=True)
         check_at_least(self, 1, "capacity", "lift")
         check(self, "lift", math.isfinite(self.lift), "choose a finite multiple of the quantile")
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: three rings, over k entries that are evenly spread."""
+        words = 3 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -330,7 +335,7 @@ class ExDynaAlgorithm(Algorithm):
         return self._forecast(world_size, -(-self.k // world_size), self.k)
 
     def _forecast(self, world_size: int, own: int, total: int) -> Forecast:
-        rounds, leaving = cost.bruck_rounds(world_size), (world_size - 1) * own
+        rounds, leaving = cost.log2(world_size), (world_size - 1) * own
         return Forecast(
             {
                 "counts": both(cost.all_gather(3, 8, world_size)),

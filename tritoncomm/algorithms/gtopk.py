@@ -18,7 +18,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.selection import entries_to_keep, left_out
@@ -31,6 +31,11 @@ class GTopk(Recipe):
     """Exactly k entries are delivered; they are not always the k largest sums, as each merge sees only its subtree."""
 
     name: ClassVar[str] = "gtopk"
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`."""
+        words = 4 * entries_to_keep(numel, self.density) * cost.log2(world_size)
+        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> GTopkAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -93,7 +98,7 @@ class GTopkAlgorithm(Algorithm):
         """See :meth:`Algorithm.predicted_traffic`: rank 0 is in every level, with 2k words each."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        levels = cost.bruck_rounds(world_size)
+        levels = cost.log2(world_size)
         phase = both(cost.messages(levels, 2 * self.k * levels))
         return Forecast({"reduce": phase, "broadcast": phase})
 

@@ -28,7 +28,7 @@ from tritoncomm.collectives import (
     rotate,
     share_counts,
 )
-from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.distributed_selection import largest_shares
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import consensus_cuts, offsets, propose_cuts, trimmed_sizes
@@ -99,6 +99,11 @@ class OkTopk(Recipe):
         check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
         check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: from full overlap to disjoint supports."""
+        words = entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        return Formula(2 * world_size + 2 * cost.log2(world_size), 2 * words, 6 * words)
 
     def build(self, numel: int) -> OkTopkAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -382,7 +387,7 @@ class OkTopkAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         if world_size == 1:
             return Forecast({})
-        peers, rounds = world_size - 1, cost.bruck_rounds(world_size)
+        peers, rounds = world_size - 1, cost.log2(world_size)
         sent = self.k if reevaluate else self.local_cap
         pair = math.ceil(self.k / world_size) if self.recipe.strict_volume and not reevaluate else sent
         sizes = cost.all_gather(3, 8, world_size)

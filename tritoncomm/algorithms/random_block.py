@@ -19,7 +19,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.selection import entries_to_keep
@@ -63,6 +63,11 @@ class RandomBlock(Recipe):
                 "reduced_lr=True, or use a density of at least 1/32",
                 stacklevel=2,
             )
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`."""
+        words = 2 * self.build(numel).size * (world_size - 1) / world_size
+        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> RandomBlockAlgorithm:
         """See :meth:`Recipe.build`."""

@@ -17,7 +17,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check_number
 from tritoncomm.collectives import dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.selection import entries_to_keep
@@ -35,6 +35,11 @@ class RandomK(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "seed", whole=True)
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`."""
+        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> RandomKAlgorithm:
         """See :meth:`Recipe.build`."""

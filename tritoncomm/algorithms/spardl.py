@@ -21,7 +21,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, Link, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.selection import entries_to_keep, left_out
@@ -60,6 +60,21 @@ class SparDL(Recipe):
         if self.teams != "auto":
             check_at_least(self, 1, "teams", whole=True)
 
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: for B-SAG from disjoint teams to teams that agree."""
+        k = entries_to_keep(numel, self.density)
+        d = self.teams_for(world_size, k)
+        return self._formula(d, world_size, k)
+
+    def _formula(self, d: int, world_size: int, k: int) -> Formula:
+        size = world_size // d
+        latencies = 2 * cost.log2(size) + cost.log2(d)
+        within = 4 * k * (size - 1) / size
+        if self.recursive(d):
+            words = within + 2 * k / size * cost.log2(d)
+            return Formula(latencies, words, words)
+        return Formula(latencies, within + 2 * k / world_size * (d - 1), within + 2 * k / size * (d - 1))
+
     def build(self, numel: int) -> SparDLAlgorithm:
         """See :meth:`Recipe.build`."""
         return SparDLAlgorithm(self, numel)
@@ -74,7 +89,8 @@ class SparDL(Recipe):
             return 1
         if self.teams == "auto":
             divisors = (d for d in range(1, world_size + 1) if world_size % d == 0 and self._can_merge(d))
-            return min(divisors, key=lambda d: (self._words(d, world_size, k), d))
+            link = Link(self.latency_words * cost.WORD, 1.0)
+            return min(divisors, key=lambda d: (self._formula(d, world_size, k).seconds(link)[1], d))
         assert isinstance(self.teams, int)
         if world_size % self.teams:
             raise ConfigurationError(f"teams={self.teams} does not divide {world_size} workers: choose a divisor")
@@ -90,13 +106,6 @@ class SparDL(Recipe):
 
     def _can_merge(self, teams: int) -> bool:
         return self.sag != "recursive" or _power_of_two(teams)
-
-    def _words(self, teams: int, world_size: int, k: int) -> float:
-        """Time of a step, in words of the link; B-SAG at its dearest, h = K."""
-        team_size = world_size // teams
-        merging = _log2(teams) if self.recursive(teams) else teams - 1
-        words = 2 * k / team_size * (2 * (team_size - 1) + merging)
-        return words + self.latency_words * (2 * _log2(team_size) + _log2(teams))
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,7 @@ class SparDLAlgorithm(Algorithm):
         """R-SAG: recursive doubling over the teams; the 2^(s+1) ranks that cut the same entry share it."""
         w = place.position
         own = ledger.take([w])
-        for s in range(_log2(place.teams)):
+        for s in range(cost.log2(place.teams)):
             peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
             words = place.words([w])
             inbox: Inbox = yield Round("merge", {peer: wire.pack_padded(own.indices, own.values, words)}, {peer: words})
@@ -319,10 +328,10 @@ class SparDLAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         budget, peers, teams = max(place.budgets), place.team_size - 1, place.teams
         h = min(budget, max(h, math.ceil(budget / teams)))
-        words = 2 * budget * _log2(teams) if self.recipe.recursive(teams) else 2 * h * (teams - 1)
-        within = both(cost.messages(_log2(place.team_size), 2 * budget * peers))
+        words = 2 * budget * cost.log2(teams) if self.recipe.recursive(teams) else 2 * h * (teams - 1)
+        within = both(cost.messages(cost.log2(place.team_size), 2 * budget * peers))
         return Forecast(
-            {"reduce-scatter": within, "merge": both(cost.messages(_log2(teams), words)), "all-gather": within}
+            {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), words)), "all-gather": within}
         )
 
 
@@ -338,7 +347,7 @@ def reduce_scatter_schedule(team_size: int) -> list[tuple[int, int]]:
     A partial sum travels its offset to the owner bit by bit; only the first round can carry fewer blocks
     than its distance.
     """
-    distances = [1 << s for s in reversed(range(_log2(team_size)))]
+    distances = [1 << s for s in reversed(range(cost.log2(team_size)))]
     return [(distance, min(distance, team_size - distance)) for distance in distances]
 
 
@@ -359,11 +368,6 @@ def adapted(h: int, step: int, inertia: bool, union: int, budget: int, least: in
     if h + step > budget:
         return budget, -1, False
     return h + step, step, inertia
-
-
-def _log2(count: int) -> int:
-    """Rounds of a doubling scheme: ceil(log2 count)."""
-    return (count - 1).bit_length()
 
 
 def _power_of_two(count: int) -> bool:

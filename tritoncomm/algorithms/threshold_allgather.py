@@ -17,7 +17,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least, check_number
 from tritoncomm.collectives import NON_FINITE, all_gather_sum, dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.selection import entries_to_keep, gaussian_selection, sidco_selection
@@ -46,6 +46,11 @@ class HardThreshold(Recipe):
             check_number(self, "threshold")
             check(self, "threshold", 0 < self.threshold < math.inf, "choose a finite magnitude above 0, or None")
 
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: when exactly k pass."""
+        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        return Formula(2 * cost.log2(world_size), words, words)
+
     def build(self, numel: int) -> HardThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
         return HardThresholdAlgorithm(numel, entries_to_keep(numel, self.density), self.threshold or 0.0)
@@ -62,6 +67,11 @@ class GaussianK(Recipe):
         super().__post_init__()
         check_at_least(self, 1, "max_ratio")
         check(self, "max_ratio", math.isfinite(self.max_ratio), "choose a finite multiple of k")
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: when exactly k pass."""
+        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""

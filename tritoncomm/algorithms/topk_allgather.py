@@ -12,7 +12,7 @@ from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
 from tritoncomm.collectives import all_gather_sum, dense_exchange
-from tritoncomm.cost import Forecast, both
+from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.sparse import SparseVector
@@ -23,6 +23,11 @@ class TopkAllgather(Recipe):
     """Every worker sends its k largest entries to everybody; the union is delivered."""
 
     name: ClassVar[str] = "topk_allgather"
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`."""
+        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        return Formula(cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
         """See :meth:`Recipe.build`."""

@@ -19,7 +19,7 @@ from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
 from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange, rotate, share_counts
-from tritoncomm.cost import Flow, Forecast, both
+from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import offsets
 from tritoncomm.scheduler.rounds import AllGather, Pattern
@@ -41,6 +41,11 @@ class TopkDSA(Recipe):
         check_at_least(self, 0, "dense_switch")
         check(self, "dense_switch", self.dense_switch <= 1, "more than 1 would send pairs where values are shorter")
         check_at_least(self, 1, "bucket_width", whole=True)
+
+    def formula(self, numel: int, world_size: int) -> Formula:
+        """See :meth:`Recipe.formula`: from full overlap to regions that have filled in."""
+        k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
+        return Formula(world_size + 2 * cost.log2(world_size), 4 * k * share, (2 * k + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -127,7 +132,7 @@ class TopkDSAAlgorithm(Algorithm):
         """See :meth:`Algorithm.predicted_traffic`: an owner may be sent everything, supports may be disjoint."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        peers, rounds, region = world_size - 1, cost.bruck_rounds(world_size), -(-self.numel // world_size)
+        peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
         union = min(self.numel, world_size * self.k)
         if self._goes_dense(union):  # or stays just below the switch
             received, largest = self.numel, 2 * region
@@ -142,7 +147,7 @@ class TopkDSAAlgorithm(Algorithm):
         """See :meth:`Algorithm.ordinary_traffic`: even regions, disjoint supports; (2k + min(2kP, n))(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        peers, rounds = world_size - 1, cost.bruck_rounds(world_size)
+        peers, rounds = world_size - 1, cost.log2(world_size)
         union = min(self.numel, world_size * self.k)
         gathered = self.numel if self._goes_dense(union) else 2 * union
         return self._forecast(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
 LEARNING_RATE_WARMUP_SHARE = 0.1  # linear, in both runs
 VALIDATIONS = 10  # how often the validation loss is taken in a run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
+RECORDED = 4  # the last steps of the compressed run
 # The first steps move every coordinate, and the thresholds with them: a few dense ones are well spent.
 WARMUP_SHARE = 0.02
 
@@ -33,6 +35,7 @@ class Settings:
     steps: int = 300
     seed: int = 0
     staleness: str = "aware"
+    record: Path | None = None
 
     @property
     def warmup(self) -> int:
@@ -79,13 +82,15 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,
     }
+    record = settings.record
     label = settings.algo if settings.algo != "dense" else "dense, again"
-    return [dense, _train(label, rank, world_size, send, settings, text, chosen)]
+    return [dense, _train(label, rank, world_size, send, settings, text, chosen, record)]
 
 
 def _train(
-    label: str, rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any]
-) -> Run:
+    label: str, rank: int, world_size: int, send: Send, settings: Settings, text: Text, options: dict[str, Any],
+    record: Path | None = None,
+) -> Run:  # fmt: skip
     torch.manual_seed(settings.seed)
     model = ByteGPT(Shape())
     optimizer = tritoncomm.wrap(
@@ -96,6 +101,7 @@ def _train(
     held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
     run = Run(label, sum(p.numel() for p in model.parameters()))
     every = max(1, settings.steps // VALIDATIONS)
+    recording: list[tuple[torch.Tensor, torch.Tensor]] = []
     started = time.perf_counter()
     for step in range(settings.steps):
         for group in optimizer.param_groups:
@@ -103,6 +109,8 @@ def _train(
         optimizer.zero_grad()
         loss = model(batch(text.train, ROWS, context, settings.seed, step, rank))
         loss.backward()
+        if record and step >= settings.steps - RECORDED:
+            recording.append(_held(optimizer))
         optimizer.step()
         metrics = optimizer.metrics()
         run.losses.append(loss.item())
@@ -114,9 +122,31 @@ def _train(
         if rank == 0:
             send(Progress(run.method, step + 1, run.losses[-1], run.bytes_sent[-1]))
     run.seconds = time.perf_counter() - started
+    if record:
+        _write(recording, record, rank)
     run.losses = _mean_over_ranks(run.losses)
     run.bytes_sent = _mean_over_ranks(run.bytes_sent)
     return run
+
+
+def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's gradient, and with what it still owes its accumulator, as they are about to be exchanged."""
+    exchange = optimizer._exchange  # noqa: SLF001 - of the same package
+    gradient = exchange.layout.gather(torch.empty(exchange.layout.numel))
+    return gradient, gradient + exchange.feedback.residual
+
+
+def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank: int) -> None:
+    """``gradients`` and ``accumulators``, each ``[steps, workers, numel]``, in one file."""
+    content = {}
+    for name, mine in zip(("gradients", "accumulators"), zip(*recording, strict=True), strict=True):
+        own = torch.stack(mine)
+        everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())] if rank == 0 else None
+        dist.gather(own, everybody)
+        if everybody is not None:
+            content[name] = torch.stack(everybody, dim=1)
+    if rank == 0:
+        torch.save(content, path)
 
 
 @torch.no_grad()

@@ -1,0 +1,260 @@
+"""Does it train? Every method against dense on two tasks that need no download, four workers, equal steps.
+
+``gpt``: a byte-level GPT on the standard library's sources with AdamW, with and without the staleness-aware step;
+validation loss in nats per byte. ``digits``: a small convolutional net on scikit-learn's handwritten digits with
+SGD and momentum; test accuracy in percent. Workers are simulated, so that the exchange is the code that trains and
+nothing else. The gap is to the dense run of the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tritoncomm
+from torch import nn
+from torch.nn import functional as F
+from tritoncomm.adam import StalenessAwareAdam
+from tritoncomm.algorithms import DenseTail
+from tritoncomm.bucket import BucketLayout
+from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.demo.text import batch, standard_library, validation_batches
+from tritoncomm.exchange import by_size
+
+WORKERS = 4
+DENSE_BELOW = 1024
+WARMUP_SHARE = 0.02
+LR_WARMUP_SHARE = 0.1
+RANDOM_BLOCK_DENSITY = 1 / 64
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a loss per rank and step, and what counts at the end."""
+
+    steps: int
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+    lr: float
+    loss: Callable[[nn.Module, int, int, int], torch.Tensor]  # of model, seed, step, rank
+    score: Callable[[nn.Module], float]
+    lower_is_better: bool
+
+
+@dataclass
+class Row:
+    """One method at one density: the score of each seed, and the bytes that a worker sends per step."""
+
+    task: str
+    method: str
+    density: float
+    staleness: str
+    scores: list[float]
+    kilobytes: float
+
+
+def gpt(steps: int | None) -> Task:
+    """The language model."""
+    text = standard_library()
+    shape = Shape(context=32, width=64, layers=2, heads=2)
+    held_out = validation_batches(text.validation, 64, shape.context, 32)
+
+    def loss(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tensor:
+        out: torch.Tensor = model(batch(text.train, 16, shape.context, seed, step, rank))
+        return out
+
+    return Task(
+        steps or 400,
+        lambda: ByteGPT(shape),
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+        2e-3,
+        loss,
+        lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
+        lower_is_better=True,
+    )
+
+
+def digits(steps: int | None) -> Task:
+    """The image classifier; every fifth picture is held out."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).div(16).unsqueeze(1)
+    labels = torch.tensor(data.target)
+    test = torch.arange(len(labels)) % 5 == 0
+    trained, truth = images[~test], labels[~test]
+
+    def loss(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
+        chosen = torch.randint(len(truth), (32,), generator=generator)
+        return F.cross_entropy(model(trained[chosen]), truth[chosen])
+
+    def accuracy(model: nn.Module) -> float:
+        return 100 * float((model(images[test]).argmax(1) == labels[test]).float().mean())
+
+    return Task(
+        steps or 400,
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10),
+        ),
+        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-4),
+        0.05,
+        loss,
+        accuracy,
+        lower_is_better=False,
+    )  # fmt: skip
+
+
+TASKS = {"gpt": gpt, "digits": digits}
+
+
+def train(task: Task, recipe: tritoncomm.Recipe, seed: int, *, aware: bool) -> tuple[float, float]:
+    """Final score, and bytes that the busiest worker sends per step."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()), task.lr)
+    if isinstance(recipe, tritoncomm.DGC):  # has the momentum itself
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+    step_rule = StalenessAwareAdam(optimizer) if aware else None
+    large, small = by_size(list(model.parameters()), DENSE_BELOW)
+    layout = BucketLayout([*large, *small])
+    warmed = tritoncomm.Warmup(recipe=recipe, steps=int(task.steps * WARMUP_SHARE))
+    whole = DenseTail(recipe=warmed, tail=sum(parameter.numel() for parameter in small))
+    world = tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
+    gradients = torch.empty(WORKERS, layout.numel)
+    sent = 0
+    for step in range(task.steps):
+        rate = min(1.0, (step + 1) / (task.steps * LR_WARMUP_SHARE))
+        rate *= 0.5 * (1 + math.cos(math.pi * step / task.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = task.lr * rate
+        for rank in range(WORKERS):
+            optimizer.zero_grad()
+            task.loss(model, seed, step, rank).backward()
+            layout.gather(gradients[rank])
+        if not gradients.isfinite().all():
+            return math.nan, sent / (step + 1)
+        mean = world.step(gradients)[0]
+        sent += max(traffic.bytes for traffic in world.traffic)
+        layout.scatter(mean.to_dense())
+        if step_rule is None:
+            optimizer.step()
+        else:
+            everything = [None] * len(layout.parameters)
+            step_rule.step(layout.parameters, everything if mean.is_full else layout.split(mean.indices))
+    with torch.no_grad():
+        return task.score(model), sent / task.steps
+
+
+def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Recipe, bool]]:
+    """What is trained, dense first."""
+    yield tritoncomm.Dense(), False
+    for density in options.density:
+        for algo in options.algo:
+            if algo == "dense" or (algo == "dgc" and name == "gpt"):  # DGC does not go with Adam
+                continue
+            fields: dict[str, Any] = {"reduced_lr": True} if algo == "random_block" else {}
+            recipe = tritoncomm.recipe(algo, density=density, **fields)
+            yield recipe, name == "gpt"
+            if name == "gpt" and density in options.unaware:
+                yield recipe, False
+    if "random_block" in options.algo:
+        yield tritoncomm.RandomBlock(density=RANDOM_BLOCK_DENSITY, reduced_lr=True), name == "gpt"
+
+
+def show(row: Row, dense: Row, *, lower_is_better: bool) -> None:
+    """One line of the table."""
+    if lower_is_better:
+        gaps = [f"{score / base - 1:+.1%}" for score, base in zip(row.scores, dense.scores, strict=True)]
+    else:
+        gaps = [f"{score - base:+.1f}" for score, base in zip(row.scores, dense.scores, strict=True)]
+    scores = "  ".join(f"{score:.3f} ({gap})" for score, gap in zip(row.scores, gaps, strict=True))
+    density = "" if row is dense else f"{row.density:.2%}"
+    print(f"{row.task:7}{row.method:16}{density:>8} {row.staleness:6}{row.kilobytes:10.1f} kB   {scores}", flush=True)
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Scores against bytes: mean and spread over seeds, the spread of dense shaded."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(6.5 * len(tasks), 4.4), layout="constrained")
+        colours = mpl.colormaps["tab20"].colors
+        methods = sorted({row.method for row in rows})
+        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+            mine = [row for row in rows if row.task == task]
+            dense = mine[0]
+            axes.axhspan(min(dense.scores), max(dense.scores), color="0.85", label="spread of dense")
+            for number, method in enumerate(methods):
+                own = [row for row in mine if row.method == method and row.staleness != "off"]
+                if not own:
+                    continue
+                means = [statistics.fmean(row.scores) for row in own]
+                below = [mean - min(row.scores) for mean, row in zip(means, own, strict=True)]
+                above = [max(row.scores) - mean for mean, row in zip(means, own, strict=True)]
+                axes.errorbar(
+                    [row.kilobytes for row in own], means, yerr=[below, above], fmt="o", markersize=4,
+                    capsize=2, color=colours[number % len(colours)], label=method,
+                )  # fmt: skip
+            axes.set(xscale="log", xlabel="kB per step and worker", title=task)
+            axes.set_ylabel("validation loss" if task == "gpt" else "test accuracy, %")
+            axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(path, dpi=120, format="png")
+
+
+def main() -> None:
+    """Train, print as it goes, and write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
+    parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
+    parser.add_argument("--unaware", type=float, nargs="*", default=[0.01], help="densities to train plain AdamW at")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="instead of what flattens the dense run")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds, options.density = 4, [0], [0.01]
+        options.task = ["gpt"]
+    rows: list[Row] = []
+    started = time.perf_counter()
+    for name in options.task:
+        task, dense = TASKS[name](options.steps), None
+        for recipe, aware in runs(name, options):
+            results = [train(task, recipe, seed, aware=aware) for seed in options.seeds]
+            staleness = "" if name != "gpt" or dense is None else "aware" if aware else "off"
+            kilobytes = statistics.fmean(size for _, size in results) / 1e3
+            row = Row(name, recipe.name, recipe.density, staleness, [score for score, _ in results], kilobytes)
+            dense = dense or row
+            rows.append(row)
+            show(row, dense, lower_is_better=task.lower_is_better)
+            if options.json:
+                settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "smoke")}
+                machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+                content = {"settings": settings | {"workers": WORKERS}, "machine": machine}
+                content["rows"] = [asdict(row) for row in rows]
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{time.perf_counter() - started:.0f} s")
+    if options.plot:
+        picture(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which method, at which density, or none: the papers' formulas on a given network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
+from tritoncomm.cost import Link
+from tritoncomm.errors import ConfigurationError
+
+DENSITIES = (0.001, 0.01, 0.05)
+# What the plan chooses among: methods that trained within the spread of dense runs at this density.
+TRUSTED = ("exdyna", "oktopk", "spardl")
+TRUSTED_DENSITY = 0.01
+# Backward is about two thirds of a step's computation, and most of it is behind the first bucket.
+OVERLAP = 0.5
+
+
+class Option(NamedTuple):
+    """One choice: seconds of the exchange, from and to, and of the whole step at worst."""
+
+    recipe: Recipe
+    low: float
+    high: float
+    step: float
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is a plain all-reduce."""
+        return isinstance(self.recipe, Dense)
+
+
+def options(
+    numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
+    overlap: float = OVERLAP,
+) -> list[Option]:  # fmt: skip
+    """Every method at every density beside dense, fastest step first.
+
+    ``step_seconds`` is the computation of a step. A dense all-reduce hides behind ``overlap`` of it, as
+    ``DistributedDataParallel`` does; a sparse exchange starts after the backward pass. Selection is not counted: it
+    depends on the device (``python benchmarks/selection.py`` measures it). Raises
+    :class:`~tritoncomm.ConfigurationError` for numbers that make no sense.
+    """
+    if numel < 1 or world_size < 1:
+        raise ConfigurationError(f"numel={numel}, workers={world_size}: there must be at least 1 of each")
+    if not (step_seconds >= 0 and 0 <= overlap <= 1):
+        raise ConfigurationError(f"step_seconds={step_seconds}, overlap={overlap}: give 0 or more, and a share of it")
+    dense = Dense()
+    low, high = dense.formula(numel, world_size).seconds(link)
+    found = [Option(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
+    for name in algorithms():
+        if name != dense.name:
+            found += [_option(at(name, density), numel, world_size, link, step_seconds) for density in densities]
+    return sorted(found, key=lambda option: (option.step, option.recipe.name, option.recipe.density))
+
+
+def choose(
+    numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP
+) -> Recipe:
+    """The fastest of the trusted methods at ``density``, or dense where that is as fast."""
+    candidates = options(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap)
+    return next(option.recipe for option in candidates if option.is_dense or option.recipe.name in TRUSTED)
+
+
+def at(name: str, density: float) -> Recipe:
+    """The method called ``name`` at ``density``."""
+    if name == RandomBlock.name:  # the plan says what its warning would
+        return RandomBlock(density=density, reduced_lr=True)
+    return recipe(name, density=density)
+
+
+def _option(method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float) -> Option:
+    low, high = method.formula(numel, world_size).seconds(link)
+    return Option(method, low, high, step_seconds + high)
+
+
+def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, overlap: float = OVERLAP) -> str:
+    """The plan as text: the ranking, whether staying dense is faster, and the line of code to use."""
+    ranked = options(numel, world_size, link, step_seconds, overlap=overlap)
+    dense = next(option for option in ranked if option.is_dense)
+    lines = [
+        f"{numel:,} parameters, {world_size} workers, {link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us",
+        f"{'method':16}{'density':>9}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
+    ]
+    for option in ranked:
+        low, high = option.low * 1e3, option.high * 1e3
+        exchange = f"{low:.2f}" if high - low < 0.005 * high else f"{low:.2f} to {high:.2f}"
+        density = "" if option.is_dense else f"{option.recipe.density:.1%}"
+        ratio = option.step / dense.step if dense.step else 1.0
+        lines.append(f"{option.recipe.name:16}{density:>9}{exchange:>22}{option.step * 1e3:10.2f}{ratio:9.2f}x")
+    lines += [
+        "",
+        "At worst, by the papers' formulas; selection on the device is not counted, dense hides behind "
+        f"{overlap:.0%} of the computation.",
+        "Time is not all: random_k and random_block need a lower learning rate, 0.1 % more care than 1 %.",
+        "",
+    ]
+    chosen = choose(numel, world_size, link, TRUSTED_DENSITY, step_seconds, overlap=overlap)
+    if isinstance(chosen, Dense):
+        lines.append("Stay dense: no method that trains like dense training at 1 % is predicted to be faster.")
+        return "\n".join(lines)
+    lines.append(f"optimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
+    return "\n".join(lines)
