@@ -130,10 +130,10 @@ def show(rows: list[Row]) -> None:
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
     """Achieved share of the copy's bandwidth, one panel per size and density."""
-    import matplotlib as mpl  # noqa: PLC0415  # optional
+    import matplotlib as mpl  # optional
 
     mpl.use("agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib import pyplot as plt
 
     panels = sorted({(row.n, row.density, row.dtype) for row in rows})
     shown = [row for row in rows if row.correct and not row.name.startswith("rebalance")]
@@ -169,7 +169,7 @@ def machine(device: str) -> dict[str, str]:
     if device == "cpu":
         found |= {"processor": _processor(), "threads": str(torch.get_num_threads())}
     else:
-        import triton  # noqa: PLC0415  # not needed on a CPU
+        import triton  # not needed on a CPU
 
         found |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
@@ -187,8 +187,8 @@ def _processor() -> str:
 def progress(total: int) -> Iterator[Callable[[], None]]:
     """A bar on standard error where rich is installed."""
     try:
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import Progress  # noqa: PLC0415
+        from rich.console import Console
+        from rich.progress import Progress
     except ImportError:
         yield lambda: None
         return

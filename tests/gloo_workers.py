@@ -24,7 +24,7 @@ from tritoncomm import (
     SparseVector,
 )
 from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, measure_link
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 
 import laws
@@ -383,3 +383,24 @@ def vanish(rank: int, world_size: int, send) -> None:
     if rank == 0:
         os._exit(9)
     time.sleep(600)
+
+
+def automatic(rank: int, world_size: int, send) -> None:
+    """algo="auto" measures a link and makes the same choice everywhere; ranks that ask differently all learn it."""
+    link = measure_link(None)
+    everybody = [None] * world_size
+    dist.all_gather_object(everybody, tuple(link))
+    assert all(other == tuple(link) for other in everybody)
+    assert 0 < link.latency < 1
+    assert link.bandwidth > 1e6
+    optimizer = tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto")
+    dist.all_gather_object(everybody, repr(optimizer.recipe))
+    assert len(set(everybody)) == 1
+    assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
+    with pytest.raises(ConfigurationError, match="leave out teams"):
+        tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
+    dist.barrier()
+    if world_size > 1:
+        algo = "auto" if rank else "oktopk"
+        with pytest.raises(ConfigMismatchError):
+            tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), algo)

@@ -42,6 +42,12 @@ def test_loading() -> None:
     assert run_workers(gloo_workers.loading, 3) == [None] * 3
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_automatic_choice(world_size: int) -> None:
+    """A measured link, the same plan on every rank."""
+    assert run_workers(gloo_workers.automatic, world_size) == [None] * world_size
+
+
 def test_unfit_gradients() -> None:
     """Nobody waits for a rank whose gradient cannot be exchanged."""
     assert run_workers(gloo_workers.unfit_gradients, 3) == [None] * 3

@@ -67,7 +67,7 @@ def digest(tensor: torch.Tensor) -> str:
 def _difference(name: str, values: Sequence[Any]) -> str:
     if all(value == values[0] for value in values):
         return ""
-    if isinstance(values[0], list) and len({len(v) for v in values}) == 1:
+    if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
         return _list_difference(name, values)
     sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
     return f"{name}: " + ", ".join(sides)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tritoncomm import fingerprint
 from tritoncomm.adam import StalenessAwareAdam, is_adam
 from tritoncomm.algorithms import Dense, Recipe, Warmup, recipe
+from tritoncomm.automatic import automatic
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.exchange import GradientExchange, is_initialised
 from tritoncomm.sparse import SparseVector
@@ -67,7 +68,8 @@ def wrap(
     """``optimizer``, but ``step()`` first averages the gradients over all ranks, sparsely.
 
     ``algo`` is a name from :func:`tritoncomm.algorithms`, configured by ``density`` and further
-    ``recipe_fields``, or a recipe, which carries its own settings. The first ``warmup_steps`` exchanges
+    ``recipe_fields``, or a recipe, which carries its own settings; ``"auto"`` measures the network and takes what
+    the cost formulas predict to be fastest for this model, dense included. The first ``warmup_steps`` exchanges
     are dense. Without an initialised process group this is one worker. Gradients must not be averaged
     by anything else (no ``DistributedDataParallel`` around the model).
 
@@ -89,7 +91,11 @@ def wrap(
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group")
     try:
-        chosen = _choose(algo, density, recipe_fields)
+        _check_optimizer(optimizer)
+        if algo == "auto":
+            chosen = automatic(optimizer, density, process_group, recipe_fields)
+        else:
+            chosen = _choose(algo, density, recipe_fields)
         if warmup_steps != 0:
             chosen = Warmup(recipe=chosen, steps=warmup_steps)
         options = _Options(
@@ -99,7 +105,6 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
         )
-        _check_optimizer(optimizer)
         chosen.check_optimizer(optimizer)
         return SparseOptimizer(optimizer, chosen, process_group, options)
     except ConfigurationError as error:

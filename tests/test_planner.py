@@ -1,0 +1,142 @@
+"""Plans and surveys: what the command line makes of formulas and of simulated networks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tritoncomm import ConfigurationError, SparDL
+from tritoncomm.__main__ import main
+from tritoncomm.algorithms import Dense, algorithms
+from tritoncomm.cost import WORD, Link
+from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
+from tritoncomm.planner import TRUSTED, choose, options
+from tritoncomm.survey import shortened, survey
+
+SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
+
+
+def test_options_are_ranked() -> None:
+    """Every method at every density, fastest step first; dense hides behind half of the computation."""
+    ranked = options(1_000_000, 8, SLOW, 0.02)
+    assert len(ranked) == 1 + 3 * (len(algorithms()) - 1)
+    assert [option.step for option in ranked] == sorted(option.step for option in ranked)
+    (dense,) = (option for option in ranked if option.is_dense)
+    assert dense.step == pytest.approx(0.02 + dense.high - 0.01)
+
+
+def test_choice() -> None:
+    """A slow network takes a sparse method that trains well; a fast one, or a tiny model, stays dense."""
+    assert choose(25_000_000, 8, SLOW, 0.01).name in TRUSTED
+    assert choose(25_000_000, 8, SLOW, 0.02).density == 0.02
+    assert isinstance(choose(100_000, 64, FAST, 0.01, 0.1), Dense)
+    assert isinstance(choose(1000, 1, SLOW, 0.01), Dense)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((0, 4, SLOW), "numel=0"), ((10, 0, SLOW), "workers=0"), ((10, 2, SLOW, -1.0), "-1.0")]
+)
+def test_plans_that_make_no_sense(arguments: tuple, named: str) -> None:
+    """Named."""
+    with pytest.raises(ConfigurationError, match=named):
+        options(*arguments)
+
+
+def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranking, and the line of code; on a fast network, plainly that dense is faster."""
+    assert main(["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.01)" in out
+    assert "oktopk" in out
+    assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
+    assert "Stay dense" in capsys.readouterr().out
+
+
+def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for every method and number of workers, a JSON file and a picture."""
+    figures, picture = tmp_path / "rows.json", tmp_path / "volume.png"
+    arguments = ["simulate", "--algo", "all", "--workers", "2,5", "--numel", "8e3", "--density", "0.05"]
+    assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads(figures.read_text())
+    assert {row["method"] for row in rows} == set(algorithms())
+    assert len(rows) == 2 * len(algorithms())
+    assert all(name in out for name in algorithms())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    spardl = next(row for row in rows if row["method"] == "spardl" and row["workers"] == 5)
+    frames = 4 * spardl["messages"]
+    assert spardl["words"] - frames == spardl["formula_low"] == spardl["formula_high"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "--workers", "0"], ["simulate", "--numel", "1.5"], ["simulate", "--algo", "x"],
+        ["simulate", "--link", "fast"], ["plan", "--workers", "4"], ["plan", "--numel", "inf", "--workers", "4"],
+        ["plan", "--numel", "1e6", "--workers", "4", "--step-ms", "-1"],
+    ],
+)  # fmt: skip
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A clear error and exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is no recording: what and why, exit code 2."""
+    path = tmp_path / "nothing"
+    path.write_text("no")
+    assert main(["simulate", "--gradients", str(path)]) == 2
+    assert "not a recording" in capsys.readouterr().err
+    torch.save({"gradients": torch.zeros(3)}, path)
+    assert main(["simulate", "--gradients", str(path)]) == 2
+    assert "record it anew" in capsys.readouterr().err
+
+
+def test_longer_vectors_are_continued() -> None:
+    """From a shorter vector and half of it: words, messages and time of the long one, exactly where they are linear."""
+    numel = 160_000
+    assert shortened(numel, 4, 0.01, 1e6) == 15_625
+    (direct,) = survey([SparDL()], [4], numel, SLOW, LayeredGradients)
+    (continued,) = survey([SparDL()], [4], numel, SLOW, LayeredGradients, memory=16 * 4 * 40_000)
+    assert continued.simulated == 40_000
+    assert (direct.words, direct.messages) == (continued.words, continued.messages)
+    assert direct.milliseconds == pytest.approx(continued.milliseconds)
+    assert direct.as_predicted
+
+
+def test_gradients() -> None:
+    """Layered: alike in scale and signal, different in noise; adversarial: all in one stretch; both repeatable."""
+    first, second = LayeredGradients(4800, 0), LayeredGradients(4800, 1)
+    assert torch.equal(first.at(3), LayeredGradients(4800, 0).at(3))
+    assert not torch.equal(first.at(3), first.at(4))
+    assert torch.equal(first.scale, second.scale)
+    assert torch.equal(first.signal, second.signal)
+    assert not torch.equal(first.noise, second.noise)
+    narrow = AdversarialGradients(5000, 2).at(1)
+    inside = narrow.nonzero().flatten()
+    assert 0 < len(inside) <= 100
+    assert int(inside[-1] - inside[0]) < 100
+    assert AdversarialGradients(0, 0).at(0).numel() == LayeredGradients(0, 0).at(0).numel() == 0
+
+
+def test_recordings(tmp_path: Path) -> None:
+    """Tiled or cut to length; more ranks and steps start over, ranks further along the vector."""
+    path = tmp_path / "recording.pt"
+    torch.save({"gradients": torch.arange(24.0).view(2, 3, 4)}, path)
+    recording = load_recording(path)
+    assert RecordedGradients(4, 1, recording).at(0).tolist() == [4, 5, 6, 7]
+    assert RecordedGradients(6, 1, recording).at(3).tolist() == [16, 17, 18, 19, 16, 17]
+    assert RecordedGradients(4, 4, recording).at(0).tolist() == [7, 4, 5, 6]
+    assert RecordedGradients(3, 0, recording).at(0).tolist() == [0, 1, 2]
+
+
+def test_words_are_bytes() -> None:
+    """A survey counts words of four bytes."""
+    (row,) = survey([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)
+    assert row.words * WORD == 2 * 3 / 4 * 1600
+    assert row.load == 1
