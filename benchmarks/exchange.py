@@ -1,4 +1,4 @@
-"""Bytes and milliseconds of one exchange: dense, top-k all-gather and Ok-Topk between local processes.
+"""Bytes and milliseconds of one exchange of every method, between local processes.
 
 Every method runs in the same processes on the same gradients. Bytes are per rank and direction, the
 larger of sent and received on the busiest rank. Times are medians over steps of the mean over ranks.
@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
+from tritoncomm import planner
 from tritoncomm.demo.launch import Send, run_workers
 from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.gradients import LayeredGradients
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-
-LAYERS = 24
-SIGNAL = 0.3  # size of the common part beside the noise
 
 
 @dataclass(frozen=True)
@@ -46,42 +45,21 @@ class Row:
     delivered: list[int]
 
 
-class LayeredGradients:
-    """Heavy-tailed gradients whose scale differs by layer: a signal common to all, and noise of each rank and step."""
-
-    def __init__(self, numel: int, rank: int) -> None:
-        common, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
-        scale = torch.logspace(0, -1.5, LAYERS, base=10)[torch.randperm(LAYERS, generator=common)]
-        self.scale = scale.repeat_interleave(-(-numel // LAYERS))[:numel]
-        self.signal = SIGNAL * two_sided_exponential(numel, common)
-        self.noise = two_sided_exponential(numel, own)
-
-    def at(self, step: int) -> torch.Tensor:
-        """The gradient of one step; the noise is the same stretch of numbers, elsewhere each time."""
-        shift = step * 7_368_787 % max(1, self.noise.numel())
-        return self.noise.roll(shift).add_(self.signal).mul_(self.scale)
-
-
-def two_sided_exponential(numel: int, generator: torch.Generator) -> torch.Tensor:
-    """The Laplace distribution."""
-    signs = torch.randint(0, 2, (numel,), generator=generator).mul_(2).sub_(1)
-    return torch.empty(numel).exponential_(generator=generator).mul_(signs)
-
-
-def methods(density: float) -> list[tuple[str, tritoncomm.Recipe]]:
+def methods(names: list[str], density: float) -> list[tuple[str, tritoncomm.Recipe]]:
     """What is compared at one density."""
-    return [
-        ("topk_allgather", tritoncomm.TopkAllgather(density=density)),
-        ("oktopk", tritoncomm.OkTopk(density=density)),
-        ("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)),
-    ]
+    found = [(name, planner.at(name, density)) for name in names if name != "dense"]
+    if "oktopk" in names:
+        found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
+    return found
 
 
-def work(rank: int, world_size: int, send: Send, numel: int, densities: list[float], steps: int) -> None:
+def work(
+    rank: int, world_size: int, send: Send, numel: int, names: list[str], densities: list[float], steps: int
+) -> None:
     """One worker: every method in turn; rank 0 reports."""
     gradients = LayeredGradients(numel, rank)
     table = [("dense", 1.0, tritoncomm.Dense())]
-    table += [(name, density, recipe) for density in densities for name, recipe in methods(density)]
+    table += [(name, density, recipe) for density in densities for name, recipe in methods(names, density)]
     for name, density, recipe in table:
         row = measure(name, density, recipe, gradients, rank, world_size, steps)
         if rank == 0:
@@ -186,6 +164,7 @@ def main() -> None:
     parser.add_argument("--numel", type=float, default=25e6)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
@@ -195,7 +174,7 @@ def main() -> None:
     numel, world_size = int(options.numel), options.workers
     print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
     rows: list[Row] = []
-    run_workers(work, world_size, numel, options.density, options.steps, listen=rows.append)
+    run_workers(work, world_size, numel, options.algo, options.density, options.steps, listen=rows.append)
     exchanged = show(rows, world_size)
     if options.json:
         settings = {"numel": numel, "workers": world_size, "steps": options.steps}

@@ -232,7 +232,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.density = 4, [0], [0.01]
-        options.task = ["gpt"]
     rows: list[Row] = []
     started = time.perf_counter()
     for name in options.task:

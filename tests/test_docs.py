@@ -19,9 +19,9 @@ def blocks(page: str) -> list[str]:
 
 def test_write_a_method() -> None:
     """The page's method runs as printed, and obeys the laws."""
-    (code,) = blocks("docs/how-to/write-a-method.md")
+    (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
-    exec(compile(code, "write-a-method.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
     recipe = names["FirstEntries"](density=0.4)
     case = laws.Case(5, 60, ("random", "ties", "zero", "random"))
     for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.identity):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tritoncomm import Recipe
+from tritoncomm import Recipe, algorithms
 
 import laws
 from recipes import NAMES, under_test
@@ -28,8 +28,11 @@ BIG = [
     laws.Case(world_size, 700, ("random", "one-region", "random", "ties", "disjoint", "random"))
     for world_size in (32, 64)
 ]
-thorough = settings(max_examples=25, deadline=None)
+METHODS = [name for name in NAMES if name in algorithms()]
+SETTINGS = [name for name in NAMES if name not in METHODS]
+thorough = settings(max_examples=20, deadline=None)
 brief = settings(max_examples=8, deadline=None)
+glance = settings(max_examples=4, deadline=None)
 
 
 def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
@@ -38,7 +41,7 @@ def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, 
     law(recipe, laws.fitted(case, recipe))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", METHODS)
 @given(case=laws.cases(), density=DENSITIES)
 @example(case=BIG[0], density=0.02)
 @example(case=BIG[1], density=0.1)
@@ -48,17 +51,26 @@ def test_equivalence(name: str, case: laws.Case, density: float) -> None:
     obeys(laws.equivalence, name, case, density)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "oktopk-sparse-path"])
+@pytest.mark.parametrize("name", SETTINGS)
+@given(case=laws.cases(), density=DENSITIES)
+@example(case=BIG[0], density=0.02)
+@brief
+def test_equivalence_of_settings(name: str, case: laws.Case, density: float) -> None:
+    """The same for settings that reach the corners of a method."""
+    obeys(laws.equivalence, name, case, density)
+
+
+@pytest.mark.parametrize("name", METHODS)
 @given(case=laws.cases())
 @example(case=BIG[0])
 @example(case=BIG[1])
-@thorough
+@brief
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
     """Density 1 is the dense all-reduce, and nothing is owed."""
     obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("law", EXACT_LAWS, ids=lambda law: law.__name__)
 @given(case=laws.cases(), density=DENSITIES)
 @brief
@@ -67,7 +79,16 @@ def test_exact(law, name: str, case: laws.Case, density: float) -> None:
     obeys(law, name, case, density)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("law", EXACT_LAWS, ids=lambda law: law.__name__)
+@given(case=laws.cases(), density=DENSITIES)
+@glance
+def test_exact_of_settings(law, name: str, case: laws.Case, density: float) -> None:
+    """The same for settings."""
+    obeys(law, name, case, density)
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("law", [laws.conservation, laws.agreement, laws.budget], ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", BIG, ids=["32", "64"])
 def test_many_workers(law, name: str, case: laws.Case) -> None:
@@ -78,7 +99,7 @@ def test_many_workers(law, name: str, case: laws.Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @given(case=laws.cases(), density=DENSITIES)
-@brief
+@glance
 def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None:
     """A NaN or Inf on one rank is everybody's, and changes nothing."""
     obeys(partial(laws.refusal, bad=bad), name, case, density)
@@ -86,7 +107,7 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2), density=DENSITIES)
-@brief
+@glance
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """Sums that overflow are everybody's refusal."""
     obeys(laws.overflow, name, case, density)
@@ -94,7 +115,7 @@ def test_overflow(name: str, case: laws.Case, density: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(exact=False), density=DENSITIES)
-@brief
+@glance
 def test_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
     """Rounding aside nothing is lost, and the ranks still agree to the bit."""
     obeys(partial(laws.conservation, tolerance=1e-5), name, case, density)

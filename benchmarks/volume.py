@@ -1,0 +1,60 @@
+"""Words per rank of every method against the number of workers and the density, measured in simulation.
+
+The same table as ``python -m tritoncomm simulate``, for several densities and kinds of gradients, with the lower
+bound 2k(P-1)/P and dense drawn in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import tritoncomm
+from tritoncomm import planner
+from tritoncomm.cost import Link
+from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
+from tritoncomm.survey import Row, Source, picture, survey, table
+
+
+def main() -> None:
+    """Measure and print, and write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 14, 32, 64, 256])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
+    parser.add_argument("--numel", type=float, default=25e6)
+    parser.add_argument("--link", type=Link.parse, default=Link())
+    parser.add_argument("--recording", type=Path, help="gradients that demo --record has written, as a third kind")
+    parser.add_argument("--memory", type=float, default=1e9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a PNG; density and kind are added to its name")
+    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.workers, options.density, options.numel = [2, 5], [0.05], 4e3
+    sources: dict[str, Source] = {"layered": LayeredGradients, "adversarial": AdversarialGradients}
+    if options.recording:
+        recording = load_recording(options.recording)
+        sources["recorded"] = lambda numel, rank: RecordedGradients(numel, rank, recording)
+    figures = []
+    for kind, source in sources.items():
+        for density in options.density:
+            recipes = [planner.at(name, density) for name in options.algo]
+            rows: list[Row] = []
+            for row in survey(
+                recipes, options.workers, int(options.numel), options.link, source, memory=options.memory
+            ):
+                rows.append(row)
+                print(f"{kind}, {density}: {row.workers} workers, {row.method}", file=sys.stderr, flush=True)
+            print(f"\n{kind} gradients, density {density:.2%}\n{table(rows, options.link)}", flush=True)
+            figures += [{"gradients": kind, **row.as_dict()} for row in rows]
+            if options.plot:
+                picture(rows, options.plot.with_stem(f"{options.plot.stem}-{kind}-{density:g}"))
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
