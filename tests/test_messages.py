@@ -24,6 +24,31 @@ def test_pack_and_unpack(chosen: set[int]) -> None:
     assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
 
 
+@given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
+def test_packed_parts(parts: list[set[int]], free: int) -> None:
+    """Many messages written and read at once are what one at a time would be; padded ones keep their length."""
+    lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
+    values = [torch.randn(len(indices)) for indices in lists]
+    messages = wire.pack_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
+    for message, indices, floats in zip(messages, lists, values, strict=True):
+        assert torch.equal(message, wire.pack(indices, floats))
+        padded = wire.pack_padded(indices, floats, 2 * (len(indices) + free))
+        assert padded.numel() == 2 * (len(indices) + free)
+        assert all(map(torch.equal, wire.unpack_padded(padded), (indices, floats)))
+    indices, floats = wire.unpack_parts(messages)
+    assert torch.equal(indices, torch.cat(lists))
+    assert torch.equal(floats, torch.cat(values))
+    wire.check_indices(indices, 0, 100, [len(part) for part in parts])
+
+
+@pytest.mark.parametrize("indices", [[1, 5, 2, 2], [1, 5, 4, 10], [5, 1, 2, 3], [-1, 5, 2, 3]])
+def test_malformed_parts_are_refused(indices: list[int]) -> None:
+    """Each part of two must ascend by itself, inside the range."""
+    wire.check_indices(torch.tensor([1, 5, 2, 3], dtype=torch.int32), 0, 10, [2, 2])
+    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+        wire.check_indices(torch.tensor(indices, dtype=torch.int32), 0, 10, [2, 2])
+
+
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])
 def test_malformed_indices_are_refused(indices: list[int]) -> None:
     """Indices that do not ascend inside the receiver's range never reach a scatter."""

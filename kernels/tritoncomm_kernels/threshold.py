@@ -64,9 +64,7 @@ def top_k_segments(
     short segments are selected together on a CPU.
     """
     if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
-            f"bounds has {len(bounds)} ascending numbers, one more than the {len(budgets)} budgets are needed"
-        )
+        raise ValueError(f"bounds={bounds!r}: give ascending numbers, one more than the {len(budgets)} budgets")
     check_vector("values", values)
     widest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
     if len(budgets) > 1 and 0 < widest <= _SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):

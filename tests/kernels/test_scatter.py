@@ -67,3 +67,17 @@ def test_merge_of_nothing() -> None:
     empty = (torch.empty(0, dtype=torch.int32), torch.empty(0))
     union, values = kernels.merge([empty, empty], 3)
     assert union.numel() == values.numel() == 0
+
+
+@given(supports, st.integers(0, 1000))
+@settings(deadline=None, max_examples=100)
+def test_scatter_add_lists(sets: list[set[int]], seed: int) -> None:
+    """One list after the other, the same bits as one call for each."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = [torch.tensor(sorted(support), dtype=torch.int32) for support in sets]
+    values = [torch.randn(len(indices), generator=generator) * 1e3 for indices in lists]
+    together, apart = torch.ones(200), torch.ones(200)
+    kernels.scatter_add_lists(together, torch.cat(lists), torch.cat(values), [len(indices) for indices in lists])
+    for indices, amounts in zip(lists, values, strict=True):
+        kernels.scatter_add(apart, indices, amounts)
+    assert torch.equal(together, apart)

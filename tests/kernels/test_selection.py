@@ -198,3 +198,26 @@ def test_bad_counts_are_named() -> None:
         kernels.select(torch.zeros(3), 1.0, capacity=-1)
     with pytest.raises(ValueError, match="k=-2"):
         kernels.top_k(torch.zeros(3), -2)
+
+
+@given(st.lists(st.tuples(st.lists(floats, max_size=9), st.integers(0, 6)), max_size=7), st.integers(0, 3))
+@settings(deadline=None, max_examples=200)
+def test_top_k_segments(segments: list[tuple[list[float], int]], rest: int) -> None:
+    """Each segment as if it were selected alone; what lies behind the last is left alone."""
+    values = tensor([value for segment, _ in segments for value in segment] + [9.0] * rest)
+    bounds, expected = [0], []
+    for segment, budget in segments:
+        alone = kernels.top_k(tensor(segment), budget)
+        expected += (alone.indices + bounds[-1]).tolist()
+        bounds.append(bounds[-1] + len(segment))
+    found = kernels.top_k_segments(values, bounds, [budget for _, budget in segments])
+    assert found.indices.dtype == torch.int32
+    assert found.indices.tolist() == expected
+    assert bits(found.values) == bits(values[found.indices.long()])
+
+
+@pytest.mark.parametrize(("bounds", "budgets"), [([0, 4], [1, 1]), ([3, 1], [1])])
+def test_segments_that_cannot_be(bounds: list[int], budgets: list[int]) -> None:
+    """Bounds that do not ascend, or are not one more than the budgets."""
+    with pytest.raises(ValueError, match="bounds="):
+        kernels.top_k_segments(torch.ones(9), bounds, budgets)
