@@ -190,7 +190,7 @@ def test_capacity_bounds_the_burst() -> None:
 
 
 def test_zeros_freeze_the_threshold() -> None:
-    """A long stretch without gradients neither selects anything nor moves the threshold."""
+    """A long stretch without gradients neither selects anything nor moves the threshold, and then all goes on."""
     world = SimulatedWorld(ExDyna(density=0.1), 3, 300)
     zeros = torch.zeros(3, 300)
     world.step(zeros)
@@ -203,7 +203,24 @@ def test_zeros_freeze_the_threshold() -> None:
     held = world.workers[0].algorithm.state.threshold
     for _ in range(5):
         assert len(world.step(zeros)[0]) == 0
-    assert world.workers[0].algorithm.state.threshold == held > 0
+    assert world.workers[0].algorithm.state.threshold == held
+    assert 0 < len(world.step(gradient)[0]) <= 3 * world.workers[0].algorithm.capacity(3)
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+def test_a_jump_of_scale(factor: float) -> None:
+    """Gradients that become a thousand times larger or smaller: within a few steps about k entries pass again."""
+    world = SimulatedWorld(ExDyna(density=0.02), 4, 5000)
+    generator = torch.Generator().manual_seed(0)
+    passed = []
+    for step in range(60):
+        if step == 30:  # nothing of the old scale is left to deliver
+            for worker in world.workers:
+                worker.residual.zero_()
+        world.step(torch.randn(4, 5000, generator=generator) * (factor if step >= 30 else 1.0))
+        passed.append(world.workers[0].algorithm.report["passed"] / 100)
+    assert 0.3 < sum(passed[20:30]) / 10 < 3
+    assert 0.3 < sum(passed[40:50]) / 10 < 3
 
 
 def test_scale_does_not_matter() -> None:

@@ -40,6 +40,8 @@ _FAST_STEPS, _FAST_MOVE = 100, 16
 _DENSE, _SPARSE = 1.1, 0.909
 _RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
 _LARGEST_CHANGE = 0.05
+# Beyond this factor between what passed and what was asked for, following takes longer than starting over.
+_LOST = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ class ExDyna(Recipe):
 
     ``blocks`` is how many blocks the vector is cut into, ``min_blocks`` how many a partition keeps (the paper's
     layout: a quarter of an equal share). Robust mode only: the first threshold is the quantile of the
-    accumulators times ``lift``, because what is not sent grows; no worker sends more than ``capacity`` times
+    accumulators times ``lift``, because what is not sent grows; when eight times too many or too few entries
+    pass, it is looked for again, without the lift; no worker sends more than ``capacity`` times
     its share of k, the largest of what passed.
     """
 
@@ -230,7 +233,8 @@ class ExDynaAlgorithm(Algorithm):
         everybody = (yield AllGather("start", words)) if world_size > 1 else words
         # In rank order, so that all ranks find the same bits. A sample with a NaN lets only NaN and Inf through.
         mean = sum(everybody.flatten().tolist()) / world_size
-        return mean * self.recipe.lift if math.isfinite(mean) else math.inf
+        lift = self.recipe.lift if self.state.step == 0 else 1.0
+        return mean * lift if math.isfinite(mean) else math.inf
 
     def _select(
         self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
@@ -298,6 +302,8 @@ class ExDynaAlgorithm(Algorithm):
         rule = self.recipe.chosen("threshold_rule")
         if rule == "off" or threshold == 0:
             return threshold
+        if not self.recipe.parity and not 1 / _LOST <= ratio <= _LOST:
+            return 0.0  # hundreds of steps away: find it anew
         if rule == "prop":
             gain = min(max(5 * self.recipe.density, 1e-3), _LARGEST_CHANGE)
             change = gain * math.log(max(found, 1) / self.k)
