@@ -160,7 +160,10 @@ def timed(*patterns, compute: tuple[float, ...] = ()) -> list[float]:
         clock.charge(rank, seconds)
 
     def run(steps):
-        yield from steps
+        reply = None
+        for step in steps:
+            reply = yield step
+        return reply
 
     SimulatedScheduler(len(patterns), clock).run([run(steps) for steps in patterns])
     return clock.now
