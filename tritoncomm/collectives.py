@@ -11,10 +11,11 @@ from tritoncomm import wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import balanced_sizes, moves
-from tritoncomm.scheduler.rounds import AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
+OVERFLOW = "own sums of finite gradients that overflow"
 NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
 
 
@@ -100,6 +101,29 @@ def share_counts(counts: Sequence[int], finite: bool, device: torch.device) -> P
     if bad:
         raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
     return incoming
+
+
+def share_rows(
+    row: Sequence[int],
+    finite: bool,
+    world_size: int,
+    device: torch.device,
+    *,
+    phase: str,
+    reason: str = "hold a NaN or Inf gradient",
+) -> Pattern[list[list[int]]]:
+    """Everybody's ``row`` of whole numbers, the first of them not negative; returned by column, then by rank.
+
+    All ranks raise :class:`~tritoncomm.NonFiniteError`, which names the ranks that are not ``finite`` and the
+    ``reason``. One worker sends nothing.
+    """
+    words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=device)
+    everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
+    columns: list[list[int]] = everybody.t().tolist()
+    bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]
+    if bad:
+        raise NonFiniteError(f"ranks {bad} {reason}; nothing was applied", bad)
+    return columns
 
 
 def gather_blocks(

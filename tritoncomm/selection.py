@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Selection, Workspace
 
 # A reused threshold never moves by more than this factor in one step, however wrong it was.
 MAX_CORRECTION = 2.0
@@ -31,6 +33,28 @@ def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -
     if have * MAX_CORRECTION <= want:
         return threshold * MAX_CORRECTION
     return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
+
+
+def following_threshold(
+    threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
+) -> float:
+    """The threshold for the next step after ``count`` of ``numel`` entries reached ``threshold``.
+
+    Exact when at least ``wanted`` of them are in ``passed``, estimated by :func:`corrected_threshold` otherwise.
+    """
+    if count >= wanted and passed.found:
+        return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
+    return corrected_threshold(threshold, count, wanted, numel)
+
+
+def largest_parts(
+    entries: Selection, starts: Sequence[int], limits: Sequence[int], *, workspace: Workspace
+) -> Selection:
+    """Of each part ``starts[p]`` to ``starts[p + 1]`` of ``entries`` the ``limits[p]`` largest."""
+    parts = [entries.slice(start, stop) for start, stop in itertools.pairwise(starts)]
+    return Selection.join(
+        [kernels.largest(part, limit, workspace=workspace) for part, limit in zip(parts, limits, strict=True)]
+    )
 
 
 def left_out(union: Selection, kept: Selection) -> Selection:

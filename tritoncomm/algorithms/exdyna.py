@@ -21,7 +21,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange
+from tritoncomm.collectives import bruck_all_gather, dense_exchange, share_rows
 from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
@@ -175,7 +175,10 @@ class ExDynaAlgorithm(Algorithm):
             own if self.recipe.parity else kernels.largest(own, self.capacity(world_size), workspace=self.workspace)
         )
         alive = own.found > 0 or bool(acc.dense().any())
-        kept, found, living = yield from self._share_counts([capped.found, raw, alive], finite, acc, world_size)
+        # By rank: entries to gather, entries that passed, and whether there is anything but zeros.
+        kept, found, living = yield from share_rows(
+            [capped.found, raw, alive], finite, world_size, acc.device, phase="counts"
+        )
         union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)
         sums = acc.dense()[union.long()]
         if world_size > 1 and union.numel():
@@ -195,7 +198,7 @@ class ExDynaAlgorithm(Algorithm):
             state,
             step=state.step + 1,
             threshold=self._scaled(threshold, total) if any(living) else threshold,
-            blocks=self._rebalanced(state, layout, found),
+            blocks=self._rebalanced(state, layout, found, acc.device),
         )
         return SparseVector(union, sums / world_size, self.numel)
 
@@ -253,18 +256,6 @@ class ExDynaAlgorithm(Algorithm):
             own = Selection.of(forced, acc.dense()[forced.long()])
         return own, own.found, finite
 
-    def _share_counts(
-        self, row: list[int], finite: bool, acc: Accumulator, world_size: int
-    ) -> Pattern[list[list[int]]]:
-        """By rank: entries to gather, entries that passed, and whether there is anything but zeros."""
-        words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=acc.device)
-        everybody = (yield AllGather("counts", words)) if world_size > 1 else words[None]
-        columns: list[list[int]] = everybody.t().tolist()
-        bad = [rank for rank, count in enumerate(columns[0]) if count == NON_FINITE]
-        if bad:
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
-        return columns
-
     def _all_gather(
         self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
     ) -> Pattern[torch.Tensor]:
@@ -275,18 +266,24 @@ class ExDynaAlgorithm(Algorithm):
             wire.check_indices(blocks[owner], bounds[partition], bounds[partition + 1])
         return torch.cat([blocks[owner] for owner in owners])
 
-    def _rebalanced(self, state: ExDynaState, layout: Layout, found: list[int]) -> tuple[int, ...]:
+    def _rebalanced(
+        self, state: ExDynaState, layout: Layout, found: list[int], device: torch.device
+    ) -> tuple[int, ...]:
         """Dynamic partition allocation, from counts by rank; all ranks compute the same."""
         rule = self.recipe.chosen("rebalance")
         if rule == "off" or state.world_size == 1:
             return state.blocks
-        blocks = torch.tensor(state.blocks, dtype=torch.int32)
+
+        def integers(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        blocks = integers(state.blocks)
         kernels.rebalance(
             blocks,
             torch.empty_like(blocks),
-            torch.tensor(found, dtype=torch.int32),
-            torch.tensor([state.step], dtype=torch.int32),
-            torch.empty(2, dtype=torch.int32),
+            integers(found),
+            integers([state.step]),
+            integers([0, 0]),
             rank=0,
             block=layout.block,
             numel=self.numel,

@@ -17,23 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost, distributed_selection, wire
+from tritoncomm import collectives, cost, distributed_selection, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import (
-    NON_FINITE,
-    balanced_gather,
-    dense_exchange,
-    gather_blocks,
-    rotate,
-    share_counts,
-)
 from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.distributed_selection import largest_shares
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import consensus_cuts, offsets, propose_cuts, trimmed_sizes
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Inbox, Pattern
-from tritoncomm.selection import corrected_threshold, entries_to_keep
+from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
+from tritoncomm.selection import entries_to_keep, following_threshold, largest_parts
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
@@ -169,7 +161,7 @@ class OkTopkAlgorithm(Algorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
-            return (yield from dense_exchange(acc, world_size))
+            return (yield from collectives.dense_exchange(acc, world_size))
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
 
@@ -181,16 +173,18 @@ class OkTopkAlgorithm(Algorithm):
         if repartition:
             cuts = yield from self._repartition(local.indices, world_size)
         if self.recipe.strict_volume and not reevaluate:
-            local = self._cap_pairs(local, cuts, rank, world_size)
+            # No pair of workers exchanges more than k/P entries; what is cut stays in the residual.
+            limits = [math.ceil(self.k / world_size) if p != rank else self.k for p in range(world_size)]
+            local = largest_parts(local, offsets(local.indices, cuts), limits, workspace=self.workspace)
         region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
         floor = self._lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
         candidates = self._candidates(region, floor, cuts[rank])
-        shared = yield from self._share_sizes(candidates, received, state.global_threshold)
+        shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
             if floor > 0 and sum(shared.candidates) < self.k:  # the k largest are not all among them: look again
                 candidates = self._candidates(region, 0.0, cuts[rank])
-                shared = yield from self._share_sizes(candidates, received, state.global_threshold)
+                shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
             delivered = yield from self._global_top_k(candidates, shared, state, rank, world_size)
         else:
             delivered = yield from self._balance_and_gather(candidates, shared, state, rank, world_size)
@@ -258,28 +252,16 @@ class OkTopkAlgorithm(Algorithm):
         return threshold * (WARM_START if self.recipe.correct_thresholds else 1.0)
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
-        """What would have let k entries pass: exact when at least k did, estimated when fewer."""
+        """What would have let k entries pass."""
         if not self.recipe.correct_thresholds:
             return threshold
-        if count >= self.k and passed.found:
-            return kernels.smallest_magnitude(kernels.largest(passed, self.k, workspace=self.workspace).values)
-        return corrected_threshold(threshold, count, self.k, self.numel)
+        return following_threshold(threshold, passed, count, self.k, self.numel, workspace=self.workspace)
 
     def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
         """Space repartition: everybody proposes cuts that halve its own load; the mean is taken."""
         proposal = propose_cuts(indices, world_size)
         total = yield AllReduce("repartition", proposal)
         return consensus_cuts(total.tolist(), self.numel)
-
-    def _cap_pairs(self, local: Selection, cuts: Sequence[int], rank: int, world_size: int) -> Selection:
-        """At most ceil(k/P) entries for each peer; what is cut stays in the residual."""
-        limit = math.ceil(self.k / world_size)
-        starts = offsets(local.indices, cuts)
-        parts = []
-        for peer in range(world_size):
-            part = local.slice(starts[peer], starts[peer + 1])
-            parts.append(part if peer == rank else kernels.largest(part, limit, workspace=self.workspace))
-        return Selection.join(parts)
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
@@ -292,7 +274,7 @@ class OkTopkAlgorithm(Algorithm):
         region = torch.zeros(high - low, device=local.values.device)
         starts = offsets(local.indices, cuts)
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
-        incoming = yield from share_counts(counts, finite, local.indices.device)
+        incoming = yield from collectives.share_counts(counts, finite, local.indices.device)
 
         def add(arrived: Inbox) -> None:
             lists = list(arrived.values())
@@ -306,7 +288,7 @@ class OkTopkAlgorithm(Algorithm):
         sends = {p: message for p, message in enumerate(messages) if p != rank}
         receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
         width = self.recipe.bucket_width
-        yield from rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
+        yield from collectives.rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
         return region, sum(incoming)
 
     def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
@@ -314,18 +296,14 @@ class OkTopkAlgorithm(Algorithm):
         found = kernels.select(region, threshold, workspace=self.workspace)
         return found._replace(indices=found.indices + offset)
 
-    def _share_sizes(self, candidates: Selection, received: int, threshold: float) -> Pattern[_Sizes]:
+    def _share_sizes(self, candidates: Selection, received: int, threshold: float, world_size: int) -> Pattern[_Sizes]:
         """What everybody must know of the owners before anything is gathered."""
         finite = not kernels.has_non_finite(candidates.values)
         reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
-        row = [candidates.found if finite else NON_FINITE, received, int(reaching.sum())]
-        words = torch.tensor(row, dtype=torch.int64, device=candidates.values.device)
-        sizes, loads, reached = (yield AllGather("sizes", words)).t().tolist()
-        bad = [rank for rank, size in enumerate(sizes) if size == NON_FINITE]
-        if bad:
-            raise NonFiniteError(
-                f"finite gradients overflow when summed, in the regions of ranks {bad}; nothing was applied", bad
-            )
+        row = [candidates.found, received, int(reaching.sum())]
+        sizes, loads, reached = yield from collectives.share_rows(
+            row, finite, world_size, candidates.values.device, phase="sizes", reason=collectives.OVERFLOW
+        )
         return _Sizes(sizes, loads, sum(reached))
 
     def _global_top_k(
@@ -333,7 +311,7 @@ class OkTopkAlgorithm(Algorithm):
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: exactly the k largest sums, gathered from all or found by histograms."""
         if sum(shared.candidates) <= self._worth_gathering(world_size):
-            gathered = yield from gather_blocks(
+            gathered = yield from collectives.gather_blocks(
                 candidates, shared.candidates, self.numel, rank, world_size, phase="re-evaluation"
             )
         else:
@@ -366,7 +344,7 @@ class OkTopkAlgorithm(Algorithm):
     ) -> Pattern[Selection]:
         """The ``sizes[r]`` largest candidates of every rank r."""
         block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
-        return balanced_gather(
+        return collectives.balanced_gather(
             block, sizes, self.numel, rank, world_size, trigger=self.balance_trigger, width=self.recipe.bucket_width
         )
 

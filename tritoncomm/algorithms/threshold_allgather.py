@@ -16,9 +16,8 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least, check_number
-from tritoncomm.collectives import NON_FINITE, all_gather_sum, dense_exchange
+from tritoncomm.collectives import all_gather_sum, dense_exchange, share_rows
 from tritoncomm.cost import Forecast, Formula, both
-from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.selection import entries_to_keep, gaussian_selection, sidco_selection
 from tritoncomm.sparse import SparseVector
@@ -108,12 +107,7 @@ class ThresholdAlgorithm(Algorithm):
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
-        words = torch.tensor([own.found if finite else NON_FINITE], dtype=torch.int64, device=acc.device)
-        everybody = (yield AllGather("counts", words)) if world_size > 1 else words
-        counts: list[int] = everybody.flatten().tolist()
-        bad = [source for source, count in enumerate(counts) if count == NON_FINITE]
-        if bad:
-            raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+        (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts")
         indices, sums = yield from all_gather_sum(own, counts, acc, rank, world_size)
         acc.clear(own.indices)
         acc.selected = own.found

@@ -18,11 +18,11 @@ import tritoncomm_kernels as kernels
 from tritoncomm import cost, wire
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
-from tritoncomm.collectives import NON_FINITE, bruck_all_gather, dense_exchange, rotate, share_counts
+from tritoncomm.collectives import OVERFLOW, bruck_all_gather, dense_exchange, rotate, share_counts, share_rows
 from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.partition import offsets
-from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
@@ -108,10 +108,9 @@ class TopkDSAAlgorithm(Algorithm):
         """All regions: pairs while they are short, values once they have filled in."""
         entries = kernels.select(region, 0.0, workspace=self.workspace)
         finite = not kernels.has_non_finite(entries.values)
-        words = torch.tensor([entries.found if finite else NON_FINITE], dtype=torch.int64, device=region.device)
-        sizes: list[int] = (yield AllGather("sizes", words)).flatten().tolist()
-        if NON_FINITE in sizes:
-            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+        (sizes,) = yield from share_rows(
+            [entries.found], finite, world_size, region.device, phase="sizes", reason=OVERFLOW
+        )
         if self._goes_dense(sum(sizes)):
             widths = [high - low for low, high in itertools.pairwise(cuts)]
             message = region.view(torch.int32)
