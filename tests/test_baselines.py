@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -13,10 +14,13 @@ from tritoncomm import (
     GaussianK,
     GTopk,
     HardThreshold,
+    NonFiniteError,
     SIDCo,
     SimulatedWorld,
+    SparDL,
     TopkAllgather,
     TopkDSA,
+    Warmup,
 )
 from tritoncomm.algorithms.gtopk import tree
 from tritoncomm.cost import HEADER_WORDS, WORD
@@ -236,3 +240,74 @@ def test_bad_fields(kind, fields: dict[str, object]) -> None:
     """Each names the field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         kind(**fields)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dgc_small_tensors_have_momentum(nesterov: bool) -> None:
+    """A bias, which travels dense, moves as it would under SGD with momentum."""
+    net, plain = torch.nn.Linear(40, 40), torch.zeros(40, requires_grad=True)
+    optimizer = tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=0.1), "dgc", density=0.1, nesterov=nesterov)
+    control = torch.optim.SGD([plain], lr=0.1, momentum=0.9, nesterov=nesterov)
+    before = net.bias.detach().clone()
+    for _ in range(10):
+        for parameter in [*net.parameters(), plain]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        control.step()
+    assert torch.allclose(net.bias - before, plain, rtol=1e-5)
+
+
+def test_dgc_clips_the_whole_gradient() -> None:
+    """The norm is taken over large and small tensors together."""
+    net = torch.nn.Linear(40, 40)
+    optimizer = tritoncomm.wrap(
+        torch.optim.SGD(net.parameters(), lr=1.0), "dgc", density=1.0, momentum=0.0, clip_norm=1.0
+    )
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, net.parameters(), strict=True)])
+    assert float(moved.detach().norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_dgc_without_momentum_takes_any_optimizer() -> None:
+    """Nothing is applied twice then."""
+    tritoncomm.wrap(torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, momentum=0.9), "dgc", momentum=0.0)
+
+
+@pytest.mark.parametrize(
+    "law", [laws.agreement, laws.form, laws.budget, laws.atomicity, laws.refusal, laws.resume, laws.determinism]
+)
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_dgc_obeys_with_momentum(law, density: float) -> None:
+    """The laws that do not count what was delivered."""
+    case = laws.Case(5, 60, ("random", "ties", "zero", "sparse", "random"))
+    law(DGC(density=density, nesterov=density < 1), case)
+    law(Warmup(recipe=DGC(density=density), steps=3, stages=2, schedule="exponential"), case)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradients"),
+    [
+        (GTopk(density=0.5), [[3e38, 2.5e38], [0.0, 2.6e38]]),
+        (SparDL(density=0.25, teams=4), [[3.3e38, 2.5e38, 0, 0], [0, 3e38, 0, 0], [0, 3.39e38, 0, 0], [0.0] * 4]),
+    ],
+    ids=["gtopk", "spardl"],
+)
+def test_more_than_a_float_can_owe(recipe, gradients: list[list[float]]) -> None:
+    """Cut mass that overflows on its way into a residual is refused by all; no residual becomes infinite."""
+    given = torch.tensor(gradients)
+    world = SimulatedWorld(recipe, *given.shape)
+    with contextlib.suppress(NonFiniteError):
+        world.step(given)
+        assert not world.scheduler.raised
+    assert world.residuals.isfinite().all()
+
+
+def test_gaussian_fit_without_a_tail() -> None:
+    """Where nothing reaches the fit, exact top-k: nobody starves."""
+    world = SimulatedWorld(GaussianK(density=0.01), 2, 1000)
+    gradient = torch.ones(2, 1000)
+    gradient[:, ::2] = -1
+    assert all(len(world.step(gradient)[0]) >= 10 for _ in range(5))

@@ -180,13 +180,59 @@ def test_density_is_kept_and_load_balanced() -> None:
 
 
 def test_capacity_bounds_the_burst() -> None:
-    """Nobody sends more than its capacity, and the largest entries go first; the rest is still owed."""
-    world = SimulatedWorld(ExDyna(density=0.05, lift=1.0), 4, 800)
-    capacity = world.workers[0].algorithm.capacity(4)
+    """Far more than twice k pass: twice k are delivered, the largest of each partition, and the rest is still owed."""
+    recipe = ExDyna(density=0.05, lift=1.0, threshold_rule="off")
+    world = SimulatedWorld(recipe, 4, 800)
+    gradient = torch.randn(4, 800, generator=torch.Generator().manual_seed(0))
+    for worker in world.workers:
+        worker.algorithm.state = ExDynaState(world_size=4, threshold=0.01, settled=True, blocks=(7, 7, 6, 5))
+    mean = world.step(gradient)[0]
+    bounds = world.workers[0].algorithm.bounds(world.workers[0].algorithm.layout(4), (7, 7, 6, 5))
+    assert len(mean) == 80
+    assert torch.equal(world.residuals[:, mean.indices.long()], torch.zeros(4, 80))
+    for judge, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        inside = (mean.indices >= start) & (mean.indices < stop)
+        sent = mean.indices[inside].long()
+        owed = world.residuals[judge, start:stop].abs()
+        assert float(gradient[judge, sent].abs().min()) >= float(owed.max())
+        assert torch.equal(owed[owed > 0], gradient[judge, start:stop].abs()[owed > 0])
+
+
+@pytest.mark.parametrize("world_size", [8, 16])
+@pytest.mark.parametrize("recipe", [MiCRO(density=0.01), ExDyna(density=0.01)], ids=["micro", "exdyna"])
+def test_a_hot_region_is_delivered(recipe: ExDyna, world_size: int) -> None:
+    """Everything in 1/32 of the vector, then in another 1/32: about k entries are delivered all the same."""
+    numel = 16_384
+    world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        mean = world.step(torch.randn(4, 800, generator=generator))[0]
-        assert len(mean) <= 4 * capacity
+    delivered = []
+    for step in range(260):
+        gradient = torch.zeros(world_size, numel)
+        start = 0 if step < 130 else numel // 2
+        gradient[:, start : start + numel // 32] = torch.randn(world_size, numel // 32, generator=generator)
+        delivered.append(len(world.step(gradient)[0]) / (numel * 0.01))
+    assert sum(delivered[80:130]) / 50 > 0.6
+    assert sum(delivered[210:]) / 50 > 0.6
+
+
+@pytest.mark.parametrize("density", [1e-5, 2e-4])
+def test_few_entries(density: float) -> None:
+    """With k of 1 or 2, too, something is delivered, and within the capacity, while residuals still grow."""
+    world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
+    generator = torch.Generator().manual_seed(0)
+    delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(400)]
+    k = max(1, int(10_000 * density))
+    assert 0.5 * k < sum(delivered[100:]) / 300 <= 2 * k
+
+
+def test_columns_of_a_matrix() -> None:
+    """Every 16th column is zero: the threshold is found among the others."""
+    world = SimulatedWorld(ExDyna(density=0.01), 2, 65_536)
+    gradient = torch.randn(2, 4096, 16, generator=torch.Generator().manual_seed(0))
+    gradient[:, :, 0] = 0
+    for _ in range(3):
+        world.step(gradient.view(2, -1))
+    assert world.workers[0].algorithm.state.threshold > 0.1
 
 
 def test_zeros_freeze_the_threshold() -> None:
@@ -204,7 +250,7 @@ def test_zeros_freeze_the_threshold() -> None:
     for _ in range(5):
         assert len(world.step(zeros)[0]) == 0
     assert world.workers[0].algorithm.state.threshold == held
-    assert 0 < len(world.step(gradient)[0]) <= 3 * world.workers[0].algorithm.capacity(3)
+    assert 0 < len(world.step(gradient)[0]) <= 3 * world.workers[0].algorithm.capacity
 
 
 @pytest.mark.parametrize("factor", [1000.0, 0.001])

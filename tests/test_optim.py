@@ -274,7 +274,7 @@ def test_what_cannot_be_wrapped() -> None:
         sparse_wrap(sparse_wrap(sgd(model())))
     with pytest.raises(ConfigurationError, match="LBFGS"):
         sparse_wrap(torch.optim.LBFGS(model().parameters()))
-    with pytest.raises(ConfigurationError, match=r"parameter 0 is torch\.complex64"):
+    with pytest.raises(ConfigurationError, match=r"shape \(2,\) is torch\.complex64"):
         sparse_wrap(torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1))
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = sparse_wrap(torch.optim.SGD(table.parameters(), lr=0.1))
@@ -481,3 +481,22 @@ def test_what_is_small(shapes: list[tuple[int, ...]], dense_below: int, small: l
     large, dense = by_size(parameters, dense_below)
     assert [any(p is d for d in dense) for p in parameters] == small
     assert len(large) + len(dense) == len(parameters)
+
+
+def test_residuals_find_their_parameters() -> None:
+    """Saved with small tensors sparse, loaded with them dense: what is owed stays where it belongs."""
+
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(64, 64))]
+
+    saved, loaded = parameters(), parameters()
+    first = tritoncomm.wrap(torch.optim.SGD(saved, lr=0.1), density=0.01, dense_below=0)
+    for number, parameter in enumerate(saved):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    first.step()
+    second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
+    second.load_state_dict(first.state_dict())
+    for a, b in zip(first._exchange.owed().values(), second._exchange.owed().values(), strict=True):
+        assert torch.equal(a, b)
+        assert a.any()
+    assert second._exchange.feedback.algorithm.state_dict()["step"] == 0

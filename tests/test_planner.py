@@ -12,7 +12,7 @@ from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
 from tritoncomm.cost import WORD, Link
 from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
-from tritoncomm.planner import TRUSTED, choose, options
+from tritoncomm.planner import TRUSTED, at, choose, options
 from tritoncomm.survey import shortened, survey
 
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
@@ -48,7 +48,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The ranking, and the line of code; on a fast network, plainly that dense is faster."""
     assert main(["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]) == 0
     out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.01)" in out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='exdyna', density=0.05)" in out
     assert "oktopk" in out
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
     assert "Stay dense" in capsys.readouterr().out
@@ -107,6 +107,25 @@ def test_longer_vectors_are_continued() -> None:
     assert (direct.words, direct.messages) == (continued.words, continued.messages)
     assert direct.milliseconds == pytest.approx(continued.milliseconds)
     assert direct.as_predicted
+
+
+@pytest.mark.parametrize("name", ["oktopk", "exdyna", "random_block", "gtopk"])
+def test_continued_figures_make_sense(name: str) -> None:
+    """From a fortieth of the length: words in k as measured there, no message lost, the busiest at least the mean."""
+    method = at(name, 0.01)
+    (row,) = survey([method], [8], 4_000_000, SLOW, LayeredGradients, memory=16 * 8 * 100_000)
+    (direct,) = survey([method], [8], 100_000, SLOW, LayeredGradients)
+    assert row.messages == direct.messages > 0
+    assert row.busiest >= row.words > 0
+    assert row.milliseconds > direct.milliseconds
+    assert row.words / row.k == pytest.approx(direct.words / direct.k, rel=0.25)
+
+
+def test_simulations_that_are_too_large() -> None:
+    """What would take hundreds of gigabytes is refused, with the way out."""
+    with pytest.raises(ConfigurationError, match="choose a higher density"):
+        shortened(25_000_000, 1024, 1e-4, 1e9)
+    assert shortened(25_000_000, 1024, 0.01, 1e9) == 409_600
 
 
 def test_gradients() -> None:

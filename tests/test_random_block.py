@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, RandomBlock, RandomK, Recipe, SimulatedWorld
+from tritoncomm import ConfigurationError, NonFiniteError, RandomBlock, RandomK, Recipe, SimulatedWorld
 from tritoncomm.shared_random import all_below, below, draw, draws
 
 import laws
@@ -123,7 +123,7 @@ def survives(mode: str, rate: float) -> bool:
 
 
 def test_learning_rate_ceiling() -> None:
-    """About p for independent draws and 2p for permutations, while dense descent stands 2: the warning's reason."""
+    """About p for independent draws and 2p for permutations, where dense descent stands 2: the warning's reason."""
     p = 1 / 16
     assert survives("grid", 0.8 * p)
     assert not survives("grid", 4 * p)
@@ -133,7 +133,7 @@ def test_learning_rate_ceiling() -> None:
 
 def test_warns_with_the_reason() -> None:
     """Below 1/32 a warning names density, learning rate and the way out; saying it is handled silences it."""
-    with pytest.warns(UserWarning, match=r"density 0.01.*about 0.02 of the learning rate.*reduced_lr=True"):
+    with pytest.warns(UserWarning, match=r"density 0.01.*about 0.01 of the learning rate.*reduced_lr=True"):
         RandomBlock(density=0.01)
     RandomBlock(density=0.01, reduced_lr=True)
     RandomBlock(density=1 / 32)
@@ -144,8 +144,11 @@ def test_a_refused_step_keeps_the_draws_together() -> None:
     recipe = RandomBlock(density=0.25, alignment=1)
     world, control = SimulatedWorld(recipe, 3, 40), SimulatedWorld(recipe, 3, 40)
     gradient = torch.arange(120.0).view(3, 40)
+    poisoned = gradient.clone()
+    poisoned[1, 7] = torch.nan
     for _ in range(3):
-        laws.refusal(recipe, laws.Case(3, 40, ("random",)))
+        with pytest.raises(NonFiniteError):
+            world.step(poisoned)
         assert torch.equal(world.step(gradient)[0].indices, control.step(gradient)[0].indices)
     resumed = SimulatedWorld(recipe, 3, 40)
     resumed.load_state_dict(world.state_dict())

@@ -49,7 +49,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = Settings()
-    demo.add_argument("--algo", default=defaults.algo, choices=tritoncomm.algorithms(), help="the method")
+    # The demo trains with AdamW, and DGC does not go with an optimizer that has momentum.
+    trained = [name for name in tritoncomm.algorithms() if name != "dgc"]
+    demo.add_argument("--algo", default=defaults.algo, choices=trained, help="the method")
     demo.add_argument("--density", type=_density, default=defaults.density, help="share of entries to deliver")
     demo.add_argument("--workers", type=_positive, default=defaults.workers, help="worker processes")
     demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps of each run")

@@ -29,6 +29,8 @@ def automatic(
     if fields:
         named = ", ".join(sorted(fields))
         raise ConfigurationError(f"algo='auto' chooses the method and its settings: leave out {named}")
+    if not (isinstance(density, (int, float)) and 0 < density <= 1):
+        raise ConfigurationError(f"density={density!r}: choose a share above 0 and at most 1")
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     numel = sum(parameter.numel() for parameter in parameters)
     if not is_initialised() or dist.get_world_size(group) == 1 or numel == 0:

@@ -25,10 +25,11 @@ class BucketLayout:
             raise ConfigurationError(f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device")
         if len({id(p) for p in self.parameters}) < len(self.parameters):
             raise ConfigurationError("a parameter is listed twice: give each to the optimizer once")
-        for number, parameter in enumerate(self.parameters):
+        for parameter in self.parameters:
             if parameter.is_complex():
                 raise ConfigurationError(
-                    f"parameter {number} is {parameter.dtype}: view it as real (torch.view_as_real) first"
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: "
+                    "view it as real (torch.view_as_real) first"
                 )
 
     @property
@@ -43,12 +44,13 @@ class BucketLayout:
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it; no gradient counts as zero."""
-        for number, (parameter, part) in enumerate(zip(self.parameters, self.parts(flat), strict=True)):
+        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if parameter.grad is None:
                 part.zero_()
             elif parameter.grad.layout != torch.strided:
                 raise ConfigurationError(
-                    f"parameter {number} has a gradient of layout {parameter.grad.layout}: use Embedding(sparse=False)"
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {parameter.grad.layout}: "
+                    "use Embedding(sparse=False)"
                 )
             else:
                 part.copy_(parameter.grad.detach().reshape(-1))

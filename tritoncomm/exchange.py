@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
+
+logger = logging.getLogger("tritoncomm")
 
 SCHEMA = 2  # of what state_dict returns
 
@@ -65,6 +68,7 @@ class GradientExchange:
         dense_below: int = 0,
     ) -> None:
         self.recipe = recipe
+        self.parameters = list(parameters)
         large, small = by_size(parameters, dense_below)
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = sum(parameter.numel() for parameter in small)
@@ -111,8 +115,9 @@ class GradientExchange:
         return mean
 
     def owed(self) -> dict[torch.Tensor, torch.Tensor]:
-        """This rank's residual by parameter (flat views)."""
-        return dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
+        """This rank's residual by parameter (flat views), in the order in which parameters were given."""
+        parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
+        return {parameter: parts[parameter] for parameter in self.parameters}
 
     def take_over(self, other: GradientExchange) -> None:
         """Continue what ``other`` owes for the parameters that both have."""
@@ -129,6 +134,7 @@ class GradientExchange:
             "rank": self.rank,
             "world_size": self.world_size,
             "recipe": self.recipe.name,
+            "settings": self._settings,
             "residuals": [owed.clone() for owed in self.owed().values()],
             "algorithm": self.feedback.algorithm.state_dict(),
         }
@@ -147,12 +153,23 @@ class GradientExchange:
             if state.get(field) != value:
                 raise ConfigurationError(
                     f"this checkpoint was written with {field}={state.get(field)!r}, here it is {value!r}"
+                    + (f": wrap with algo={state.get(field)!r}" if field == "recipe" else "")
                 )
-        if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.layout.parameters]:
+        if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-        residual = torch.cat([self._flat[:0], *(owed.to(self._flat.device) for owed in state["residuals"])])
-        feedback.load_state_dict({"residual": residual, "algorithm": state["algorithm"]})
+        owed = dict(zip(self.parameters, state["residuals"], strict=True))
+        residual = torch.cat([self._flat[:0], *(owed[p].to(self._flat.device) for p in self.layout.parameters)])
+        algorithm = state["algorithm"]
+        if state["settings"] != self._settings:
+            # What a method has learnt belongs to its settings; what is owed does not.
+            logger.warning("the checkpoint was written with %s: the method starts anew", state["settings"])
+            algorithm = feedback.algorithm.state_dict()
+        feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
         return feedback
+
+    @property
+    def _settings(self) -> str:
+        return f"{self.recipe!r}, {self.dense_numel} values dense"
 
     def _fresh(self) -> ErrorFeedback:
         whole = DenseTail(recipe=self.recipe, tail=self.dense_numel)

@@ -47,7 +47,7 @@ def _gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dic
 def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, Any]:
     """What must agree about the parameters: names, shapes, dtypes, and the values by digest.
 
-    The order is part of it: the fields are lists in flat-vector order.
+    The order is part of it: the fields are lists in the order of the optimizer's groups.
     """
     return {
         "number of parameters": len(parameters),

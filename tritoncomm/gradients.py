@@ -82,9 +82,13 @@ def load_recording(path: Path) -> torch.Tensor:
     try:
         recording = torch.load(path, weights_only=True)["gradients"]
     except Exception as error:
-        raise ConfigurationError(f"{path} is not a recording of the demo (--record): {error}") from error
+        raise ConfigurationError(
+            f"{path} is not a recording of the demo (--record), nor one of layered and adversarial: {error}"
+        ) from error
     if not isinstance(recording, torch.Tensor) or recording.dim() != 3 or 0 in recording.shape:  # noqa: PLR2004
         raise ConfigurationError(f"{path} does not hold gradients of [steps, workers, elements]: record it anew")
+    if not recording.is_floating_point() or not bool(recording.isfinite().all()):
+        raise ConfigurationError(f"{path} holds {recording.dtype} values, not all of them finite: record it anew")
     return recording
 
 

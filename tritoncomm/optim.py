@@ -107,7 +107,7 @@ def wrap(
         )
         chosen.check_optimizer(optimizer)
         return SparseOptimizer(optimizer, chosen, process_group, options)
-    except ConfigurationError as error:
+    except (ValueError, TypeError, NotImplementedError) as error:  # ConfigurationError is a ValueError
         if is_initialised():  # the others are about to compare set-ups and must not wait for this rank
             fingerprint.refuse(str(error), process_group)
         raise
@@ -170,6 +170,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
         self.optimizer.add_param_group(param_group)
         try:
+            self.recipe.check_optimizer(self.optimizer)
             exchange = self._set_up()
         except BaseException:
             self.optimizer.param_groups.pop()

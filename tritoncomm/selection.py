@@ -94,6 +94,8 @@ def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
         else:
             break
     passed = keys >= kernels.threshold_key(threshold)
+    if not passed.any():  # values without a tail
+        return kernels.top_k(values, k)
     return Selection.of(candidates.indices[passed], candidates.values[passed])
 
 

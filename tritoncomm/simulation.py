@@ -35,6 +35,8 @@ class SimulatedWorld:
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
+        if link is not None and not isinstance(link, Link):
+            raise ConfigurationError(f'link={link!r}: give a Link, for example Link.parse("10gbit,30us")')
         if numel < 0:
             raise ConfigurationError(f"numel={numel}: a vector cannot have fewer than 0 elements")
         recipe.check_world_size(world_size)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.cost import WORD, Link
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.gradients import Gradients
 from tritoncomm.simulation import SimulatedWorld
 
@@ -23,17 +24,19 @@ STEPS = 4  # the fourth is the first that reuses Ok-Topk's thresholds
 _BYTES_PER_ELEMENT = 16
 # With fewer entries than this per worker and density, rounding would be measured.
 _ENTRIES_PER_WORKER = 2
+# What may be taken beyond the memory that was allowed, where there is no sense in less.
+_LARGEST = 16e9
 
 WHY = {
-    "exdyna": "partitions are cut to twice their share while thresholds settle, and unequal ones cost more",
-    "micro": "fixed partitions: the worker whose partition holds the large gradients sends most of the entries",
+    "exdyna": "volume follows what is delivered, up to twice k while thresholds settle; unequal partitions cost more",
+    "micro": "as exdyna; a fixed partition that holds the large gradients sends most of the entries",
     "gaussiank": "a normal fit lets more pass than asked for where tails are heavy, up to 1.5 k",
-    "sidco": "a fit lets more or fewer pass than asked for",
+    "sidco": "a fit lets more or fewer pass than asked for, or there is less to send than k",
     "hard_threshold": "the threshold of the first step stays while residuals grow",
     "gtopk": "the table adds up both ways through the root; a rank receives one of them",
-    "topk_dsa": "an owner of a busy region receives more than its share",
-    "oktopk": "frames, counts and sizes come on top; on busy regions an owner receives more than its share",
-    "random_block": "blocks are rounded up to 128 elements",
+    "topk_dsa": "less than k may be there to send; an owner of a busy region receives more than its share",
+    "oktopk": "frames, counts and sizes come on top, and on a step that re-evaluates the candidates for the k largest",
+    "random_block": "blocks are rounded up to 128 elements, and the last block of the vector is short",
 }
 
 
@@ -41,7 +44,8 @@ WHY = {
 class Row:
     """One method at one number of workers, on the last step; words and messages are per rank, received.
 
-    ``simulated`` is the length of the vector that was exchanged; the figures are for ``numel``.
+    ``simulated`` is the length of the vector that was exchanged; the figures are for ``numel``. ``delivered`` is in
+    multiples of k: a method that delivers more sends more.
     """
 
     method: str
@@ -53,6 +57,7 @@ class Row:
     busiest: float
     messages: float
     milliseconds: float
+    delivered: float
     formula_low: float
     formula_high: float
     formula_milliseconds: float
@@ -92,54 +97,94 @@ def survey(
             figures = _measure(method, world_size, short, link, source, steps)
             if short < numel:
                 half = _measure(method, world_size, short // 2, link, source, steps)
-                ahead = (numel - short) / (short - short // 2)
-                figures = [max(0.0, full + ahead * (full - part)) for full, part in zip(figures, half, strict=True)]
-            words, busiest, messages, seconds = figures
+                figures = _continued(figures, half, short, numel, link)
             formula = method.formula(numel, world_size)
             yield Row(
-                method.name, world_size, numel, short, method.density, words, busiest, messages, seconds * 1e3,
-                formula.low, formula.high, formula.seconds(link)[1] * 1e3,
+                method.name, world_size, numel, short, method.density, figures.words, figures.busiest, figures.messages,
+                figures.seconds * 1e3, figures.delivered, formula.low, formula.high, formula.seconds(link)[1] * 1e3,
             )  # fmt: skip
 
 
 def shortened(numel: int, world_size: int, density: float, memory: float) -> int:
-    """The length that is simulated for ``numel``."""
+    """The length that is simulated for ``numel``: what fits, but at least what makes sense with so many workers.
+
+    Raises :class:`~tritoncomm.ConfigurationError` when even that takes more than ``memory`` and 16 GB.
+    """
     fits = int(memory / (_BYTES_PER_ELEMENT * world_size))
-    meaningful = int(2 * _ENTRIES_PER_WORKER * world_size / density)
+    meaningful = min(numel, int(2 * _ENTRIES_PER_WORKER * world_size / density))
+    needed = meaningful * world_size * _BYTES_PER_ELEMENT
+    if needed > max(memory, _LARGEST):
+        raise ConfigurationError(
+            f"{world_size} workers at density {density} take {needed / 1e9:.0f} GB to be simulated in earnest: "
+            "choose a higher density, fewer workers, or more memory if there is"
+        )
     return min(numel, max(fits, meaningful))
 
 
-def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: Source, steps: int) -> list[float]:
-    """Mean and largest words received, messages received on the busiest rank, and virtual seconds."""
+class _Figures(NamedTuple):
+    """Per rank: words received, on average and at most, messages received at most, virtual time, entries over k."""
+
+    words: float
+    busiest: float
+    messages: float
+    seconds: float
+    delivered: float
+
+
+def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: Source, steps: int) -> _Figures:
     world = SimulatedWorld(method, world_size, numel, link=link)
+    delivered = 0
     for step in range(steps):
         # Made anew for every step: holding them would take as much memory again.
-        world.step(torch.stack([source(numel, rank).at(step) for rank in range(world_size)]))
+        means = world.step(torch.stack([source(numel, rank).at(step) for rank in range(world_size)]))
+        delivered = len(means[0])
     received = world.received
-    return [
+    return _Figures(
         fmean(traffic.bytes for traffic in received) / WORD,
         max(traffic.bytes for traffic in received) / WORD,
         float(max(traffic.messages for traffic in received)),
         world.seconds,
-    ]
+        delivered / max(1, int(numel * method.density)),
+    )
+
+
+def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Link) -> _Figures:
+    """What ``numel`` elements take, from ``short`` of them and half as many.
+
+    Words are a constant (frames, counts) and a part in proportion to the length, unless the two took different
+    kinds of steps: then all of them are taken in proportion. Time grows by the bytes of the busiest rank.
+    """
+    ahead = (numel - short) / (short - short // 2)
+
+    def longer(whole: float, part: float) -> float:
+        return whole + ahead * (whole - part) if full.messages == half.messages else whole * numel / short
+
+    words = max(0.0, longer(full.words, half.words))
+    busiest = max(words, longer(full.busiest, half.busiest))
+    seconds = full.seconds + link.transfer(WORD * max(0.0, busiest - full.busiest))
+    return full._replace(words=words, busiest=busiest, seconds=seconds)
 
 
 def table(rows: Sequence[Row], link: Link) -> str:
     """The rows as text, and what explains the differences."""
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
-    head = ("method", "workers", "simulated", "words/k", "busiest", "formula", "messages", "max/mean", "ms", "formula")
+    head = (
+        "method", "workers", "simulated", "delivered/k", "words/k", "busiest", "formula", "messages", "max/mean", "ms",
+        "formula ms",
+    )  # fmt: skip
     lines = [
         f"words per rank in multiples of k, frames and counts included; {network}",
-        "{:16}{:>8}{:>11}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>10}".format(*head),
+        "{:16}{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head),
     ]
     for row in rows:
         low, high = row.formula_low / row.k, row.formula_high / row.k
         formula = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
         mark = "" if row.as_predicted else " *"
         lines.append(
-            f"{row.method:16}{row.workers:8}{row.simulated:11}{row.words / row.k:9.2f}{row.busiest / row.k:9.2f}"
-            f"{formula:>16}{mark:2}{row.messages:9.0f}{row.load:9.2f}{row.milliseconds:10.3f}"
-            f"{row.formula_milliseconds:10.3f}"
+            f"{row.method:16}{row.workers:8}{row.simulated:11}{row.delivered:12.2f}"
+            f"{row.words / row.k:9.2f}{row.busiest / row.k:9.2f}{formula:>16}{mark:2}"
+            f"{row.messages:9.0f}{row.load:9.2f}{row.milliseconds:10.3f}"
+            f"{row.formula_milliseconds:11.3f}"
         )
     different = sorted({row.method for row in rows if not row.as_predicted})
     lines += [f"* {method}: {WHY.get(method, 'counts and frames come on top')}" for method in different]

@@ -58,6 +58,13 @@ class Algorithm(ABC):
         """The paper's formula: what most steps of a long run cost at most."""
         return self.predicted_traffic(world_size)
 
+    def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most take gradients as they are
+        """Change this rank's gradient as a whole, before any of it is exchanged: clipping, for example."""
+
+    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
+        """What to hand to the optimizer for coordinates that travel dense beside the vector, from their mean."""
+        return mean
+
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
 

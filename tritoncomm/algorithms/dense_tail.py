@@ -15,7 +15,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.base import Algorithm, Recipe, check_at_least
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -34,6 +34,7 @@ class DenseTail(Recipe):
     density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
+        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
         check_at_least(self, 0, "tail", whole=True)
         object.__setattr__(self, "density", self.recipe.density)
 
@@ -74,14 +75,17 @@ class DenseTailAlgorithm(Algorithm):
             mean = yield from self.inner.reduce(acc, rank, world_size)
             self.report = self.inner.report
             return mean
+        self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
         sums = small.dense()
         if world_size > 1:
             sums = yield AllReduce(_PHASE, sums)
         if kernels.has_non_finite(sums):
             raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
-        dense = sums / world_size
         mean = yield from self.inner.reduce(head, rank, world_size)
+        dense = self.inner.dense_update(sums / world_size)
+        if kernels.has_non_finite(dense):
+            raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
         small.clear_all()
         acc.absorb(head, small)
         self.report = self.inner.report

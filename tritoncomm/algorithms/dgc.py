@@ -8,17 +8,19 @@ entries. Its density warm-up is ``Warmup(schedule="exponential")``; biases and n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
 from tritoncomm.collectives import all_gather_sum, dense_exchange
 from tritoncomm.cost import Forecast, Formula, both
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.sparse import SparseVector
@@ -61,7 +63,7 @@ class DGC(Recipe):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`Recipe.check_optimizer`: momentum must not be applied twice."""
-        if any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+        if self.momentum and any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             raise ConfigurationError(
                 f"dgc has momentum={self.momentum} of its own and {type(optimizer).__name__} would apply another: "
                 "wrap torch.optim.SGD(momentum=0)"
@@ -70,16 +72,19 @@ class DGC(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class DGCState:
-    """u: this rank's momentum, fp32 ``[numel]``; None before the first step. Never written to."""
+    """u: momentum, fp32; this rank's of the vector, the common one of what travels dense. None before the first step.
+
+    Never written to.
+    """
 
     velocity: torch.Tensor | None = None
+    dense_velocity: torch.Tensor | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DGCState):
             return NotImplemented
-        if self.velocity is None or other.velocity is None:
-            return self.velocity is other.velocity
-        return torch.equal(self.velocity, other.velocity)
+        pairs = ((self.velocity, other.velocity), (self.dense_velocity, other.dense_velocity))
+        return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -97,41 +102,63 @@ class DGCAlgorithm(Algorithm):
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        gradient = self._clipped(acc.gradient, world_size)
+        self.prepare(acc, world_size)
         if self.k >= self.numel:
-            return (yield from self._dense(acc, gradient, world_size))
-        momentum, nesterov = self.recipe.momentum, self.recipe.nesterov
-        held = self.state.velocity if self.state.velocity is not None else torch.zeros_like(gradient)
-        velocity = momentum * (held + gradient) if nesterov else momentum * held + gradient
-        acc.feed(velocity + gradient if nesterov else velocity)
+            return (yield from self._dense(acc, world_size))
+        gradient = acc.gradient.float()
+        velocity, update = self._with_momentum(self.state.velocity, gradient)
+        acc.feed(update)
         own = acc.top_k(self.k)
         indices, sums = yield from all_gather_sum(own, [self.k] * world_size, acc, rank, world_size)
         acc.clear(own.indices)
         if self.recipe.masking:
-            velocity.index_fill_(0, own.indices.long(), 0.0)
-        self.state = DGCState(velocity)
+            velocity = velocity.index_fill(0, own.indices.long(), 0.0)
+        self.state = replace(self.state, velocity=velocity)
         return SparseVector(indices, sums / world_size, self.numel)
 
-    def _dense(self, acc: Accumulator, gradient: torch.Tensor, world_size: int) -> Pattern[SparseVector]:
+    def _dense(self, acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
         """Density 1: momentum of the average, without accumulation or masking, which would leave none of it."""
-        acc.feed(gradient)
         mean = yield from dense_exchange(acc, world_size)
-        momentum, nesterov = self.recipe.momentum, self.recipe.nesterov
-        if momentum == 0:
-            return mean
-        held = self.state.velocity if self.state.velocity is not None else torch.zeros_like(gradient)
-        velocity = momentum * (held + mean.values) if nesterov else momentum * held + mean.values
-        self.state = DGCState(velocity)
-        return SparseVector.full(velocity + mean.values if nesterov else velocity)
+        velocity, update = self._with_momentum(self.state.velocity, mean.values)
+        if kernels.has_non_finite(update):  # on all ranks alike
+            raise NonFiniteError("momentum overflows; nothing was applied")
+        self.state = replace(self.state, velocity=velocity)
+        return SparseVector.full(update)
 
-    def _clipped(self, gradient: torch.Tensor, world_size: int) -> torch.Tensor:
-        gradient = gradient.float()
+    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Algorithm.dense_update`: with momentum like everything else."""
+        velocity, update = self._with_momentum(self.state.dense_velocity, mean)
+        self.state = replace(self.state, dense_velocity=velocity)
+        return update
+
+    def _with_momentum(self, held: torch.Tensor | None, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new momentum, a new tensor, and what to step by."""
+        momentum = self.recipe.momentum
+        before = held.to(gradient.device) if held is not None else torch.zeros_like(gradient)
+        if before.shape != gradient.shape:
+            raise ConfigurationError(
+                f"momentum of {before.numel()} values was loaded for {gradient.numel()}: wrap as it was saved"
+            )
+        if not self.recipe.nesterov:
+            velocity = momentum * before + gradient
+            return velocity, velocity
+        velocity = momentum * (before + gradient)
+        return velocity, velocity + gradient
+
+    def prepare(self, acc: Accumulator, world_size: int) -> None:
+        """See :meth:`Algorithm.prepare`: local clipping, of the whole gradient."""
         if self.recipe.clip_norm is None:
-            return gradient
+            return
+        gradient = acc.gradient.float()
         limit = self.recipe.clip_norm * world_size ** _CLIP_SCALES[self.recipe.clip_scale]
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         # Not finite: left as it is, so that the exchange refuses it.
-        return gradient * (limit / norm) if math.isfinite(norm) and norm > limit else gradient
+        if math.isfinite(norm) and norm > limit:
+            acc.feed(gradient * (limit / norm))
+
+    def inherit(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.inherit`: momentum belongs to places in the vector."""
+        warnings.warn("the parameters have changed: dgc starts its momentum anew", stacklevel=2)
 
     def follow(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.follow`: the momentum."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
@@ -24,6 +23,7 @@ from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
 from tritoncomm.collectives import bruck_all_gather, dense_exchange, share_rows
 from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.partition import offsets, trimmed_sizes
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.sparse import SparseVector
@@ -32,16 +32,18 @@ from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 
 _LINE = 32  # fp32 values in 128 bytes: partitions start at a line
 _TINY = 1e-30
-# The first threshold comes from every 16th magnitude, but from at least this many where there are as many.
-_SAMPLE_STRIDE, _SAMPLE_LEAST = 16, 4096
-# Borders may jump by up to 16 blocks at first; later that would only be jitter.
-_FAST_STEPS, _FAST_MOVE = 100, 16
+# A threshold is looked for among every 17th magnitude (odd, or a matrix width that divides it would show the same
+# columns only), but among at least this many where there are as many.
+_SAMPLE_STRIDE, _SAMPLE_LEAST = 17, 4096
+# Borders may jump by up to 16 blocks while the busiest worker has 1.5 times its share; later that would be jitter.
+_FAST_FROM, _FAST_MOVE = 1.5, 16
 # The paper's code: more than 1.1 k raise by 0.5 %, fewer than 0.909 k lower by 0.5 %, else a quarter of that.
 _DENSE, _SPARSE = 1.1, 0.909
 _RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
 _LARGEST_CHANGE = 0.05
 # Beyond this factor between what passed and what was asked for, following takes longer than starting over.
-_LOST = 8.0
+_LOST, _NOISE = 8.0, 3.0
+_MANY = 16  # entries, from which on counts are taken for their mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +64,8 @@ class ExDyna(Recipe):
     ``blocks`` is how many blocks the vector is cut into, ``min_blocks`` how many a partition keeps (the paper's
     layout: a quarter of an equal share). Robust mode only: the first threshold is the quantile of the
     accumulators times ``lift``, because what is not sent grows; when eight times too many or too few entries
-    pass, it is looked for again, without the lift; no worker sends more than ``capacity`` times
-    its share of k, the largest of what passed.
+    pass, it is looked for again, without the lift; no more than ``capacity`` times
+    k entries are delivered, of every worker the largest of what passed.
     """
 
     name: ClassVar[str] = "exdyna"
@@ -133,12 +135,14 @@ class MiCRO(ExDyna):
 class ExDynaState:
     """Common to all ranks: everything follows from counts that all of them know.
 
-    ``threshold`` 0 means not found yet; ``blocks`` holds the blocks of each partition for the next step.
+    ``threshold`` 0 means to be found, for the first time unless ``settled``; ``blocks`` holds the blocks of each
+    partition for the next step.
     """
 
     step: int = 0
     world_size: int = 0
     threshold: float = 0.0
+    settled: bool = False
     blocks: tuple[int, ...] = ()
 
 
@@ -170,15 +174,12 @@ class ExDynaAlgorithm(Algorithm):
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
         bounds = self.bounds(layout, state.blocks)
 
-        own, raw, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
-        capped = (
-            own if self.recipe.parity else kernels.largest(own, self.capacity(world_size), workspace=self.workspace)
-        )
+        own, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
         alive = own.found > 0 or bool(acc.dense().any())
-        # By rank: entries to gather, entries that passed, and whether there is anything but zeros.
-        kept, found, living = yield from share_rows(
-            [capped.found, raw, alive], finite, world_size, acc.device, phase="counts"
-        )
+        # By rank: entries that passed, and whether there is anything but zeros.
+        found, living = yield from share_rows([own.found, alive], finite, world_size, acc.device, phase="counts")
+        kept = trimmed_sizes(found, self.capacity)
+        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
         union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)
         sums = acc.dense()[union.long()]
         if world_size > 1 and union.numel():
@@ -198,6 +199,7 @@ class ExDynaAlgorithm(Algorithm):
             state,
             step=state.step + 1,
             threshold=self._scaled(threshold, total) if any(living) else threshold,
+            settled=state.settled or threshold > 0,
             blocks=self._rebalanced(state, layout, found, acc.device),
         )
         return SparseVector(union, sums / world_size, self.numel)
@@ -229,32 +231,32 @@ class ExDynaAlgorithm(Algorithm):
 
     def _first_threshold(self, acc: Accumulator, world_size: int) -> Pattern[float]:
         """The mean over ranks of the quantile that k is, raised by ``lift``; 0 while hardly anything is non-zero."""
-        stride = max(1, min(_SAMPLE_STRIDE, self.numel // _SAMPLE_LEAST))
+        stride = max(1, min(_SAMPLE_STRIDE, self.numel // _SAMPLE_LEAST)) | 1
         sample = acc.dense()[::stride].contiguous()
         quantile = kernels.kth_magnitude(sample, entries_to_keep(sample.numel(), self.recipe.density))
         words = torch.tensor([quantile], dtype=torch.float64, device=acc.device)
         everybody = (yield AllGather("start", words)) if world_size > 1 else words
         # In rank order, so that all ranks find the same bits. A sample with a NaN lets only NaN and Inf through.
         mean = sum(everybody.flatten().tolist()) / world_size
-        lift = self.recipe.lift if self.state.step == 0 else 1.0
+        lift = 1.0 if self.state.settled else self.recipe.lift
         return mean * lift if math.isfinite(mean) else math.inf
 
     def _select(
         self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
-    ) -> tuple[Selection, int, bool]:
-        """Exclusive selection in ``partition``: entries, how many passed, and whether all of this rank is finite.
+    ) -> tuple[Selection, bool]:
+        """Exclusive selection in ``partition``, and whether all of this rank is finite.
 
         The pass goes over the whole vector, as it must to add, and so meets every NaN and Inf.
         """
         start, stop = bounds[partition], bounds[partition + 1]
         passed = acc.at_least(threshold)
         finite = not kernels.has_non_finite(passed.values)
-        low, high = np.searchsorted(passed.indices.cpu().numpy(), [start, stop]).tolist()
+        low, high = offsets(passed.indices, (start, stop))
         own = passed.slice(low, high)
         if self.recipe.parity and own.found == 0 and start < stop:  # nobody sends nothing
             forced = torch.tensor([start + step % (stop - start)], dtype=torch.int32, device=acc.device)
             own = Selection.of(forced, acc.dense()[forced.long()])
-        return own, own.found, finite
+        return own, finite
 
     def _all_gather(
         self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
@@ -289,7 +291,7 @@ class ExDynaAlgorithm(Algorithm):
             numel=self.numel,
             min_blocks=layout.least,
             rule=rule,
-            max_step=_FAST_MOVE if state.step < _FAST_STEPS else 1,
+            max_step=_FAST_MOVE if max(found) * state.world_size > _FAST_FROM * sum(found) else 1,
         )
         return tuple(blocks.tolist())
 
@@ -299,11 +301,14 @@ class ExDynaAlgorithm(Algorithm):
         rule = self.recipe.chosen("threshold_rule")
         if rule == "off" or threshold == 0:
             return threshold
-        if not self.recipe.parity and not 1 / _LOST <= ratio <= _LOST:
+        far = abs(found - self.k) > _NOISE * math.sqrt(self.k) and not 1 / _LOST <= ratio <= _LOST
+        if far and not self.recipe.parity:
             return 0.0  # hundreds of steps away: find it anew
         if rule == "prop":
             gain = min(max(5 * self.recipe.density, 1e-3), _LARGEST_CHANGE)
-            change = gain * math.log(max(found, 1) / self.k)
+            # With few entries the logarithm of the count is not the logarithm of its mean.
+            error = math.log(max(found, 1) / self.k) if self.k >= _MANY else ratio - 1
+            change = gain * error
             factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
         elif ratio > _DENSE:
             factor = _RAISE
@@ -314,19 +319,20 @@ class ExDynaAlgorithm(Algorithm):
             factor = _RAISE_FINE if ratio > 1 or rule == "ref" else _LOWER_FINE
         return min(max(threshold * factor, _TINY), 1 / _TINY)
 
-    def capacity(self, world_size: int) -> int:
-        """How many entries one worker may send."""
-        room = self.recipe.capacity * self.k / world_size
-        return self.numel if self.recipe.parity or math.isinf(room) else math.ceil(room)
+    @property
+    def capacity(self) -> int:
+        """How many entries are delivered at most."""
+        room = self.recipe.capacity * self.k
+        return self.numel if self.recipe.parity or math.isinf(room) else min(self.numel, math.ceil(room))
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: every worker fills its capacity."""
+        """See :meth:`Algorithm.predicted_traffic`: as much as may be delivered, all of it from one worker."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
-        room = [min(self.capacity(world_size), stop - start) for start, stop in itertools.pairwise(bounds)]
-        forecast = self._forecast(world_size, max(room), sum(room))
+        largest = max(stop - start for start, stop in itertools.pairwise(bounds))
+        forecast = self._forecast(world_size, min(self.capacity, largest), self.capacity)
         if self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})

@@ -61,24 +61,26 @@ class GTopkAlgorithm(Algorithm):
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
         own = acc.top_k(self.k)
-        merged, cuts = own, []
-        edges = tree(world_size)
+        acc.clear(own.indices)
+        merged, edges = own, tree(world_size)
         for pairs in edges:
             inbox = yield from self._step("reduce", merged, pairs, rank)
             for peer, message in inbox.items():
-                lists = [merged[:2], self._entries(message)] if rank < peer else [self._entries(message), merged[:2]]
+                assert rank < peer, "the tree hands down"
+                lists = [merged[:2], self._entries(message)]
                 union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
-                cuts.append(left_out(union, merged))
+                cut = left_out(union, merged)
+                acc.add(cut.indices, cut.values)
+                if kernels.has_non_finite(acc.dense()[cut.indices.long()]):
+                    # More than a float can owe: with NaN on its way to everybody, nobody applies this.
+                    merged = merged._replace(values=torch.full_like(merged.values, torch.nan))
         for pairs in reversed(edges):
             inbox = yield from self._step("broadcast", merged, {parent: child for child, parent in pairs.items()}, rank)
             for message in inbox.values():
                 merged = Selection.of(*self._entries(message))
         if kernels.has_non_finite(merged.values):  # on all ranks alike, they hold the same entries
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
-        acc.clear(own.indices)
-        for cut in cuts:
-            acc.add(cut.indices, cut.values)
         return SparseVector(merged.indices, merged.values / world_size, self.numel)
 
     def _step(self, phase: str, entries: Selection, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:

@@ -29,7 +29,6 @@ from tritoncomm.selection import entries_to_keep, following_threshold, largest_p
 from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
-_SELECTS = ("auto", "gather", "histogram")
 # Corrected thresholds are used a little low. What was delivered is gone from the residuals, so the k-th
 # magnitude of one step lets almost nothing through at the next when gradients are small beside residuals;
 # at 0.98 there are usually k entries or more, and then the k largest of them are known exactly.

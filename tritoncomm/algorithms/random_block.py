@@ -39,7 +39,7 @@ class RandomBlock(Recipe):
     are rounded up to a multiple of ``alignment`` elements. ``seed`` is common to all workers.
 
     While a coordinate waits its gradients pile up, and arrive as one large step: with error feedback, gradient
-    descent is stable up to about 2 x density (``perm``) or density (the others) of the learning rate that
+    descent is stable up to about density (``perm``) or half of that (the others) times the learning rate that
     dense training stands. Below a density of 1/32 this warns, unless ``reduced_lr`` says that the learning
     rate has been lowered accordingly.
     """
@@ -56,18 +56,24 @@ class RandomBlock(Recipe):
         check_number(self, "seed", whole=True)
         check_at_least(self, 1, "alignment", whole=True)
         if self.density < _SAFE_DENSITY and not self.reduced_lr:
-            ceiling = self.density * (2 if self.mode == "perm" else 1)
+            ceiling = self.density * (1.0 if self.mode == "perm" else 0.5)
             warnings.warn(
                 f"random_block at density {self.density}: what waits arrives in bursts, and training is stable only "
                 f"up to about {ceiling:.2g} of the learning rate that dense training stands; lower it and set "
                 "reduced_lr=True, or use a density of at least 1/32",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = 2 * self.build(numel).size * (world_size - 1) / world_size
+        words = 2 * self.block_size(numel) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
+
+    def block_size(self, numel: int) -> int:
+        """Elements per block of a vector of ``numel``."""
+        size = entries_to_keep(numel, self.density)
+        line = 1 if self.mode == "wrap" else self.alignment
+        return min(numel, -(-size // line) * line)
 
     def build(self, numel: int) -> RandomBlockAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -89,9 +95,7 @@ class RandomBlockAlgorithm(Algorithm):
     def __init__(self, recipe: RandomBlock, numel: int) -> None:
         super().__init__(numel)
         self.recipe = recipe
-        size = entries_to_keep(numel, recipe.density)
-        line = 1 if recipe.mode == "wrap" else recipe.alignment
-        self.size = min(numel, -(-size // line) * line)
+        self.size = recipe.block_size(numel)
         self.state = RandomBlockState()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 

@@ -63,11 +63,11 @@ class SparDL(Recipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: for B-SAG from disjoint teams to teams that agree."""
         k = entries_to_keep(numel, self.density)
-        d = self.teams_for(world_size, k)
-        return self._formula(d, world_size, k)
+        return self._formula(self.teams_for(world_size, k), world_size, k)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
         size = world_size // d
+        k = max(k, size)  # every block delivers something
         latencies = 2 * cost.log2(size) + cost.log2(d)
         within = 4 * k * (size - 1) / size
         if self.recursive(d):
@@ -177,9 +177,14 @@ class _Ledger:
         self.taken.append(taken.indices)
         return taken
 
-    def add(self, entries: Selection, share: float = 1.0) -> None:
-        """Add ``share`` of ``entries``."""
-        kernels.scatter_add(self.values, entries.indices, entries.values * share)
+    def add(self, entries: Selection) -> None:
+        """Add what has arrived."""
+        kernels.scatter_add(self.values, entries.indices, entries.values)
+
+    def take_back(self, cut: Selection, share: float) -> bool:
+        """Owe ``share`` of what was cut; False when that is more than a float holds."""
+        kernels.scatter_add(self.values, cut.indices, cut.values * share)
+        return not kernels.has_non_finite(self.values[cut.indices.long()])
 
 
 class SparDLAlgorithm(Algorithm):
@@ -249,7 +254,11 @@ class SparDLAlgorithm(Algorithm):
             inbox: Inbox = yield Round("merge", {peer: wire.pack_padded(own.indices, own.values, words)}, {peer: words})
             lists = [own, self._entries(inbox[peer], [w], place)]
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
-            own = self._cut(union, ledger, place, share=1 / (2 << s))
+            kept = kernels.largest(union, place.budgets[w], workspace=self.workspace)
+            # What the last round cuts is in nobody's result, so everybody owes its own part of it anyway.
+            if s + 1 < cost.log2(place.teams) and not ledger.take_back(left_out(union, kept), 1 / (2 << s)):
+                kept = kept._replace(values=torch.full_like(kept.values, torch.nan))
+            own = kept
         return own
 
     def _merge_by_bruck(
@@ -270,14 +279,8 @@ class SparDLAlgorithm(Algorithm):
         lists = [self._entries(block, [w], place)[:2] for block in blocks]
         union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
         h, step, inertia = adapted(state.h, state.step, state.inertia, union.found, budget, least)
-        own = self._cut(union, ledger, place, share=1 / place.teams)
+        own = kernels.largest(union, budget, workspace=self.workspace)
         return own, replace(state, h=h, step=step, inertia=inertia)
-
-    def _cut(self, union: Selection, ledger: _Ledger, place: _Place, share: float) -> Selection:
-        """The budget's largest entries; each rank that made the same cut keeps its ``share`` of the rest."""
-        kept = kernels.largest(union, place.budgets[place.position], workspace=self.workspace)
-        ledger.add(left_out(union, kept), share)
-        return kept
 
     def _all_gather(self, own: Selection, place: _Place) -> Pattern[Selection]:
         """Every block, from the team member that holds it; columns hold the same bits in all teams."""

@@ -35,9 +35,11 @@ class Warmup(Recipe):
     density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
+        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
         check_at_least(self, 0, "steps", whole=True)
         check(self, "schedule", self.schedule in ("dense", "exponential"), "choose dense or exponential")
         check_at_least(self, 1, "stages", whole=True)
+        check(self, "recipe", not hasattr(self.recipe, "recipe"), "give a method, not another warm-up")
         object.__setattr__(self, "density", self.recipe.density)
 
     def check_world_size(self, world_size: int) -> None:
@@ -110,6 +112,14 @@ class WarmupAlgorithm(Algorithm):
         if self.inner is not before:
             self.inner.follow(before)
         return mean
+
+    def prepare(self, acc: Accumulator, world_size: int) -> None:
+        """See :meth:`Algorithm.prepare`."""
+        self.inner.prepare(acc, world_size)
+
+    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Algorithm.dense_update`; the step has been counted already."""
+        return self.inner.dense_update(mean)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
