@@ -1,0 +1,80 @@
+"""Small tensors travel dense: biases, norms, and whatever has few elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm.exchange import by_size
+
+
+def backward(net: nn.Module) -> None:
+    """A loss, backpropagated."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    """Momentum SGD."""
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def test_small_tensors_travel_dense() -> None:
+    """Biases and small matrices equal the bare optimizer's bit for bit and owe nothing; the others are sparse."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1))
+
+    plain, wrapped = net(), net()
+    bare, optimizer = sgd(plain), tritoncomm.wrap(sgd(wrapped), density=0.05)
+    for opt, trained in ((bare, plain), (optimizer, wrapped)):
+        backward(trained)
+        opt.step()
+    owed = optimizer._exchange.owed()
+    for (name, a), b in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
+        if name == "0.weight":
+            assert not torch.equal(a, b)
+            assert owed[b].any()
+        else:
+            assert torch.equal(a, b)
+            assert not owed[b].any()
+    small = sum(p.numel() for p in wrapped.parameters()) - 1200
+    assert optimizer.metrics()["density_delivered"] == pytest.approx((60 + small) / (1200 + small))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dense_below", "small"),
+    [
+        ([(40, 40), (40,), (2, 2)], 1024, [False, True, True]),
+        ([(40, 40), (40,), (2, 2)], 0, [False, False, False]),
+        ([(40, 40), (4000,), (30, 40)], 10, [False, True, False]),
+        ([(4000,), (5,)], 1024, [False, True]),
+    ],
+)
+def test_what_is_small(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
+    """Few elements, or one dimension beside others; nothing with 0; flattened shards by their elements alone."""
+    parameters = [torch.zeros(shape) for shape in shapes]
+    large, dense = by_size(parameters, dense_below)
+    assert [any(p is d for d in dense) for p in parameters] == small
+    assert len(large) + len(dense) == len(parameters)
+
+
+def test_residuals_find_their_parameters() -> None:
+    """Saved with small tensors sparse, loaded with them dense: what is owed stays where it belongs."""
+
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(64, 64))]
+
+    saved, loaded = parameters(), parameters()
+    first = tritoncomm.wrap(torch.optim.SGD(saved, lr=0.1), density=0.01, dense_below=0)
+    for number, parameter in enumerate(saved):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    first.step()
+    second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
+    second.load_state_dict(first.state_dict())
+    for a, b in zip(first._exchange.owed().values(), second._exchange.owed().values(), strict=True):
+        assert torch.equal(a, b)
+        assert a.any()
+    assert second._exchange.feedback.algorithm.state_dict()["step"] == 0
