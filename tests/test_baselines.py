@@ -273,7 +273,8 @@ def test_dgc_clips_the_whole_gradient() -> None:
 
 def test_dgc_without_momentum_takes_any_optimizer() -> None:
     """Nothing is applied twice then."""
-    tritoncomm.wrap(torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, momentum=0.9), "dgc", momentum=0.0)
+    optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, momentum=0.9)
+    assert tritoncomm.wrap(optimizer, "dgc", momentum=0.0).recipe == DGC(momentum=0.0)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,20 @@ def all_gather_sum(
     return indices, sums
 
 
+def shared_sum(values: torch.Tensor, finite: bool, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:
+    """The sum of ``values`` (fp32 ``[m]``), which stand for the same coordinates on all ranks.
+
+    A rank that is not ``finite``, be it elsewhere, sends NaN, so that all learn it from the sum and raise
+    :class:`~tritoncomm.NonFiniteError`.
+    """
+    total = values if finite else torch.full_like(values, torch.nan)
+    if world_size > 1:
+        total = yield AllReduce(phase, total)
+    if kernels.has_non_finite(total):
+        raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+    return total
+
+
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
     """The mean of all accumulators; nothing stays owed.
 

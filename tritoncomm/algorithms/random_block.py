@@ -14,14 +14,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
-from tritoncomm.collectives import dense_exchange
+from tritoncomm.collectives import dense_exchange, shared_sum
 from tritoncomm.cost import Forecast, Formula, both
-from tritoncomm.errors import NonFiniteError
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.shared_random import below, draw, draws
 from tritoncomm.sparse import SparseVector
@@ -105,13 +103,8 @@ class RandomBlockAlgorithm(Algorithm):
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)
         finite = acc.is_finite()
-        sums = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
-        if not finite:  # also when that is outside the block: the others learn it from the sum
-            sums.fill_(torch.nan)
-        if world_size > 1:
-            sums = yield AllReduce("block", sums)
-        if kernels.has_non_finite(sums):
-            raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+        own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
+        sums = yield from shared_sum(own, finite, world_size, phase="block")
         for start, stop in ranges:
             acc.clear_range(start, stop)
         acc.selected = sums.numel()

@@ -12,14 +12,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check_number
-from tritoncomm.collectives import dense_exchange
+from tritoncomm.collectives import dense_exchange, shared_sum
 from tritoncomm.cost import Forecast, Formula, both
-from tritoncomm.errors import NonFiniteError
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.selection import entries_to_keep
 from tritoncomm.shared_random import all_below, draws
 from tritoncomm.sparse import SparseVector
@@ -70,13 +68,8 @@ class RandomKAlgorithm(Algorithm):
             return (yield from dense_exchange(acc, world_size))
         indices = self.indices(self.state.step).to(acc.device)
         finite = acc.is_finite()
-        sums = acc.dense()[indices.long()]
-        if not finite:  # also when that is not among the coordinates: the others learn it from the sum
-            sums.fill_(torch.nan)
-        if world_size > 1:
-            sums = yield AllReduce("values", sums)
-        if kernels.has_non_finite(sums):
-            raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+        own = acc.dense()[indices.long()]
+        sums = yield from shared_sum(own, finite, world_size, phase="values")
         acc.clear(indices)
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)
