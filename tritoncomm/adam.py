@@ -31,7 +31,8 @@ class StalenessAwareAdam:
     """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` over the delivered coordinates only.
 
     The optimizer keeps its own state (``step``, ``exp_avg``, ``exp_avg_sq``) and gains
-    ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery.
+    ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery, and
+    ``last_aware``: the last step that was taken here.
     ``max_catch_up`` limits one delivery to so many dense steps. With every coordinate delivered every
     step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay.
     ``foreach`` and ``fused`` only choose among torch's own loops and have no meaning here.
@@ -77,6 +78,7 @@ class StalenessAwareAdam:
     ) -> None:
         state = self._state(group, parameter)
         state["step"] += 1
+        state["last_aware"] = state["step"].clone()
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         if decoupled and decay:
@@ -120,7 +122,7 @@ class StalenessAwareAdam:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
-        if "last_delivered" not in state:
-            # State of the bare optimizer: it has stepped every coordinate every time.
+        if "last_delivered" not in state or state["last_aware"] != state["step"]:
+            # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
         return state

@@ -32,17 +32,23 @@ class ErrorFeedback:
         self._scratch = torch.zeros_like(self.residual)
         self.workspace = Workspace()
         self._before: Any = None
+        self._after: Any = None
         self.accumulator: Accumulator | None = None
 
-    def begin(self, gradient: torch.Tensor, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """The pattern of this step for ``gradient`` (``[numel]``; fp32, bf16 or fp16, only read)."""
+    def begin(
+        self, gradient: torch.Tensor, rank: int, world_size: int, algorithm: Algorithm | None = None
+    ) -> Pattern[SparseVector]:
+        """The pattern of this step for ``gradient`` (``[numel]``; fp32, bf16 or fp16, only read).
+
+        ``algorithm`` takes the place of the usual one for this step.
+        """
         if gradient.shape != self.residual.shape:
             raise ConfigurationError(
                 f"gradient has shape {tuple(gradient.shape)}, this residual has {tuple(self.residual.shape)}"
             )
         self._before = self.algorithm.state
         self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace)
-        return self.algorithm.reduce(self.accumulator, rank, world_size)
+        return (algorithm or self.algorithm).reduce(self.accumulator, rank, world_size)
 
     def commit(self) -> None:
         """Adopt the new residual and state."""
@@ -52,6 +58,16 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """Forget the step that :meth:`begin` started."""
         self.algorithm.state = self._before
+
+    def suspend(self) -> None:
+        """:meth:`rollback`, but :meth:`resume` can still commit the step as long as no other one begins."""
+        self._after = self.algorithm.state
+        self.rollback()
+
+    def resume(self) -> None:
+        """Commit the step that :meth:`suspend` put aside."""
+        self.algorithm.state = self._after
+        self.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """The residual (a copy) and the algorithm's state."""

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import DenseTail, Recipe
+from tritoncomm import cost, fingerprint, saved_state
+from tritoncomm.algorithms import Dense, DenseTail, Recipe
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
 logger = logging.getLogger("tritoncomm")
-
-SCHEMA = 2  # of what state_dict returns
 
 
 def by_size(parameters: Sequence[torch.Tensor], dense_below: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -55,8 +54,8 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector. Without an initialised process group this is one worker. ``last`` holds the figures of the last
-    exchange, ``total`` the traffic of all.
+    vector. ``names`` are for messages. Without an initialised process group this is one worker. ``last`` holds the
+    figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
     """
 
     def __init__(
@@ -66,30 +65,50 @@ class GradientExchange:
         group: dist.ProcessGroup | None,
         timeout: timedelta | None,
         dense_below: int = 0,
+        names: Sequence[str] = (),
     ) -> None:
         self.recipe = recipe
         self.parameters = list(parameters)
+        self._names = dict(zip(map(id, parameters), names, strict=False))
         large, small = by_size(parameters, dense_below)
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = sum(parameter.numel() for parameter in small)
         self._flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self._timeout = timeout
         self.feedback = self._fresh()
+        self._connect(group)
+        self.total, self._meter = Meter(), Meter()
+        self.last: dict[str, float] = {}
+        self.steps = self.zeroed = 0
+        # The mean of a step of which this rank cannot know whether the others have taken it.
+        self.undecided: SparseVector | None = None
+        self._measure(None, 0.0)
+
+    def _connect(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
         self._scheduler: ProcessGroupScheduler | None = None
         self.rank, self.world_size = 0, 1
         if is_initialised():
-            self._scheduler = ProcessGroupScheduler(group, timeout, self.layout.device)
+            stamp = f"{self.recipe.name} {self.settings}"
+            self._scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp)
             self.rank, self.world_size = self._scheduler.rank, self._scheduler.world_size
-        recipe.check_world_size(self.world_size)
-        self.total, self._meter = Meter(), Meter()
-        self.last: dict[str, float] = {}
-        self._measure(None, 0.0)
+        self.recipe.check_world_size(self.world_size)
 
-    def average(self, unfit: ConfigurationError | None = None) -> SparseVector:
+    def average(
+        self,
+        *,
+        unfit: ConfigurationError | None = None,
+        scale: float = 1.0,
+        overflowed: bool = False,
+        zero: bool = False,
+    ) -> SparseVector:
         """Replace every ``.grad`` by the mean over ranks, and return that mean.
 
-        A rank whose gradients cannot be exchanged says why with ``unfit``: it takes part as NaN, so that
-        no rank waits for it and all refuse the step, and raises ``unfit`` itself. Raises
-        :class:`~tritoncomm.NonFiniteError` when the step was refused; nothing has changed then.
+        Gradients are divided by ``scale`` first. A rank whose gradients cannot be exchanged says why with
+        ``unfit``, or that it ``overflowed``: it takes part as NaN, so that no rank waits for it and all refuse the
+        step, and raises ``unfit`` itself. ``zero`` puts zeros in the place of NaN and Inf. Raises
+        :class:`~tritoncomm.NonFiniteError`, which names ranks and parameters, when the step was refused; nothing
+        has changed then.
         """
         if self._scheduler is None and is_initialised():
             raise ConfigurationError("torch.distributed was initialised after wrap(): initialise it first")
@@ -97,21 +116,98 @@ class GradientExchange:
         try:
             flat = self.layout.gather(self._flat)
         except ConfigurationError as error:
-            unfit = error
-        if unfit is not None:
-            flat = self._flat.fill_(math.nan)
+            unfit, flat = error, self._flat
+        if scale != 1.0:
+            flat.mul_(1.0 / scale)
+        if zero:
+            self._zero(flat)
+        if unfit is not None or overflowed:
+            flat.fill_(math.nan)
         try:
-            mean = self._run(self.feedback.begin(flat, self.rank, self.world_size))
-            self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
-        except BaseException as error:
-            self.feedback.rollback()
-            self._measure(None, time.perf_counter() - started)
-            if unfit is not None and isinstance(error, NonFiniteError):
+            mean = self._exchange(flat)
+        except NonFiniteError as error:
+            refused = self._explained(error, unfit, overflowed=overflowed)
+            if unfit is not None:
                 raise unfit from None
-            raise
-        self.feedback.commit()
+            raise refused from None
+        finally:
+            self._measure(None, time.perf_counter() - started)
         self.layout.scatter(flat)
         self._measure(mean, time.perf_counter() - started)
+        return mean
+
+    def log_choice(self) -> None:
+        """Say once what was chosen, and what it is predicted to save; a warning when that is nothing."""
+        if self.rank != 0 or self.world_size == 1:
+            return
+        sparse = self.feedback.algorithm.ordinary_traffic(self.world_size).received.bytes
+        dense = cost.dense(self.layout.numel, self.world_size).received.bytes
+        logger.log(
+            logging.INFO if sparse < dense or self.recipe.density == 1 else logging.WARNING,
+            "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
+            "rank instead of %.3g kB, %.3g times fewer",
+            self.recipe, self.world_size, self.layout.numel, self.dense_numel,
+            sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
+        )  # fmt: skip
+
+    def flush(self) -> SparseVector:
+        """Deliver everything that is owed, dense, and replace every ``.grad`` by the mean of it, which is returned."""
+        flat = self._flat.zero_()
+        mean = self._exchange(flat, dense=True)
+        self.layout.scatter(flat)
+        return mean
+
+    def _exchange(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
+        """Exchange ``flat`` (fp32 ``[numel]``), which becomes the mean, and commit when all ranks have got it."""
+        mean = self.begin(flat, dense=dense)
+        try:
+            self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
+            self.confirm()
+        except ExchangeError:
+            self.undecided = mean
+            self.feedback.suspend()
+            raise
+        except BaseException:
+            self.rollback()
+            raise
+        self.commit()
+        return mean
+
+    def begin(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
+        """The mean of ``flat`` (only read), for :meth:`commit` or :meth:`rollback`; rolled back when it fails."""
+        self.undecided = None
+        algorithm = Dense().build(self.layout.numel) if dense else None
+        try:
+            mean: SparseVector = self._run(self.feedback.begin(flat, self.rank, self.world_size, algorithm))
+        except BaseException:
+            self.rollback()
+            raise
+        return mean
+
+    def confirm(self) -> None:
+        """Every rank has come this far: without it some would apply a step that others have lost."""
+        if self.world_size > 1:
+            meter = self._meter
+            self._run(_confirmation(self.layout.device))
+            meter.add(self._meter)
+            self._meter = meter
+
+    def commit(self) -> None:
+        """Adopt the step."""
+        self.feedback.commit()
+        self.steps += 1
+
+    def rollback(self) -> None:
+        """Forget the step."""
+        self.feedback.rollback()
+
+    def settle(self) -> SparseVector:
+        """Commit the :attr:`undecided` step after all: another rank has. ``.grad`` becomes its mean."""
+        assert self.undecided is not None
+        mean, self.undecided = self.undecided, None
+        self.feedback.resume()
+        self.steps += 1
+        self.layout.scatter(mean.write_to(self._flat, workspace=self.feedback.workspace))
         return mean
 
     def owed(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -121,67 +217,119 @@ class GradientExchange:
 
     def take_over(self, other: GradientExchange) -> None:
         """Continue what ``other`` owes for the parameters that both have."""
+        mine = self.owed()
         for parameter, owed in other.owed().items():
-            if parameter in (mine := self.owed()):
+            if parameter in mine:
                 mine[parameter].copy_(owed)
         self.feedback.algorithm.inherit(other.feedback.algorithm)
-        self.total, self.last = other.total, other.last
+        self.total, self.last, self.steps, self.zeroed = other.total, other.last, other.steps, other.zeroed
+
+    def change_recipe(self, recipe: Recipe) -> None:
+        """Go on with ``recipe``, of the same method; what is owed stays."""
+        recipe.check_world_size(self.world_size)
+        before, self.recipe = self.feedback, recipe
+        self.feedback = self._fresh()
+        self.feedback.residual.copy_(before.residual)
+        self.feedback.algorithm.follow(before.algorithm)
+        self._connect(self.group)
+
+    def move(self, group: dist.ProcessGroup | None) -> None:
+        """Go on in ``group``, of whatever size: what this rank has to deliver to the mean stays the same."""
+        before, size = self.feedback, self.world_size
+        self._connect(group)
+        share = self.world_size / size
+        self.feedback = self._fresh()
+        torch.mul(before.residual, share, out=self.feedback.residual)
+        state = before.algorithm.state_dict()
+        self.feedback.algorithm.migrate([state], share, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter and the algorithm's state; this rank's alone."""
-        return {
-            "schema": SCHEMA,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "recipe": self.recipe.name,
-            "settings": self._settings,
-            "residuals": [owed.clone() for owed in self.owed().values()],
-            "algorithm": self.feedback.algorithm.state_dict(),
-        }
+        residuals = [owed.clone() for owed in self.owed().values()]
+        return saved_state.written(
+            rank=self.rank,
+            world_size=self.world_size,
+            recipe=self.recipe.name,
+            settings=self.settings,
+            residuals=residuals,
+            algorithm=self.feedback.algorithm.state_dict(),
+        )
 
     def loaded(self, state: Mapping[str, Any]) -> ErrorFeedback:
         """An error feedback with the content of ``state``, to be put in place by the caller.
 
-        An empty ``state`` owes nothing. Raises :class:`~tritoncomm.ConfigurationError` when it belongs to
-        another rank, world size, method or model.
+        Raises :class:`~tritoncomm.ConfigurationError` when it is damaged or belongs to another rank, world size,
+        method or model.
         """
         feedback = self._fresh()
-        if not state:
-            return feedback
-        here = {"schema": SCHEMA, "rank": self.rank, "world_size": self.world_size, "recipe": self.recipe.name}
-        for field, value in here.items():
-            if state.get(field) != value:
-                raise ConfigurationError(
-                    f"this checkpoint was written with {field}={state.get(field)!r}, here it is {value!r}"
-                    + (f": wrap with algo={state.get(field)!r}" if field == "recipe" else "")
-                )
+        saved_state.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
         if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         owed = dict(zip(self.parameters, state["residuals"], strict=True))
         residual = torch.cat([self._flat[:0], *(owed[p].to(self._flat.device) for p in self.layout.parameters)])
         algorithm = state["algorithm"]
-        if state["settings"] != self._settings:
-            # What a method has learnt belongs to its settings; what is owed does not.
-            logger.warning("the checkpoint was written with %s: the method starts anew", state["settings"])
+        if "migrated" in state or state["settings"] != self.settings:
+            # What a method has learnt belongs to its settings and world size; what is owed does not.
+            if "migrated" in state:
+                feedback.algorithm.migrate(**state["migrated"])
+            else:
+                logger.warning("the checkpoint was written with %s: the method starts anew", state["settings"])
             algorithm = feedback.algorithm.state_dict()
         feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
         return feedback
 
     @property
-    def _settings(self) -> str:
+    def settings(self) -> str:
+        """The recipe and what else decides what travels."""
         return f"{self.recipe!r}, {self.dense_numel} values dense"
 
     def _fresh(self) -> ErrorFeedback:
         whole = DenseTail(recipe=self.recipe, tail=self.dense_numel)
         return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 
-    def _run(self, pattern: Pattern[SparseVector]) -> SparseVector:
+    def _run(self, pattern: Pattern[Any]) -> Any:
         if self._scheduler is None:
             return SimulatedScheduler(1).run([pattern])[0]
         try:
             return self._scheduler.run(pattern)
         finally:
             self._meter = self._scheduler.meter
+
+    def _zero(self, flat: torch.Tensor) -> None:
+        bad = self.non_finite(flat)
+        if bad:
+            self.zeroed += sum(bad.values())
+            logger.warning("rank %d: NaN or Inf taken for zero in %s", self.rank, _listed(bad))
+            flat.nan_to_num_(0.0, 0.0, 0.0)
+
+    def non_finite(self, flat: torch.Tensor) -> dict[str, int]:
+        """Which parameters have how many NaN or Inf in ``flat``."""
+        if bool(flat.isfinite().all()):
+            return {}
+        parts = zip(self.layout.parameters, self.layout.parts(flat), strict=True)
+        counts = {self._name(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
+        return {name: count for name, count in counts.items() if count}
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        number = next(i for i, other in enumerate(self.parameters) if other is parameter)
+        return self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}"
+
+    def _explained(
+        self, error: NonFiniteError, unfit: ConfigurationError | None, *, overflowed: bool
+    ) -> NonFiniteError:
+        """``error`` with the parameters at fault; all ranks come here together."""
+        if unfit is not None:
+            own = str(unfit)
+        else:
+            own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self._flat))
+        everybody = [own]
+        if self._scheduler is not None:
+            everybody = [fields["at fault"] for fields in fingerprint.gather({"at fault": own}, self.group)]
+        at_fault = {rank: bad for rank, bad in enumerate(everybody) if bad}
+        if not at_fault:
+            return error
+        named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
+        return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
 
     def _check_range(self, flat: torch.Tensor) -> None:
         # Decided from the mean, which all ranks have, so all refuse or none.
@@ -191,7 +339,8 @@ class GradientExchange:
     def _measure(self, mean: SparseVector | None, seconds: float) -> None:
         meter, accumulator = self._meter, self.feedback.accumulator
         selecting = accumulator.seconds if accumulator else 0.0
-        self.total.count("all", meter.sent, meter.received)
+        if mean is not None:
+            self.total.count("all", meter.sent, meter.received)
         self.last = {
             "density": self.recipe.density,
             "density_delivered": mean.density if mean else 0.0,
@@ -204,3 +353,11 @@ class GradientExchange:
             "seconds_apply": max(0.0, seconds - selecting - meter.waited),
             **self.feedback.algorithm.report,
         }
+
+
+def _confirmation(device: torch.device) -> Pattern[None]:
+    yield AllReduce("confirm", torch.ones(1, dtype=torch.int32, device=device))
+
+
+def _listed(bad: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count} values)" for name, count in bad.items())

@@ -20,7 +20,7 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     Raises :class:`~tritoncomm.ConfigMismatchError` that names every differing field, the values and
     the ranks that hold them.
     """
-    everybody = _gather(dict(fields), group)
+    everybody = gather(dict(fields), group)
     refused = {rank: e[_REFUSED] for rank, e in enumerate(everybody) if _REFUSED in e}
     if refused:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
@@ -35,10 +35,11 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
 
 def refuse(reason: str, group: dist.ProcessGroup | None) -> None:
     """Take part in the others' :func:`compare` with a ``reason`` why this rank cannot start."""
-    _gather({_REFUSED: reason}, group)
+    gather({_REFUSED: reason}, group)
 
 
-def _gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+def gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    """``fields`` (small, picklable) of every rank, by rank."""
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, fields, group=group)
     return everybody

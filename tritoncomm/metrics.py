@@ -24,6 +24,13 @@ class Meter:
         self.sent_by_phase[phase] = self.sent_by_phase.get(phase, Traffic()).plus(sent)
         self.received_by_phase[phase] = self.received_by_phase.get(phase, Traffic()).plus(received)
 
+    def add(self, other: Meter) -> None:
+        """Add all of ``other``."""
+        for phase, sent in other.sent_by_phase.items():
+            self.count(phase, sent, other.received_by_phase[phase])
+        for phase, seconds in other.seconds.items():
+            self.wait(phase, seconds)
+
     def wait(self, phase: str, seconds: float) -> None:
         """Add the time spent waiting for the network in ``phase``."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,42 +13,17 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import fingerprint
-from tritoncomm.adam import StalenessAwareAdam, is_adam
-from tritoncomm.algorithms import Dense, Recipe, Warmup, recipe
+from tritoncomm.algorithms import Recipe, Warmup
 from tritoncomm.automatic import automatic
+from tritoncomm.double_reduction import check_not_reduced
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.exchange import GradientExchange, is_initialised
+from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, Options, check_optimizer, choose, is_dense, with_density
 from tritoncomm.sparse import SparseVector
+from tritoncomm.stepper import Stepper, eager
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
-
-DEFAULT_DENSITY = 0.01
-# Their update is linear in the gradient: late delivery only delays it.
-_LINEAR = (torch.optim.SGD,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What :func:`wrap` was told, beyond the recipe."""
-
-    staleness: str
-    max_catch_up: float
-    on_nonfinite: str
-    timeout: timedelta | None
-    dense_below: int
-
-    def __post_init__(self) -> None:
-        _one_of("staleness", self.staleness, ("aware", "off"))
-        _one_of("on_nonfinite", self.on_nonfinite, ("skip", "raise"))
-        if not (isinstance(self.max_catch_up, (int, float)) and self.max_catch_up >= 1):
-            raise ConfigurationError(
-                f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
-            )
-        if not (isinstance(self.dense_below, int) and self.dense_below >= 0):
-            raise ConfigurationError(f"dense_below={self.dense_below!r}: give a number of elements, 0 for none dense")
-        if not (self.timeout is None or isinstance(self.timeout, timedelta)):
-            raise ConfigurationError(f"timeout={self.timeout!r}: give a datetime.timedelta, or None")
 
 
 def wrap(
@@ -61,8 +36,9 @@ def wrap(
     staleness: str = "aware",
     max_catch_up: float = 20.0,
     on_nonfinite: str = "skip",
+    max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
-    dense_below: int = 1024,
+    dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
     """``optimizer``, but ``step()`` first averages the gradients over all ranks, sparsely.
@@ -76,7 +52,9 @@ def wrap(
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting
     for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``on_nonfinite``: when
     any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
-    :class:`~tritoncomm.NonFiniteError` on all. ``timeout`` limits each wait for a peer; None leaves it
+    :class:`~tritoncomm.NonFiniteError` on all, and ``"zero"`` takes these values for zero; a step that a
+    ``GradScaler`` found to overflow is always skipped. ``max_grad_norm`` clips the averaged gradient.
+    ``timeout`` limits each wait for a peer; None leaves it
     to the process group. Tensors of fewer than ``dense_below`` elements or of at most one dimension (biases,
     norms) travel dense, all in one all-reduce, unless ``dense_below=0``; a model of one-dimensional shards goes
     by the number of elements alone.
@@ -91,17 +69,20 @@ def wrap(
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group")
     try:
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
+        if isinstance(optimizer, SparseOptimizer):
+            raise ConfigurationError("optimizer is wrapped already: wrap the original one")
+        check_not_reduced(p for group in optimizer.param_groups for p in group["params"])
         if algo == "auto":
             chosen = automatic(optimizer, density, process_group, recipe_fields)
+            chosen = Warmup(recipe=chosen, steps=warmup_steps) if warmup_steps != 0 else chosen
         else:
-            chosen = _choose(algo, density, recipe_fields)
-        if warmup_steps != 0:
-            chosen = Warmup(recipe=chosen, steps=warmup_steps)
-        options = _Options(
+            chosen = choose(algo, density, warmup_steps, recipe_fields)
+        options = Options(
             staleness=staleness,
             max_catch_up=max_catch_up,
             on_nonfinite=on_nonfinite,
+            max_grad_norm=max_grad_norm,
             timeout=timeout,
             dense_below=dense_below,
         )
@@ -116,32 +97,35 @@ def wrap(
 class SparseOptimizer(torch.optim.Optimizer):
     """What :func:`wrap` returns. Shares ``param_groups``, ``state`` and ``defaults`` with ``optimizer``."""
 
+    # A GradScaler then always calls step(), and says through these what it found on this rank.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         process_group: dist.ProcessGroup | None,
-        options: _Options,
+        options: Options,
     ) -> None:
+        self._take_in(optimizer, recipe, options)
+        self._exchange = self._set_up(process_group)
+
+    def _take_in(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options) -> None:
+        self.optimizer = optimizer
         # Not super().__init__: parameters and state stay the wrapped optimizer's. This is the part of
         # it that sets up hooks and profiling, the way unpickling does.
-        self.optimizer = optimizer
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._group = process_group
-        self._adam = self._staleness_aware_step()
-        self._steps = self._skipped = 0
+        self._stepper = Stepper(optimizer, options, late=not is_dense(recipe))
+        self._stepper.check()
+        self._skipped = 0
+        self._checked = False
         self._exchanged = False
         self._mean: SparseVector | None = None
         self._written: list[torch.Tensor | None] = []
-        self._exchange = self._set_up()
-        if self._exchange.rank == 0 and is_initialised():
-            exchange = self._exchange
-            logger.info(
-                "%r over %d ranks: %d values, of which %d in small tensors travel dense",
-                recipe, exchange.world_size, exchange.layout.numel, exchange.dense_numel,
-            )  # fmt: skip
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
 
@@ -160,23 +144,89 @@ class SparseOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's."""
         return self.optimizer.defaults
 
+    @property
+    def is_synchronized(self) -> bool:
+        """True between :meth:`synchronize` and :meth:`step`."""
+        return self._exchanged
+
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
+    # Copies share the process group, unpickled ones take the default group. Hooks are not copied, as torch's are not.
+
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a SparseOptimizer cannot be copied or pickled, its process group cannot: save state_dict()")
+        fields = {"optimizer": self.optimizer, "recipe": self.recipe, "options": self._options}
+        self._nothing_pending("copying")
+        return fields | {
+            "skipped": self._skipped,
+            "steps": self._exchange.steps,
+            "exchange": self._exchange.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._restore(state, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseOptimizer:
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone._restore(  # noqa: SLF001 - our own
+            copy.deepcopy(self.__getstate__(), memo), self._exchange.group
+        )
+        return clone
+
+    def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        self._take_in(state["optimizer"], state["recipe"], state["options"])
+        self._exchange = self._build(group)
+        self._exchange.feedback = self._exchange.loaded(state["exchange"])
+        self._skipped, self._exchange.steps = state["skipped"], state["steps"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
         self.optimizer.add_param_group(param_group)
         try:
             self.recipe.check_optimizer(self.optimizer)
-            exchange = self._set_up()
+            exchange = self._set_up(self._exchange.group)
         except BaseException:
             self.optimizer.param_groups.pop()
             raise
         exchange.take_over(self._exchange)
         self._exchange = exchange
+
+    def set_density(self, density: float) -> None:
+        """Deliver this share of the entries from now on, on every rank alike. What is owed stays.
+
+        Raises :class:`~tritoncomm.ConfigurationError` for a density that cannot be, and
+        :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
+        """
+        self._nothing_pending("set_density()")
+        try:
+            recipe = with_density(self.recipe, density)
+        except ConfigurationError as error:
+            if is_initialised():
+                fingerprint.refuse(str(error), self._exchange.group)
+            raise
+        if is_initialised():
+            fingerprint.compare({"density": density}, self._exchange.group)
+        self._exchange.change_recipe(recipe)
+        self.recipe = recipe
+
+    def reset_process_group(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Go on in another process group (None: the default one), of whatever size and ranks; all its ranks call this.
+
+        After a failure some ranks may have applied a step that others could not confirm: those catch up here. What
+        this rank owes is scaled so that the pending update of the ranks that are left stays what it was; what a lost
+        rank owed is lost with it. Methods learn their thresholds and partitions anew. Raises
+        :class:`~tritoncomm.ConfigMismatchError` when the ranks are not at the same step or hold other parameters.
+        """
+        exchange = self._exchange
+        if is_initialised():
+            ahead = max(fields["steps"] for fields in fingerprint.gather({"steps": exchange.steps}, process_group))
+            if exchange.undecided is not None and exchange.steps + 1 == ahead:
+                self._take_step(exchange.settle())
+        self._reset()
+        exchange.undecided = None
+        exchange.move(process_group)
+        self._compare(exchange)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and an exchange that no step has used."""
@@ -194,8 +244,13 @@ class SparseOptimizer(torch.optim.Optimizer):
                 raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
             with torch.enable_grad():
                 loss = closure()
+        if self._is_inert():
+            self._stepper.initialise(self._exchange.layout)
+            return loss
         if not self._exchanged:
             self.synchronize()
+        elif getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
         if any(now is not then for now, then in zip(self._gradients(), self._written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
         if self._mean is not None:
@@ -203,40 +258,63 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._reset()
         return loss
 
+    @eager
     @torch.no_grad()
     def synchronize(self) -> None:
         """Replace every ``.grad`` by the average over ranks now, for example to clip it.
 
         The following :meth:`step` does not exchange again. Parameters without gradient count as zero
         and receive one. The staleness-aware step reads ``.grad`` at the delivered coordinates only.
+        With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` before.
         Raises :class:`RuntimeError` when the gradients were exchanged already.
         """
         if self._exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
+        unfit = self._unfit()
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        overflowed = found is not None and bool(found)
+        zero = self._options.on_nonfinite == "zero" and found is None
         try:
-            self._mean = self._exchange.average(self._unfit())
-            self._steps += 1
+            self._mean = self._exchange.average(
+                unfit=unfit, scale=1.0 if scale is None else float(scale), overflowed=overflowed, zero=zero
+            )
         except NonFiniteError as error:
             self._skipped += 1
-            if self._options.on_nonfinite == "raise":
+            if self._options.on_nonfinite == "raise" and found is None:
                 raise
-            logger.warning("step skipped on all ranks: %s", error)
+            logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
         self._exchanged = True  # without a mean the step does nothing
         self._written = self._gradients()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Step by everything that the ranks still owe each other, dense, on every rank alike; nothing is owed then.
+
+        Gradients are not looked at, and are gone afterwards. Before a last evaluation, or a checkpoint for another
+        number of workers.
+        """
+        self._nothing_pending("flush()")
+        mean = self._exchange.flush()
+        found = mean.values.nonzero().reshape(-1).to(torch.int32)
+        self._take_step(SparseVector(found, mean.values[found.long()], mean.numel))
+        self.zero_grad()
 
     def metrics(self) -> dict[str, float]:
         """What the last exchange did, and totals; flat, ready for TensorBoard or W&B.
 
         ``bytes_*`` and ``messages_sent`` are this rank's, ``seconds_*`` split the exchange into
         selection, waiting for the network and everything else, ``residual_norm`` is computed here.
+        ``grad_norm`` is that of the averaged gradient before ``max_grad_norm`` clipped it.
         """
-        return self._exchange.last | {
-            "steps": float(self._steps),
+        clipped = {"grad_norm": self._stepper.grad_norm} if self._options.max_grad_norm is not None else {}
+        return self._exchange.last | clipped | {
+            "steps": float(self._exchange.steps),
             "skipped_steps": float(self._skipped),
+            "zeroed_values": float(self._exchange.zeroed),
             "bytes_sent_total": float(self._exchange.total.sent.bytes),
             "bytes_received_total": float(self._exchange.total.received.bytes),
             "residual_norm": float(self._exchange.feedback.residual.norm()),
-        }
+        }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, loadable into the bare one, and what this rank still owes.
@@ -244,65 +322,73 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises :class:`RuntimeError` between :meth:`synchronize` and :meth:`step`, where what was
         delivered is in the gradients alone.
         """
-        if self._exchanged:
-            raise RuntimeError("an exchange is waiting for its step: call step() before state_dict()")
-        ours = {"staleness_aware": self._adam is not None, **self._exchange.state_dict()}
-        return self.optimizer.state_dict() | {"tritoncomm": ours}
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        self._nothing_pending("state_dict()")
+        state = self.optimizer.state_dict() | {"tritoncomm": self._exchange.state_dict()}
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` of the same rank returned, or a bare optimizer's state.
 
-        A bare state starts without anything owed. All ranks load together and go on only if all can.
-        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state belongs to
+        A bare state leaves what is owed as it is. All ranks load together and go on only if all can.
+        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
         another rank, world size, method or model, and :class:`~tritoncomm.ConfigMismatchError` when
         another rank refused its state or loads one of another step.
         """
-        ours = state_dict.get("tritoncomm", {})
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        ours = state_dict.get("tritoncomm")
+        inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         try:
-            feedback = self._exchange.loaded(ours)
+            _check_groups(inner, self.optimizer)
+            feedback = self._exchange.feedback if ours is None else self._exchange.loaded(ours)
         except ConfigurationError as error:
             if is_initialised():
-                fingerprint.refuse(str(error), self._group)
+                fingerprint.refuse(str(error), self._exchange.group)
             raise
         if is_initialised():
-            fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._group)
-        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "tritoncomm"})
-        self._restore_deliveries(state_dict if ours.get("staleness_aware") else None)
+            fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
+        self.optimizer.load_state_dict(inner)
+        self._stepper.restore(inner)
         self._exchange.feedback = feedback
         self._reset()
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
-    def _set_up(self) -> GradientExchange:
-        """An exchange for the present parameters, once all ranks agree about it."""
-        pairs = [
-            (parameter, name)
-            for group in self.param_groups
-            for parameter, name in zip(
-                group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
-            )
-        ]
-        trained = [(parameter, name) for parameter, name in pairs if parameter.requires_grad]
-        exchange = GradientExchange(
+    def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
+        trained = [(parameter, name) for parameter, name in self._named() if parameter.requires_grad]
+        self._frozen = [parameter for parameter, _ in self._named() if not parameter.requires_grad]
+        return GradientExchange(
             [parameter for parameter, _ in trained],
             self.recipe,
-            self._group,
+            group,
             self._options.timeout,
             self._options.dense_below,
+            [name for _, name in trained],
         )
-        self._frozen = [parameter for parameter, _ in pairs if not parameter.requires_grad]
+
+    def _set_up(self, group: dist.ProcessGroup | None) -> GradientExchange:
+        """An exchange for the present parameters, once all ranks agree about it."""
+        exchange = self._build(group)
+        self._compare(exchange)
         if is_initialised():
-            fingerprint.compare(
-                self._fields() | fingerprint.parameter_fields([p for p, _ in trained], [n for _, n in trained]),
-                self._group,
-            )
+            exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
         return exchange
 
-    def _fields(self) -> dict[str, Any]:
-        """What all ranks must have in common, besides the parameters."""
+    def _compare(self, exchange: GradientExchange) -> None:
+        """Raise on all ranks unless all are set up alike."""
+        if not is_initialised():
+            return
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
-        return {
+        fields = {
             "version": __version__,
             "optimizer": type(self.optimizer).__name__,
             "algorithm": self.recipe.name,
@@ -310,7 +396,19 @@ class SparseOptimizer(torch.optim.Optimizer):
             "recipe": repr(self.recipe),
             "options": repr(self._options),
             "param_groups": repr(groups),
+            "steps": exchange.steps,
         }
+        names = dict(self._named())
+        parameters = exchange.parameters
+        fields |= fingerprint.parameter_fields(parameters, [names[parameter] for parameter in parameters])
+        fingerprint.compare(fields, exchange.group)
+
+    def _named(self) -> list[tuple[torch.Tensor, str]]:
+        return [
+            pair
+            for group in self.param_groups
+            for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
+        ]
 
     def _unfit(self) -> ConfigurationError | None:
         for parameter in self._frozen:
@@ -319,17 +417,30 @@ class SparseOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
                     "wrap with requires_grad=True and freeze it then, or unfreeze it before wrapping"
                 )
+        if not self._checked:  # a module may have been wrapped since
+            self._checked = True
+            try:
+                check_not_reduced(self._exchange.parameters)
+            except ConfigurationError as error:
+                return error
         return None
 
+    def _is_inert(self) -> bool:
+        """True for the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
+
+        Learning rate and gradients are zero then, and maybe not all ranks take part: nothing may be exchanged.
+        """
+        if self.state or any("lr" not in group or float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        gradients = self._gradients()
+        return bool(gradients) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in gradients)
+
     def _take_step(self, mean: SparseVector) -> None:
-        if self._adam is None:
-            self.optimizer.step()
-            return
-        # The wrapped optimizer's own step is not called; schedulers built on it look for this mark.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        layout = self._exchange.layout
-        whole = [None] * len(layout.parameters)
-        self._adam.step(layout.parameters, whole if mean.is_full else layout.split(mean.indices))
+        self._stepper.step(mean, self._exchange.layout)
+
+    def _nothing_pending(self, what: str) -> None:
+        if self._exchanged:
+            raise RuntimeError(f"an exchange is waiting for its step: call step() before {what}")
 
     def _reset(self) -> None:
         self._exchanged = False
@@ -339,56 +450,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.layout.parameters]
 
-    def _staleness_aware_step(self) -> StalenessAwareAdam | None:
-        inner = self.recipe.recipe if isinstance(self.recipe, Warmup) else self.recipe
-        if self._options.staleness == "off" or isinstance(inner, Dense):
-            return None
-        if is_adam(self.optimizer):
-            return StalenessAwareAdam(self.optimizer, self._options.max_catch_up)
-        if not isinstance(self.optimizer, _LINEAR):
-            logger.warning(
-                "%s is not staleness-aware: it takes late, bursty gradients at face value; expect a gap to dense "
-                "that grows as the density falls",
-                type(self.optimizer).__name__,
-            )
-        return None
 
-    def _restore_deliveries(self, state_dict: dict[str, Any] | None) -> None:
-        """Optimizer.load_state_dict casts state to the parameter's dtype; step counts must stay integers.
-
-        Without ``state_dict`` other steps than ours came last, and they moved every coordinate.
-        """
-        if state_dict is None:
-            for state in self.state.values():
-                state.pop("last_delivered", None)
-            return
-        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                last = state_dict["state"].get(key, {}).get("last_delivered")
-                if last is not None:
-                    self.state[parameter]["last_delivered"] = last.to(
-                        device=parameter.device, dtype=torch.int32, copy=True
-                    )
-
-
-def _choose(algo: str | Recipe, density: float, fields: dict[str, Any]) -> Recipe:
-    if not isinstance(algo, Recipe):
-        return recipe(algo, density=density, **fields)
-    given = sorted(fields) + ([] if density in (DEFAULT_DENSITY, algo.density) else ["density"])
-    if given:
-        raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
-    return algo
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
-    if isinstance(optimizer, SparseOptimizer):
-        raise ConfigurationError("optimizer is wrapped already: wrap the original one")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """What ``load_state_dict`` would refuse, found out before any rank goes on."""
+    if not {"state", "param_groups"} <= set(state):
+        raise ConfigurationError(f"this is no state of an optimizer: it has {sorted(state)}")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise ConfigurationError(f"this checkpoint has parameter groups of {saved} parameters, here they have {here}")

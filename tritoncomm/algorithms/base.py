@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +70,15 @@ class Algorithm(ABC):
 
     def follow(self, other: Algorithm) -> None:  # noqa: B027 - most methods start afresh
         """Take over from ``other``, of the same recipe at another density, what does not depend on the density."""
+
+    def migrate(  # noqa: B027 - what most methods have learnt belongs to a world size
+        self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]
+    ) -> None:
+        """Take over what does not depend on the number of workers from another number of them.
+
+        ``states`` (:meth:`state_dict`) are of the workers whose residuals this one got, each times ``share``;
+        there may be none. ``common`` is the state of one worker, the same on all ranks.
+        """
 
     def common_state(self) -> dict[str, Any]:
         """What of the state is the same on all ranks in a sound run."""

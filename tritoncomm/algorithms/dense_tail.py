@@ -6,7 +6,7 @@ are not worth a selection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -112,6 +112,15 @@ class DenseTailAlgorithm(Algorithm):
         """See :meth:`Algorithm.inherit`."""
         assert isinstance(other, DenseTailAlgorithm)
         self.inner.inherit(other.inner)
+
+    def follow(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.follow`."""
+        assert isinstance(other, DenseTailAlgorithm)
+        self.inner.follow(other.inner)
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.migrate`."""
+        self.inner.migrate(states, share, common)
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`."""

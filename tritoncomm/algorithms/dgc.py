@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -163,6 +164,12 @@ class DGCAlgorithm(Algorithm):
     def follow(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.follow`: the momentum."""
         self.state = other.state
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.migrate`: momentum goes where the residual goes."""
+        held = [state["velocity"] for state in states if state["velocity"] is not None]
+        velocity = sum(held[1:], start=held[0]) * share if held else None
+        self.state = DGCState(velocity, common["dense_velocity"])
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: momentum is private."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -134,6 +134,17 @@ class WarmupAlgorithm(Algorithm):
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
         self.inner.inherit(other.inner)
+
+    def follow(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.follow`: the steps taken."""
+        assert isinstance(other, WarmupAlgorithm)
+        self._taken = other._taken  # noqa: SLF001 - of the same class
+        self.inner.follow(other.inner)
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.migrate`: the steps taken."""
+        self._taken = int(common["taken"])
+        self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`."""

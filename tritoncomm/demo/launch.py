@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from torch.multiprocessing.spawn import (
 
 Send = Callable[[Any], None]
 POLL_SECONDS = 0.05
+# Workers are forked from a server that has imported torch once, and nothing else has run in.
+_START = "forkserver"
 # After a death the others may still say what they saw; it also tells cause from echo.
 GRACE_SECONDS = 1.0
 
@@ -56,7 +59,8 @@ def run_workers(
     worker dies, the others are stopped and :class:`WorkerError` holds the traceback of the one that
     failed first. ``function`` must be importable by name.
     """
-    queue = get_context("spawn").SimpleQueue()
+    set_forkserver_preload(["tritoncomm"])
+    queue = get_context(_START).SimpleQueue()
     results: dict[int, Any] = {}
     errors: list[_Failure] = []
 
@@ -77,7 +81,7 @@ def run_workers(
             args=(function, world_size, str(Path(folder) / "store"), queue, timeout, args),
             nprocs=world_size,
             join=False,
-            start_method="spawn",
+            start_method=_START,
         )
         try:
             while not context.join(timeout=POLL_SECONDS, grace_period=GRACE_SECONDS):

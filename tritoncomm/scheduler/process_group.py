@@ -48,6 +48,7 @@ class ProcessGroupScheduler:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         device: torch.device | str = "cpu",
+        stamp: str = "",
     ) -> None:
         self.group = group
         self.device = torch.device(device)

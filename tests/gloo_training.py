@@ -1,0 +1,319 @@
+"""Worker processes of tests/test_training.py: what happens around the exchange in real training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError
+from tritoncomm.amp import GradScaler
+
+import laws
+from gloo_workers import loss_of, tiny_model, total
+
+sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2)
+SMALL = 2.0**8
+ROUTES = ("step", "unscale", "synchronize")
+
+
+def several(rank: int, world_size: int, send, situations: list) -> None:
+    """One after the other; says which came to its end."""
+    for situation in situations:
+        situation(rank, world_size, send)
+        if rank == 0:
+            send(getattr(situation, "__name__", ""))
+
+
+def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+    """A copy of what this rank owes."""
+    return optimizer._exchange.feedback.residual.clone()
+
+
+def same_everywhere(value: object) -> bool:
+    """All ranks hold the same."""
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, value)
+    return all(other == everybody[0] for other in everybody)
+
+
+def flat(model: nn.Module) -> list[int]:
+    """The bits of all parameters."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32).tolist()
+
+
+def sgd(model: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
+    """Momentum SGD, wrapped."""
+    return sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **fields)
+
+
+def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> None:
+    """Overflow on one rank: all skip, residuals stay in unscaled units; the run is that without this batch."""
+    model, plain = tiny_model(), tiny_model()
+    optimizer, unscaled = sgd(model), sgd(plain)
+    make = GradScaler if ours else torch.amp.GradScaler
+    scaler = make("cpu", init_scale=SMALL, growth_interval=3)
+    for step in range(7):
+        overflow = step == 3
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        if overflow and rank == 1:
+            model[0].weight.grad[2, 1] = float("inf")
+        before, owed = flat(model), residual(optimizer)
+        if route != "step":
+            scaler.unscale_(optimizer)
+        if route == "synchronize":
+            optimizer.synchronize()
+        if route != "step":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # far away: the unscaled run is not clipped
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert flat(model) == before
+            assert laws.same_bits(residual(optimizer), owed)
+            assert optimizer.metrics()["skipped_steps"] == 1
+        else:
+            unscaled.zero_grad()
+            loss_of(plain, rank, step).backward()
+            unscaled.step()
+        assert same_everywhere(flat(model))
+        assert not ours or same_everywhere(scaler.get_scale())
+    assert scaler.get_scale() != SMALL  # it has grown and backed off on the way
+    assert flat(model) == flat(plain)
+    assert laws.same_bits(residual(optimizer), residual(unscaled))
+
+
+def scaled_synchronize(rank: int, world_size: int, send) -> None:
+    """Averaging before unscaling is refused."""
+    model = tiny_model()
+    optimizer = sgd(model)
+    for make, late in ((torch.amp.GradScaler, "step"), (GradScaler, "step"), (GradScaler, "unscale_")):
+        scaler = make("cpu", init_scale=SMALL)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        optimizer.synchronize()
+        with pytest.raises(RuntimeError, match="averaged scaled gradients"):
+            getattr(scaler, late)(optimizer)
+
+
+def autocast(rank: int, world_size: int, send) -> None:
+    """bf16 forward passes, and parameters that are bf16 themselves: replicas agree and the loss falls."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model().to(dtype)
+        optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01))
+        losses = []
+        for step in range(30):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, rank, step % 3)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0]
+        assert same_everywhere(torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).tolist())
+        assert residual(optimizer).dtype == torch.float32
+
+
+def non_finite(rank: int, world_size: int, send) -> None:
+    """Skip, raise or zero: all ranks alike, naming the rank and the parameter."""
+    for policy in ("skip", "raise", "zero"):
+        model = tiny_model()
+        optimizer = sgd(model, on_nonfinite=policy)
+        named = sparse_wrap(torch.optim.SGD(tiny_model().named_parameters(), lr=0.1), on_nonfinite=policy)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        if rank == 1:
+            model[2].weight.grad[0, :2] = torch.tensor([float("nan"), float("inf")])
+        before, owed = flat(model), residual(optimizer)
+        if policy == "raise":
+            with pytest.raises(NonFiniteError, match=r"rank 1: parameter 3 of shape \(3, 20\) \(2 values\)") as caught:
+                optimizer.step()
+            assert caught.value.ranks == (1,)
+        else:
+            optimizer.step()
+        metrics = optimizer.metrics()
+        assert metrics["skipped_steps"] == (policy != "zero")
+        assert metrics["zeroed_values"] == (2 if policy == "zero" and rank == 1 else 0)
+        if policy != "zero":
+            assert flat(model) == before
+            assert laws.same_bits(residual(optimizer), owed)
+        assert same_everywhere(flat(model))
+        assert residual(optimizer).isfinite().all()
+        del named
+
+
+def names_in_messages(rank: int, world_size: int, send) -> None:
+    """Parameters given by name are named so."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.named_parameters(), lr=0.1), on_nonfinite="raise")
+    loss_of(model, rank, 0).backward()
+    model[0].bias.grad[rank] = float("nan") if rank != 1 else 0.0
+    with pytest.raises(NonFiniteError, match=r"rank 0: 0\.bias \(1 values\); rank 2: 0\.bias \(1 values\)"):
+        optimizer.step()
+
+
+def accumulation(rank: int, world_size: int, send) -> None:
+    """Two micro-batches are one batch: one exchange per optimizer step."""
+    model, whole = tiny_model(), tiny_model()
+    optimizer, reference = sgd(model), sgd(whole)
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in range(2):
+            (loss_of(model, rank, 2 * step + micro) / 2).backward()
+        optimizer.step()
+        reference.zero_grad()
+        (sum(loss_of(whole, rank, 2 * step + micro) for micro in range(2)) / 2).backward()
+        reference.step()
+        assert torch.allclose(residual(optimizer), residual(reference), atol=1e-6)
+    assert optimizer.metrics()["steps"] == 4
+    assert same_everywhere(flat(model))
+
+
+def clipping(rank: int, world_size: int, send) -> None:
+    """After the exchange: max_grad_norm is synchronize() and clipping. Before it: local, and never of what is owed."""
+    model, other = tiny_model(), tiny_model()
+    one_line, by_hand = sgd(model, max_grad_norm=0.05), sgd(other)
+    for step in range(3):
+        for net, optimizer in ((model, one_line), (other, by_hand)):
+            optimizer.zero_grad()
+            loss_of(net, rank, step).backward()
+        one_line.step()
+        by_hand.synchronize()
+        norm = nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+        by_hand.step()
+        assert one_line.metrics()["grad_norm"] == float(norm) > 0.05
+    assert flat(model) == flat(other)
+    assert laws.same_bits(residual(one_line), residual(by_hand))
+
+    by_hand.zero_grad()
+    loss_of(other, rank, 9).backward()
+    nn.utils.clip_grad_norm_(other.parameters(), 0.01)
+    held = total(residual(by_hand).double() + gradients(by_hand).double())
+    by_hand.step()
+    mean = gradients(by_hand).double()
+    assert torch.allclose(mean * world_size + total(residual(by_hand).double()), held, atol=1e-6)
+
+
+def gradients(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+    """``.grad`` as the exchange sees it."""
+    layout = optimizer._exchange.layout
+    return layout.gather(torch.empty(layout.numel))
+
+
+def settings_in_between(rank: int, world_size: int, send) -> None:
+    """Learning rate, density and frozen parameters may change between steps, and nothing owed is lost."""
+    for algo in ("oktopk", "spardl", "exdyna", "dgc", "random_k"):
+        model = tiny_model()
+        optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), algo, warmup_steps=1)
+        for step in range(8):
+            if step == 2:
+                optimizer.param_groups[0]["lr"] = 0.01
+            if step == 3:
+                owed = residual(optimizer)
+                optimizer.set_density(0.5)
+                assert laws.same_bits(residual(optimizer), owed)
+                assert optimizer.recipe.density == 0.5
+            if step == 5:
+                model[2].weight.requires_grad_(False)
+                frozen = model[2].weight.detach().clone()
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            delivered = optimizer.metrics()["density_delivered"]
+            assert (delivered == 1) == (step == 0), (algo, step, delivered)
+            if step == 4:
+                assert delivered > 0.21, (algo, delivered)
+        assert torch.equal(model[2].weight, frozen)
+        assert same_everywhere(flat(model))
+    with pytest.raises(ConfigMismatchError, match=r"density: rank 1 has 0\.3|density: .*rank 1 has 0\.3"):
+        optimizer.set_density(0.3 if rank == 1 else 0.4)
+    with pytest.raises(ConfigMismatchError if rank else ConfigurationError, match=r"density=7"):
+        optimizer.set_density(0.3 if rank else 7)
+    assert optimizer.recipe.density == 0.5
+
+
+def flushing(rank: int, world_size: int, send) -> None:
+    """Everything owed is delivered, once, and the model moves by exactly that."""
+    for make in (partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=0.01)):
+        model = tiny_model()
+        optimizer = sparse_wrap(make(model.parameters()))
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        pending = total(residual(optimizer)) / world_size
+        assert pending.any()
+        before = copy.deepcopy(model)
+        optimizer.flush()
+        assert not residual(optimizer).any()
+        assert all(p.grad is None for p in model.parameters())
+        trained = [pair for pair in zip(before.parameters(), model.parameters(), strict=True) if pair[0].requires_grad]
+        moved = torch.cat([(old - new).detach().reshape(-1) for old, new in trained])
+        if make.func is torch.optim.SGD:
+            assert torch.allclose(moved, 0.5 * pending, atol=1e-6)
+        assert same_everywhere(flat(model))
+        optimizer.flush()  # nothing is owed: a step of nothing
+        loss_of(model, rank, 5).backward()
+        optimizer.step()
+
+
+def weight_decay(rank: int, world_size: int, send) -> None:
+    """It is the optimizer's, after the exchange: without gradients parameters only decay, and nothing is owed."""
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        model = tiny_model()
+        optimizer = sparse_wrap(make(model.parameters(), lr=0.1, weight_decay=0.5))
+        before = model[0].weight.detach().clone()
+        for _ in range(4):
+            optimizer.zero_grad()
+            optimizer.step()
+        assert torch.allclose(model[0].weight, before * (1 - 0.1 * 0.5) ** 4)
+        assert not residual(optimizer).any()
+
+
+def double_reduction(rank: int, world_size: int, send) -> None:
+    """What DDP averages must not be averaged again, whichever was wrapped first."""
+    model = nn.Linear(4, 3)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ConfigurationError, match=r"parameter 'weight' belongs to .*tritoncomm\.ddp\.register"):
+        sparse_wrap(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    del ddp
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp(torch.ones(2, 4)).sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(ConfigurationError, match="belongs to a DistributedDataParallel"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def chosen_and_why(rank: int, world_size: int, send) -> None:
+    """One line says what was chosen and what it saves; a warning when that is nothing."""
+    lines: list[tuple[int, str]] = []
+
+    class Listener(logging.Handler):
+        """Keeps what is logged."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((record.levelno, record.getMessage()))
+
+    logger = logging.getLogger("tritoncomm")
+    logger.addHandler(Listener())
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.01)
+    tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.9) if rank < 0 else None
+    if rank:
+        assert not lines
+        return
+    ((level, text),) = lines
+    assert level == logging.INFO
+    assert "OkTopk(density=0.01" in text
+    assert "over 3 ranks: 90300 values, of which 300 in small tensors travel dense" in text
+    assert "times fewer" in text

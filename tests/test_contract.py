@@ -1,0 +1,372 @@
+"""The contract of torch.optim, checked on bare optimizers as the control and on wrapped ones alike."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+BARE: dict[str, Make] = {
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.05),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+}
+
+
+def wrapped(make: Make) -> Make:
+    """The same, wrapped; the models here are small and what is tested is the sparse exchange."""
+    return lambda net: tritoncomm.wrap(make(net), density=0.2, dense_below=0)
+
+
+MAKERS = BARE | {f"wrapped-{name}": wrapped(make) for name, make in BARE.items()}
+every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+every_bare = pytest.mark.parametrize("make", BARE.values(), ids=BARE)
+
+
+def model() -> nn.Module:
+    """A small model, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
+    """A loss, backpropagated."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    """Some steps."""
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    """Equal to the bit."""
+    return all(map(torch.equal, a.parameters(), b.parameters()))
+
+
+@pytest.fixture
+def alone(tmp_path) -> Iterator[None]:
+    """A process group of this process, as torch.distributed.checkpoint wants one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@every
+def test_isinstance(make: Make) -> None:
+    """What schedulers and scalers check."""
+    assert isinstance(make(model()), torch.optim.Optimizer)
+
+
+@every
+def test_closure(make: Make) -> None:
+    """step(closure) returns its loss, which falls."""
+    net = model()
+    optimizer = make(net)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward(net)
+
+    losses = [optimizer.step(closure).item() for _ in range(30)]
+    assert losses[-1] < losses[0]
+
+
+@every
+def test_zero_grad(make: Make) -> None:
+    """Gradients become None, or zero."""
+    net = model()
+    optimizer = make(net)
+    backward(net)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+@every
+def test_live_views_after_a_load(make: Make) -> None:
+    """A learning rate set after load_state_dict counts, and state is that of the last step."""
+    net = model()
+    optimizer = make(net)
+    train(net, optimizer, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    before = copy.deepcopy(net)
+    train(net, optimizer, 1, 2)
+    assert same(net, before)
+    assert "lr" in optimizer.defaults
+    assert all(parameter in set(net.parameters()) for parameter in optimizer.state)
+
+
+@every
+@pytest.mark.parametrize("steps", [0, 2])
+def test_add_param_group(make: Make, steps: int) -> None:
+    """Before the first step or after some: the new parameters train with their own settings."""
+    net = model()
+    optimizer = make(net)
+    train(net, optimizer, steps)
+    extra = nn.Parameter(torch.ones(6))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    assert len(optimizer.param_groups) == 2
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(net, step)
+        extra.grad = torch.full((6,), 100.0)
+        optimizer.step()
+    assert (extra < 0.9).all()
+
+
+@every
+def test_state_dict_is_plain(make: Make) -> None:
+    """It loads with weights_only=True, and loading it continues the run to the bit."""
+    straight, stopped = model(), model()
+    first, second = make(straight), make(stopped)
+    train(straight, first, 3)
+    train(stopped, second, 3)
+    file = io.BytesIO()
+    torch.save(second.state_dict(), file)
+    file.seek(0)
+    third = make(stopped)
+    third.load_state_dict(torch.load(file, weights_only=True))
+    train(straight, first, 3, 3)
+    train(stopped, third, 3, 3)
+    assert same(straight, stopped)
+
+
+@every_bare
+def test_inner_state_is_the_bare_optimizers(make: Make) -> None:
+    """The wrapped state without what is ours loads into the bare optimizer unchanged, and also with it."""
+    net = model()
+    optimizer = wrapped(make)(net)
+    train(net, optimizer, 3)
+    state = optimizer.state_dict()
+    for loaded in (state, {key: value for key, value in state.items() if key != "tritoncomm"}):
+        bare = make(net)
+        bare.load_state_dict(loaded)
+        for parameter in net.parameters():
+            for key, value in optimizer.state[parameter].items():
+                assert torch.equal(torch.as_tensor(bare.state[parameter][key]), torch.as_tensor(value)), key
+
+
+@every
+def test_hooks(make: Make) -> None:
+    """Step, state-dict and load hooks run, get the optimizer they were registered on, and may change what they get."""
+    net = model()
+    optimizer = make(net)
+    called: list[str] = []
+
+    def note(name: str, answer: object = None) -> Callable[..., object]:
+        def hook(subject: object, *_: object) -> object:
+            assert subject is optimizer
+            called.append(name)
+            return answer
+
+        return hook
+
+    optimizer.register_step_pre_hook(note("step before"))
+    optimizer.register_step_post_hook(note("step after"))
+    optimizer.register_state_dict_pre_hook(note("save before"))
+    optimizer.register_load_state_dict_pre_hook(note("load before"))
+    optimizer.register_load_state_dict_post_hook(note("load after"))
+    train(net, optimizer, 1)
+    plain = optimizer.state_dict()
+    optimizer.register_state_dict_post_hook(note("save after", plain | {"mark": 1}))
+    assert optimizer.state_dict()["mark"] == 1
+    optimizer.load_state_dict(plain)
+    assert called == [
+        "step before", "step after", "save before", "save before", "save after", "load before", "load after"
+    ]  # fmt: skip
+
+
+@every_bare
+def test_hooks_of_the_inner_optimizer(make: Make) -> None:
+    """What was registered before wrapping still runs, once per step."""
+    net = model()
+    inner = make(net)
+    called: list[str] = []
+    inner.register_step_pre_hook(lambda *_: called.append("before"))
+    inner.register_step_post_hook(lambda *_: called.append("after"))
+    train(net, tritoncomm.wrap(inner, density=0.2), 2)
+    assert called == ["before", "after"] * 2
+
+
+@every
+def test_deepcopy(make: Make) -> None:
+    """A copy of model and optimizer goes its own way, equal to the bit to the original's."""
+    net = model()
+    optimizer = make(net)
+    train(net, optimizer, 3)
+    twin, copied = copy.deepcopy((net, optimizer))
+    train(net, optimizer, 3, 3)
+    assert not same(net, twin)
+    train(twin, copied, 3, 3)
+    assert same(net, twin)
+
+
+@every
+def test_pickle(make: Make) -> None:
+    """The same by pickling."""
+    net = model()
+    optimizer = make(net)
+    train(net, optimizer, 3)
+    twin, copied = pickle.loads(pickle.dumps((net, optimizer)))  # noqa: S301 - our own
+    train(net, optimizer, 3, 3)
+    train(twin, copied, 3, 3)
+    assert same(net, twin)
+
+
+@every
+def test_repr(make: Make) -> None:
+    """It names the optimizer and its settings."""
+    assert "lr: 0.0" in repr(make(model()))
+
+
+@every_bare
+@pytest.mark.parametrize("before", [True, False], ids=["scheduler-first", "wrap-first"])
+def test_schedulers(make: Make, before: bool) -> None:
+    """A scheduler drives the learning rate, whether it was built before or after wrapping, without a warning."""
+    net = model()
+    inner = make(net)
+    rate = inner.param_groups[0]["lr"]
+    if before:
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = tritoncomm.wrap(inner)
+    else:
+        optimizer = tritoncomm.wrap(inner)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        train(net, optimizer, 1)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == rate / 4
+
+
+@every
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compile(make: Make) -> None:
+    """torch.compile(optimizer.step) does what step does."""
+    net, other = model(), model()
+    optimizer, eager = make(net), make(other)
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="eager")
+    for seed in range(2):
+        optimizer.zero_grad()
+        backward(net, seed)
+        step()
+    train(other, eager, 2)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+@every
+def test_distributed_checkpoint_state(make: Make, alone: None) -> None:
+    """get_/set_optimizer_state_dict: the synthetic step moves nothing, and the state arrives."""
+    net = model()
+    optimizer = make(net)
+    train(net, optimizer, 3)
+    optimizer.zero_grad()
+    trained = copy.deepcopy(net)
+    saved = get_optimizer_state_dict(net, optimizer)
+    assert same(net, trained)
+    fresh = copy.deepcopy(net)
+    other = make(fresh)
+    set_optimizer_state_dict(fresh, other, saved)
+    assert same(fresh, trained)
+    for a, b in zip(net.parameters(), fresh.parameters(), strict=True):
+        assert optimizer.state[a].keys() == other.state[b].keys()
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(torch.as_tensor(other.state[b][key]), torch.as_tensor(value)), key
+
+
+@every_bare
+def test_the_synthetic_step_is_inert(make: Make, alone: None) -> None:
+    """It exchanges nothing and leaves what is owed; also in the middle of a run."""
+    net = model()
+    optimizer = wrapped(make)(net)
+    get_optimizer_state_dict(net, optimizer)
+    assert optimizer.metrics()["steps"] == 0
+    train(net, optimizer, 2)
+    optimizer.zero_grad()
+    owed = optimizer.metrics()["residual_norm"]
+    assert owed > 0
+    get_optimizer_state_dict(net, optimizer)
+    assert optimizer.metrics()["steps"] == 2
+    assert optimizer.metrics()["residual_norm"] == owed
+
+
+@every
+def test_a_zero_learning_rate_is_no_synthetic_step(make: Make) -> None:
+    """A warm-up that begins at zero takes part like any other step."""
+    net = model()
+    optimizer = make(net)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(net)
+    train(net, optimizer, 1)
+    assert same(net, before)
+    if isinstance(optimizer, tritoncomm.SparseOptimizer):
+        assert optimizer.metrics()["steps"] == 1
+
+
+@every
+def test_odd_parameters(make: Make) -> None:
+    """Frozen, tied and zero-element parameters."""
+    net = model()
+    net.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    net.empty = nn.Parameter(torch.ones(0, 3))
+    net.tied = net[0].weight
+    optimizer = make(net)
+    before = copy.deepcopy(net)
+    train(net, optimizer, 5)
+    assert torch.equal(net.frozen, before.frozen)
+    assert not torch.equal(net.tied, before.tied)
+    assert net.tied is net[0].weight
+
+
+@every_bare
+def test_a_subclass_can_be_made(make: Make) -> None:
+    """Frameworks build a class from theirs and the optimizer's."""
+    optimizer = wrapped(make)(model())
+
+    class Strategy:
+        """Stands for a framework's."""
+
+    mixed = type("Mixed", (Strategy, type(optimizer)), {})
+    assert issubclass(mixed, torch.optim.Optimizer)
+
+
+@every_bare
+def test_accelerate_round_trip(make: Make) -> None:
+    """What Accelerate does on prepare: load the own state dict, after moving everything in it."""
+    straight, moved = model(), model()
+    first, second = wrapped(make)(straight), wrapped(make)(moved)
+    train(straight, first, 3)
+    train(moved, second, 3)
+
+    def moving(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.to("cpu", copy=True)
+        if isinstance(value, dict):
+            return {key: moving(item) for key, item in value.items()}
+        return type(value)(map(moving, value)) if isinstance(value, (list, tuple)) else value
+
+    second.load_state_dict(moving(second.state_dict()))
+    train(straight, first, 3, 3)
+    train(moved, second, 3, 3)
+    assert same(straight, moved)
+    assert torch.equal(first._exchange.feedback.residual, second._exchange.feedback.residual)

@@ -1,0 +1,98 @@
+"""What one rank saves of an exchange, and what it is worth when somebody loads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+
+SCHEMA = 3
+_FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "checksum")
+
+
+def written(**fields: Any) -> dict[str, Any]:
+    """``fields`` with the schema's version and a checksum."""
+    state = {"schema": SCHEMA, **fields}
+    return state | {"checksum": checksum(state)}
+
+
+def checksum(state: Mapping[str, Any]) -> str:
+    """A digest of everything in ``state`` but its checksum."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def feed(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            digest.update(data.numpy().data)
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                digest.update(repr(key).encode())
+                feed(value[key])
+        elif isinstance(value, (list, tuple)):  # a checkpoint may bring one back as the other
+            digest.update(f"[{len(value)}".encode())
+            for item in value:
+                feed(item)
+        else:
+            digest.update(repr(value).encode())
+
+    feed({key: value for key, value in state.items() if key != "checksum"})
+    return digest.hexdigest()
+
+
+def check(state: Mapping[str, Any], **here: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is whole and its fields are those ``here``."""
+    if state.get("schema") != SCHEMA:
+        raise ConfigurationError(
+            f"this checkpoint was written with schema={state.get('schema')!r}, this version reads {SCHEMA}"
+        )
+    missing = [field for field in _FIELDS if field not in state]
+    if missing:
+        raise ConfigurationError(f"this checkpoint is truncated: it has no {', '.join(missing)}")
+    for field, value in here.items():
+        if state[field] != value:
+            fix = {
+                "recipe": f": wrap with algo={state[field]!r}",
+                "world_size": ": bring the states of all its ranks to this size with tritoncomm.checkpoint.reshard()",
+            }
+            raise ConfigurationError(
+                f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
+            )
+    if checksum(state) != state["checksum"]:
+        raise ConfigurationError("this checkpoint is corrupt: its checksum does not fit its content")
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The states of ``world_size`` ranks that owe together what the ranks of ``states`` (all, in order) owed.
+
+    What a rank of P owes reaches the mean divided by P. So that the pending update ``sum(residual) / world_size``
+    stays the same, old rank r goes to new rank ``r % world_size``, multiplied by ``world_size / P``.
+    """
+    size = len(states)
+    for rank, state in enumerate(states):
+        check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
+        if [len(r) for r in state["residuals"]] != [len(r) for r in states[0]["residuals"]]:
+            raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
+    share = world_size / size
+    resharded = []
+    for rank in range(world_size):
+        own = states[rank::world_size]
+        parts = zip(*(state["residuals"] for state in own), strict=True) if own else ()
+        residuals = [sum(part[1:], start=part[0].clone()) * share for part in parts]
+        migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
+        resharded.append(
+            written(
+                rank=rank,
+                world_size=world_size,
+                recipe=states[0]["recipe"],
+                settings=states[0]["settings"],
+                residuals=residuals if own else [torch.zeros_like(r) for r in states[0]["residuals"]],
+                algorithm={},
+                migrated=migrated,
+            )
+        )
+    return resharded

@@ -1,0 +1,95 @@
+"""What a front door is told: checked once, the same for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tritoncomm.algorithms import Dense, Recipe, Warmup, recipe
+from tritoncomm.errors import ConfigurationError
+
+DEFAULT_DENSITY = 0.01
+DENSE_BELOW = 1024
+NONFINITE_POLICIES = ("skip", "raise", "zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What :func:`tritoncomm.wrap` was told, beyond the recipe."""
+
+    staleness: str = "aware"
+    max_catch_up: float = 20.0
+    on_nonfinite: str = "skip"
+    max_grad_norm: float | None = None
+    timeout: timedelta | None = None
+    dense_below: int = DENSE_BELOW
+
+    def __post_init__(self) -> None:
+        one_of("staleness", self.staleness, ("aware", "off"))
+        one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
+        if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
+            raise ConfigurationError(
+                f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
+            )
+        if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
+            raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: give a positive number, or None")
+        check_dense_below(self.dense_below)
+        check_timeout(self.timeout)
+
+
+def is_number(value: object) -> bool:
+    """True for an int or a float, but not for a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
+def check_dense_below(dense_below: int) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless it is a number of elements."""
+    if not (isinstance(dense_below, int) and dense_below >= 0):
+        raise ConfigurationError(f"dense_below={dense_below!r}: give a number of elements, 0 for none dense")
+
+
+def check_timeout(timeout: timedelta | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless it is a ``timedelta`` or None."""
+    if not (timeout is None or isinstance(timeout, timedelta)):
+        raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
+
+
+def choose(algo: str | Recipe, density: float, warmup_steps: int, fields: dict[str, Any]) -> Recipe:
+    """The recipe that ``algo`` stands for, after ``warmup_steps`` dense ones."""
+    if not isinstance(algo, Recipe):
+        chosen = recipe(algo, density=density, **fields)
+    else:
+        given = sorted(fields) + ([] if density in (DEFAULT_DENSITY, algo.density) else ["density"])
+        if given:
+            raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
+        chosen = algo
+    return Warmup(recipe=chosen, steps=warmup_steps) if warmup_steps != 0 else chosen
+
+
+def with_density(chosen: Recipe, density: float) -> Recipe:
+    """``chosen`` at another density."""
+    if isinstance(chosen, Warmup):
+        return replace(chosen, recipe=replace(chosen.recipe, density=density))
+    return replace(chosen, density=density)
+
+
+def is_dense(chosen: Recipe) -> bool:
+    """True when nothing is ever late."""
+    return isinstance(chosen.recipe if isinstance(chosen, Warmup) else chosen, Dense)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` for what cannot be wrapped."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")

@@ -1,0 +1,90 @@
+"""Takes the wrapped optimizer's step over what an exchange delivered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tritoncomm.adam import StalenessAwareAdam, is_adam
+from tritoncomm.bucket import BucketLayout
+from tritoncomm.settings import Options
+from tritoncomm.sparse import SparseVector
+
+logger = logging.getLogger("tritoncomm")
+
+# Their update is linear in the gradient: late delivery only delays it.
+_LINEAR = (torch.optim.SGD,)
+
+
+# Not torch.compiler.disable, which imports the compiler for everybody.
+eager = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+class Stepper:
+    """The step of ``optimizer``: its own, or the staleness-aware one of Adam and AdamW.
+
+    ``late`` says whether anything is ever delivered late.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, *, late: bool) -> None:
+        self.optimizer = optimizer
+        self._max_grad_norm = options.max_grad_norm
+        self._adam: StalenessAwareAdam | None = None
+        self.grad_norm = 0.0
+        if not late or options.staleness == "off":
+            return
+        if is_adam(optimizer):
+            self._adam = StalenessAwareAdam(optimizer, options.max_catch_up)
+        elif not isinstance(optimizer, _LINEAR):
+            logger.warning(
+                "%s is not staleness-aware: it takes late, bursty gradients at face value; expect a gap to dense "
+                "that grows as the density falls",
+                type(optimizer).__name__,
+            )
+
+    def check(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` for options that this step cannot honour."""
+        if self._adam is not None:
+            self._adam.check_options()
+
+    def step(self, mean: SparseVector, layout: BucketLayout) -> None:
+        """Step by ``.grad``, which holds ``mean`` (clipped to ``max_grad_norm``, or changed by the user)."""
+        self.check()  # before anything is clipped or decayed
+        if self._max_grad_norm is not None:
+            self.grad_norm = float(torch.nn.utils.clip_grad_norm_(layout.parameters, self._max_grad_norm))
+        everything = [None] * len(layout.parameters)
+        self._take(layout, everything if mean.is_full else layout.split(mean.indices))
+
+    def initialise(self, layout: BucketLayout) -> None:
+        """A step that moves nothing (learning rate and gradients are zero) but makes the optimizer's state."""
+        self._take(layout, [None] * len(layout.parameters))
+
+    @eager
+    def _take(self, layout: BucketLayout, delivered: Iterable[torch.Tensor | None]) -> None:
+        if self._adam is None:
+            self.optimizer.step()
+            return
+        # The wrapped optimizer's own step is not called; schedulers built on it look for this mark,
+        # and whoever registered hooks on it expects them to run.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+        _run(self.optimizer._optimizer_step_pre_hooks.values(), self.optimizer)  # noqa: SLF001
+        self._adam.step(layout.parameters, list(delivered))
+        _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
+
+    def restore(self, state_dict: dict[str, Any]) -> None:
+        """After the optimizer loaded ``state_dict`` and cast it to the parameter's dtype: step counts stay as saved."""
+        for saved_group, group in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                saved = state_dict["state"].get(key, {})
+                if "last_delivered" in saved:
+                    state = self.optimizer.state[parameter]
+                    state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
+                    state["last_aware"] = saved["last_aware"].clone()
+
+
+def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
+    for hook in list(hooks):
+        hook(optimizer, (), {})
