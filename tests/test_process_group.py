@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.demo.launch import WorkerError, run_workers
+from tritoncomm.demo.launch import WorkerError
 
 import gloo_workers
+from workers import run_workers
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from tritoncomm.demo.launch import run_workers
 
 import gloo_training
+from workers import run_workers
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])

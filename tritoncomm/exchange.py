@@ -54,8 +54,8 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector. ``names`` are for messages. Without an initialised process group this is one worker. ``last`` holds the
-    figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
+    vector ``flat``. ``names`` are for messages. Without an initialised process group this is one worker.
+    ``last`` holds the figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GradientExchange:
         large, small = by_size(parameters, dense_below)
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = sum(parameter.numel() for parameter in small)
-        self._flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
         self._timeout = timeout
         self.feedback = self._fresh()
         self._connect(group)
@@ -82,7 +82,7 @@ class GradientExchange:
         self.steps = self.zeroed = 0
         # The mean of a step of which this rank cannot know whether the others have taken it.
         self.undecided: SparseVector | None = None
-        self._measure(None, 0.0)
+        self.measure(None, 0.0)
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -114,13 +114,13 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialised after wrap(): initialise it first")
         started = time.perf_counter()
         try:
-            flat = self.layout.gather(self._flat)
+            flat = self.layout.gather(self.flat)
         except ConfigurationError as error:
-            unfit, flat = error, self._flat
+            unfit, flat = error, self.flat
         if scale != 1.0:
             flat.mul_(1.0 / scale)
         if zero:
-            self._zero(flat)
+            self.zero_non_finite(flat)
         if unfit is not None or overflowed:
             flat.fill_(math.nan)
         try:
@@ -131,9 +131,9 @@ class GradientExchange:
                 raise unfit from None
             raise refused from None
         finally:
-            self._measure(None, time.perf_counter() - started)
+            self.measure(None, time.perf_counter() - started)
         self.layout.scatter(flat)
-        self._measure(mean, time.perf_counter() - started)
+        self.measure(mean, time.perf_counter() - started)
         return mean
 
     def log_choice(self) -> None:
@@ -152,7 +152,7 @@ class GradientExchange:
 
     def flush(self) -> SparseVector:
         """Deliver everything that is owed, dense, and replace every ``.grad`` by the mean of it, which is returned."""
-        flat = self._flat.zero_()
+        flat = self.flat.zero_()
         mean = self._exchange(flat, dense=True)
         self.layout.scatter(flat)
         return mean
@@ -207,7 +207,7 @@ class GradientExchange:
         mean, self.undecided = self.undecided, None
         self.feedback.resume()
         self.steps += 1
-        self.layout.scatter(mean.write_to(self._flat, workspace=self.feedback.workspace))
+        self.layout.scatter(mean.write_to(self.flat, workspace=self.feedback.workspace))
         return mean
 
     def owed(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -215,12 +215,16 @@ class GradientExchange:
         parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
         return {parameter: parts[parameter] for parameter in self.parameters}
 
-    def take_over(self, other: GradientExchange) -> None:
-        """Continue what ``other`` owes for the parameters that both have."""
+    def take_residuals(self, other: GradientExchange) -> None:
+        """Owe what ``other`` owes for the parameters that both have."""
         mine = self.owed()
         for parameter, owed in other.owed().items():
             if parameter in mine:
                 mine[parameter].copy_(owed)
+
+    def take_over(self, other: GradientExchange) -> None:
+        """Continue where ``other`` is, for the parameters that both have."""
+        self.take_residuals(other)
         self.feedback.algorithm.inherit(other.feedback.algorithm)
         self.total, self.last, self.steps, self.zeroed = other.total, other.last, other.steps, other.zeroed
 
@@ -266,7 +270,7 @@ class GradientExchange:
         if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         owed = dict(zip(self.parameters, state["residuals"], strict=True))
-        residual = torch.cat([self._flat[:0], *(owed[p].to(self._flat.device) for p in self.layout.parameters)])
+        residual = torch.cat([self.flat[:0], *(owed[p].to(self.flat.device) for p in self.layout.parameters)])
         algorithm = state["algorithm"]
         if "migrated" in state or state["settings"] != self.settings:
             # What a method has learnt belongs to its settings and world size; what is owed does not.
@@ -295,7 +299,8 @@ class GradientExchange:
         finally:
             self._meter = self._scheduler.meter
 
-    def _zero(self, flat: torch.Tensor) -> None:
+    def zero_non_finite(self, flat: torch.Tensor) -> None:
+        """Put zeros in the place of NaN and Inf, and say where."""
         bad = self.non_finite(flat)
         if bad:
             self.zeroed += sum(bad.values())
@@ -321,7 +326,7 @@ class GradientExchange:
         if unfit is not None:
             own = str(unfit)
         else:
-            own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self._flat))
+            own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
         everybody = [own]
         if self._scheduler is not None:
             everybody = [fields["at fault"] for fields in fingerprint.gather({"at fault": own}, self.group)]
@@ -336,7 +341,8 @@ class GradientExchange:
         if not self.layout.fits(flat):
             raise NonFiniteError("a mean of finite gradients overflows in float16; nothing was applied")
 
-    def _measure(self, mean: SparseVector | None, seconds: float) -> None:
+    def measure(self, mean: SparseVector | None, seconds: float) -> None:
+        """Note what the last exchange did, which took ``seconds`` in all; without a mean it was refused."""
         meter, accumulator = self._meter, self.feedback.accumulator
         selecting = accumulator.seconds if accumulator else 0.0
         if mean is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
             "ranks are set up differently, make them alike before wrapping (torch.distributed.broadcast for values): "
             + "; ".join(differences)
         )
+
+
+@contextmanager
+def refusing(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """An argument that the body refuses on this rank is an error in the others' next :func:`compare`."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:  # ConfigurationError is a ValueError
+        if dist.is_available() and dist.is_initialized():
+            refuse(str(error), group)
+        raise
 
 
 def refuse(reason: str, group: dist.ProcessGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tritoncomm.cost import Traffic
@@ -39,3 +40,9 @@ class Meter:
     def waited(self) -> float:
         """Seconds spent on the network in all phases."""
         return sum(self.seconds.values(), 0.0)
+
+
+def summed(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each figure."""
+    names = dict.fromkeys(name for one in figures for name in one)
+    return {name: sum(one.get(name, 0.0) for one in figures) for name in names}

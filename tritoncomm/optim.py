@@ -68,7 +68,7 @@ def wrap(
         raise ConfigurationError("process_group was given but torch.distributed is not initialised")
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group")
-    try:
+    with fingerprint.refusing(process_group):
         check_optimizer(optimizer)
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: wrap the original one")
@@ -88,10 +88,6 @@ def wrap(
         )
         chosen.check_optimizer(optimizer)
         return SparseOptimizer(optimizer, chosen, process_group, options)
-    except (ValueError, TypeError, NotImplementedError) as error:  # ConfigurationError is a ValueError
-        if is_initialised():  # the others are about to compare set-ups and must not wait for this rank
-            fingerprint.refuse(str(error), process_group)
-        raise
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -199,12 +195,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
         """
         self._nothing_pending("set_density()")
-        try:
+        with fingerprint.refusing(self._exchange.group):
             recipe = with_density(self.recipe, density)
-        except ConfigurationError as error:
-            if is_initialised():
-                fingerprint.refuse(str(error), self._exchange.group)
-            raise
         if is_initialised():
             fingerprint.compare({"density": density}, self._exchange.group)
         self._exchange.change_recipe(recipe)
@@ -345,13 +337,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         ours = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
-        try:
+        with fingerprint.refusing(self._exchange.group):
             _check_groups(inner, self.optimizer)
             feedback = self._exchange.feedback if ours is None else self._exchange.loaded(ours)
-        except ConfigurationError as error:
-            if is_initialised():
-                fingerprint.refuse(str(error), self._exchange.group)
-            raise
         if is_initialised():
             fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
         self.optimizer.load_state_dict(inner)

@@ -51,13 +51,14 @@ def run_workers(
     *args: Any,
     listen: Send | None = None,
     timeout: timedelta = timedelta(minutes=5),
+    limit: timedelta | None = None,
 ) -> list[Any]:
     """``function(rank, world_size, send, *args)`` in ``world_size`` processes; the return values by rank.
 
     Each process has one thread and the default process group on gloo over the loopback interface, whose
     time-out is ``timeout``. What a worker gives to ``send`` (picklable) reaches ``listen`` here. When a
     worker dies, the others are stopped and :class:`WorkerError` holds the traceback of the one that
-    failed first. ``function`` must be importable by name.
+    failed first; so it does when they are not done after ``limit``. ``function`` must be importable by name.
     """
     set_forkserver_preload(["tritoncomm"])
     queue = get_context(_START).SimpleQueue()
@@ -84,8 +85,12 @@ def run_workers(
             start_method=_START,
         )
         try:
+            started = time.monotonic()
             while not context.join(timeout=POLL_SECONDS, grace_period=GRACE_SECONDS):
                 drain()
+                if limit is not None and time.monotonic() - started > limit.total_seconds():
+                    running = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+                    raise WorkerError(f"workers {running} were still running after {limit}")
         except (ProcessRaisedException, ProcessExitedException) as error:
             drain()
             codes = [process.exitcode for process in context.processes]

@@ -1,0 +1,291 @@
+"""Worker processes of tests/test_ddp.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm import ConfigurationError, NonFiniteError
+from tritoncomm.ddp import CommState, comm_hook, register
+
+import laws
+from gloo_training import flat, same_everywhere
+from gloo_workers import total
+
+
+def net(seed: int = 0) -> nn.Module:
+    """Several buckets of less than a kilobyte."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def ddp(model: nn.Module, **fields) -> DistributedDataParallel:
+    """With small buckets."""
+    return DistributedDataParallel(model, bucket_cap_mb=0.003, **fields)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A batch that depends on rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    return (model(x) - y).square().mean()
+
+
+def owed(state: CommState) -> dict[str, torch.Tensor]:
+    """Residuals by name."""
+    return state.state_dict()["residuals"]
+
+
+def dense_is_ddp(rank: int, world_size: int, send) -> None:
+    """Density 1 and the dense method give what DDP gives without a hook, with every option that moves gradients."""
+    for fields in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        for recipe in ({"algo": "dense"}, {"algo": "oktopk", "density": 1.0}):
+            plain, hooked = ddp(net(), **fields), ddp(net(), **fields)
+            register(hooked, **recipe)
+            for step in range(3):
+                for model in (plain, hooked):
+                    model.zero_grad()
+                    loss_of(model, rank, step).backward()
+                for p, q in zip(plain.parameters(), hooked.parameters(), strict=True):
+                    assert torch.allclose(p.grad, q.grad, atol=1e-6), fields
+
+
+def conservation(rank: int, world_size: int, send) -> None:
+    """Delivered plus owed is the dense sum while buckets are rebuilt, for every method; replicas agree."""
+    for algo in ("oktopk", "spardl", "exdyna", "topk_allgather", "topk_dsa", "gtopk", "random_k", "gaussiank"):
+        model, plain = ddp(net()), ddp(net())
+        state = register(model, algo, density=0.1, dense_below=0)
+        delivered, dense = 0, 0
+        buckets = []
+        for step in range(5):
+            model.zero_grad()
+            plain.zero_grad()
+            loss_of(model, rank, step).backward()
+            loss_of(plain, rank, step).backward()
+            delivered = delivered + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+            buckets.append(list(state._exchanges))
+        assert set(buckets[0]) != set(buckets[1]), "DDP is expected to rebuild its buckets"
+        assert len(buckets[1]) > 1
+        assert set(buckets[1]) == set(buckets[-1])
+        residual = torch.cat([owed(state)[name].reshape(-1) for name, _ in model.module.named_parameters()])
+        assert residual.any()
+        assert torch.allclose(delivered + total(residual) / world_size, dense, atol=1e-5), algo
+        assert same_everywhere(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).tolist())
+        metrics = state.metrics()
+        assert metrics["steps"] == 5
+        assert metrics["bytes_sent"] > 0
+        assert 0.05 < metrics["density_delivered"] < 0.35, (algo, metrics["density_delivered"])
+        assert all(isinstance(value, float) for value in metrics.values())
+
+
+def training(rank: int, world_size: int, send) -> None:
+    """The loss falls about as with dense averaging, also after a dense start."""
+    finals = []
+    for recipe in ({"algo": "dense"}, {"algo": "oktopk", "density": 0.2, "warmup_steps": 5, "dense_below": 0}):
+        model = ddp(net())
+        state = register(model, **recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step % 4)
+            loss.backward()
+            optimizer.step()
+            if step in (2, 9):
+                assert (state.metrics()["density_delivered"] == 1) == (recipe["algo"] == "dense" or step == 2)
+        assert same_everywhere(flat(model))
+        finals.append(float(total(loss.detach())))
+    assert finals[1] < 1.5 * finals[0] + 0.1
+
+
+def beside_backward(rank: int, world_size: int, send) -> None:
+    """The exchange runs on a thread of its own."""
+    model = ddp(net())
+    state = register(model, density=0.1)
+    threads = set()
+    average = state._average
+
+    def spy(*arguments, **fields):
+        threads.add(threading.current_thread().name)
+        return average(*arguments, **fields)
+
+    state._average = spy
+    loss_of(model, rank, 0).backward()
+    assert threads == {"tritoncomm_0"}
+
+
+def accumulation(rank: int, world_size: int, send) -> None:
+    """Under no_sync one exchange; without, an error that says so; zeroed either way, training goes on."""
+    model, whole = ddp(net()), ddp(net())
+    state, reference = register(model, density=0.1), register(whole, density=0.1)
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        whole.zero_grad()
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else nullcontext():
+                (loss_of(model, rank, 3 * step + micro) / 3).backward()
+        (sum(loss_of(whole, rank, 3 * step + micro) for micro in range(3)) / 3).backward()
+        for name, residual in owed(reference).items():
+            assert torch.allclose(owed(state)[name], residual, atol=1e-6)
+    assert state.metrics()["steps"] == 3
+    with pytest.raises(RuntimeError, match="no_sync"):
+        loss_of(model, rank, 9).backward()
+    loss = loss_of(model, rank, 10)
+    model.zero_grad()  # after the forward pass, as many do
+    loss.backward()
+    assert state.metrics()["steps"] == 4
+
+
+def narrow_wrappers(rank: int, world_size: int, send) -> None:
+    """PyTorch's half-precision wrappers go around the hook."""
+    for wrapper, dtype in ((fp16_compress_wrapper, torch.float16), (bf16_compress_wrapper, torch.bfloat16)):
+        model, plain = ddp(net()), ddp(net())
+        state = CommState(algo="topk_allgather", density=1.0)
+        hook = wrapper(comm_hook)
+        if dtype is torch.bfloat16:  # DDP takes the name for its own hook's, which gloo does not have
+            hook.__name__ = "narrow"
+        model.register_comm_hook(state, hook)
+        for step in range(2):
+            model.zero_grad()
+            plain.zero_grad()
+            loss_of(model, rank, step).backward()
+            loss_of(plain, rank, step).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert p.grad.dtype == torch.float32
+                assert torch.allclose(p.grad, q.grad, rtol=0.02, atol=0.01)
+
+
+def loss_scaling(rank: int, world_size: int, send) -> None:
+    """Residuals in unscaled units; an overflow on one rank makes gradients NaN on all: all skip, scales stay equal."""
+    model, plain = ddp(net()), ddp(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    state = register(model, density=0.1, scaler=scaler, dense_below=0)
+    unscaled = register(plain, density=0.1, dense_below=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(7):
+        overflow = step == 3
+        optimizer.zero_grad()
+        before, pending = flat(model), None if step == 0 else owed(state)
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss * (float("inf") if overflow and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert flat(model) == before
+            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+            assert state.metrics()["skipped_steps"] == 1
+        else:
+            reference.zero_grad()
+            loss_of(plain, rank, step).backward()
+            reference.step()
+        assert same_everywhere((flat(model), scaler.get_scale()))
+    assert flat(model) == flat(plain)
+    assert all(laws.same_bits(owed(unscaled)[name], now) for name, now in owed(state).items())
+
+
+def non_finite(rank: int, world_size: int, send) -> None:
+    """Raise on all ranks, or zero; nothing owed changes when it is refused, in no bucket."""
+    for policy in ("raise", "zero"):
+        model = ddp(net())
+        state = register(model, density=0.1, on_nonfinite=policy)
+        loss_of(model, rank, 0).backward()
+        model.zero_grad()
+        loss_of(model, rank, 1).backward()
+        pending = owed(state)
+        model.zero_grad()
+        loss = loss_of(model, rank, 2)
+        if rank == 1:
+            model.module[0].weight.register_hook(lambda g: g.fill_(float("nan")))
+        if policy == "raise":
+            with pytest.raises(NonFiniteError):
+                loss.backward()
+            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+        else:
+            loss.backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+    with pytest.raises(ConfigurationError, match=r"on_nonfinite='skip': a hook cannot"):
+        register(ddp(net()), on_nonfinite="skip")
+    with pytest.raises(ConfigurationError, match=r"on_nonfinite='pray': choose one of 'raise'"):
+        CommState(on_nonfinite="pray")
+
+
+def resume(rank: int, world_size: int, send) -> None:
+    """What is owed survives a state dict by the names of parameters; damaged or foreign states are refused."""
+    model = ddp(net())
+    state = register(model, density=0.1, warmup_steps=2, dense_below=0)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = ddp(copy.deepcopy(model.module))
+    resumed = register(again, density=0.1, warmup_steps=2, dense_below=0)
+    for field, value in (("rank", 7), ("world_size", 9), ("checksum", "0")):
+        with pytest.raises(ConfigurationError):
+            resumed.load_state_dict(saved | {field: value})
+    with pytest.raises(tritoncomm.ConfigMismatchError if rank else ConfigurationError, match="rank=8"):
+        resumed.load_state_dict(saved if rank else saved | {"rank": 8})
+    resumed.load_state_dict(saved)
+    again.zero_grad()
+    loss_of(again, rank, 4).backward()
+    assert resumed.metrics()["density_delivered"] < 0.5  # the dense start is over
+    mean = torch.cat([p.grad.reshape(-1) for p in again.parameters()])
+    before = torch.cat([saved["residuals"][name].reshape(-1) for name, _ in again.module.named_parameters()])
+    plain = ddp(copy.deepcopy(model.module))
+    loss_of(plain, rank, 4).backward()
+    dense = torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+    after = torch.cat([owed(resumed)[name].reshape(-1) for name, _ in again.module.named_parameters()])
+    assert torch.allclose(mean + total(after) / world_size, dense + total(before) / world_size, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="before the first backward"):
+        resumed.load_state_dict(saved)
+    copied = pickle.loads(pickle.dumps(state))  # noqa: S301 - our own
+    assert copied.recipe == state.recipe
+    assert copied.metrics()["steps"] == 0
+
+
+def disagreement(rank: int, world_size: int, send) -> None:
+    """Different settings are named on every rank, out of backward()."""
+    model = ddp(net())
+    register(model, density=0.2 if rank == 1 else 0.1)
+    with pytest.raises(tritoncomm.ConfigMismatchError, match=r"recipe: .*rank 1 has"):
+        loss_of(model, rank, 0).backward()
+    with pytest.raises(ConfigurationError, match=r"model is a Sequential: pass the DistributedDataParallel"):
+        register(net())
+
+
+def what_torch_refuses(rank: int, world_size: int, send) -> None:
+    """The traps of register_comm_hook, which comm_hook must not fall into."""
+
+    def misnamed(state, stuff):
+        return stuff
+
+    def as_text(state, bucket: dist.GradBucket):
+        return bucket
+
+    class Callable_:  # noqa: N801 - a callable without a name
+        """No __name__."""
+
+        def __call__(self, state, bucket):
+            return bucket
+
+    for hook, error in ((misnamed, KeyError), (as_text, ValueError), (Callable_(), AttributeError)):
+        with pytest.raises(error):
+            ddp(net()).register_comm_hook(None, hook)
+    model = ddp(net())
+    register(model)
+    with pytest.raises(RuntimeError, match="only be called once"):
+        register(model)
+    assert comm_hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")

@@ -1,0 +1,227 @@
+"""Worker processes of tests/test_fsdp.py: two replicas of two shards each."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tritoncomm import ConfigMismatchError, ConfigurationError
+from tritoncomm import fsdp as front
+
+import laws
+
+
+class Net(nn.Module):
+    """Uneven shapes, nested groups, and a part that may stay unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 9)])
+        self.spare = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        """With or without the spare layer."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.spare(x) if spare else x)
+
+
+def mesh():
+    """Replicas and shards."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(model: nn.Module, over, **fields) -> nn.Module:
+    """Every layer a group of its own, the rest another."""
+    for layer in [*model.layers, model.spare]:
+        fully_shard(layer, mesh=over, **fields)
+    return fully_shard(model, mesh=over, **fields)
+
+
+def loss_of(model: nn.Module, rank: int, step: int, **fields) -> torch.Tensor:
+    """A batch that depends on rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+    return (model(x, **fields) - y).square().mean()
+
+
+def grads(model: nn.Module) -> torch.Tensor:
+    """All gradients, whole."""
+    return torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
+
+
+def plain_grads(rank: int, world_size: int, step: int, micro: int = 1) -> torch.Tensor:
+    """What averaging over all ranks by hand gives."""
+    model = Net()
+    for r in range(world_size):
+        for m in range(micro):
+            (loss_of(model, r, step * micro + m) / world_size).backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def dense_training(rank: int, world_size: int, send) -> None:
+    """The dense method and density 1 train as plain averaging over all four ranks does."""
+    for algo, density in (("dense", 1.0), ("oktopk", 1.0)):
+        grid, reference = mesh(), Net()
+        model = sharded(Net(), grid["shard"])
+        front.register(model, grid["replicate"].get_group(), algo, density=density)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        plain = torch.optim.Adam(reference.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            loss_of(model, rank, step).backward()
+            for r in range(world_size):
+                (loss_of(reference, r, step) / world_size).backward()
+            optimizer.step()
+            plain.step()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p.full_tensor(), q, atol=1e-5)
+
+
+def conservation(rank: int, world_size: int, send) -> None:
+    """Delivered plus owed is the dense sum; replicas hold the same bits; small tensors owe nothing."""
+    for algo in ("oktopk", "spardl", "exdyna", "topk_allgather"):
+        grid = mesh()
+        model = sharded(Net(), grid["shard"])
+        state = front.register(model, grid["replicate"].get_group(), algo, density=0.1, dense_below=16)
+        delivered, dense = 0, 0
+        for step in range(4):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            delivered = delivered + shards(model)
+            dense = dense + local(plain_grads(rank, world_size, step), model)
+        metrics = state.metrics()
+        assert metrics["steps"] == 4
+        assert 0.05 < metrics["density_delivered"] < 0.9
+        owed, small = [], 0.0
+        for exchange in state.exchanges:
+            parts = exchange.feedback.residual.split([piece.padded for piece in exchange.pieces])
+            small += sum(
+                float(part.abs().sum()) for piece, part in zip(exchange.pieces, parts, strict=True) if piece.small
+            )
+            owed.append({piece.name: part for piece, part in zip(exchange.pieces, parts, strict=True)})
+        assert small == 0
+        by_name = {name: part for parts in owed for name, part in parts.items()}
+        pending = torch.cat([by_name[name][: p.to_local().numel()] for name, p in model.named_parameters()])
+        dist.all_reduce(pending, group=grid["replicate"].get_group())
+        assert torch.allclose(delivered + pending / 2, dense, atol=1e-5), algo
+        bits = shards(model)
+        other = [torch.empty_like(bits) for _ in range(2)]
+        dist.all_gather(other, bits, group=grid["replicate"].get_group())
+        assert laws.same_bits(other[0], other[1])
+
+
+def shards(model: nn.Module) -> torch.Tensor:
+    """This rank's gradient shards."""
+    return torch.cat([p.grad.to_local().reshape(-1) for p in model.parameters()]).clone()
+
+
+def local(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """This rank's part of a whole gradient."""
+    parts, start = [], 0
+    for p in model.parameters():
+        rows = whole[start : start + p.numel()].view(p.shape).chunk(2)
+        position = p.device_mesh.get_local_rank()
+        parts.append(rows[position].reshape(-1) if position < len(rows) else whole[:0])
+        start += p.numel()
+    return torch.cat(parts)
+
+
+def accumulation(rank: int, world_size: int, send) -> None:
+    """Micro-batches by either switch of FSDP, and without any: the sum of all, as dense."""
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce", None):
+        grid = mesh()
+        model = sharded(Net(), grid["shard"])
+        state = front.register(model, grid["replicate"].get_group(), "dense")
+        for micro in range(3):
+            if switch:
+                getattr(model, switch)(micro == 2)
+            loss_of(model, rank, micro).backward()
+        assert torch.allclose(grads(model), plain_grads(rank, world_size, 0, micro=3), atol=1e-5), switch
+        assert state.metrics()["steps"] == (1 if switch else 3)
+
+
+def unused_and_narrow(rank: int, world_size: int, send) -> None:
+    """Layers that a pass leaves out, and bf16 reduction."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    front.register(model, grid["replicate"].get_group(), density=0.5)
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, rank, step, spare=step != 2).backward()
+    narrow = sharded(Net(), grid["shard"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    front.register(narrow, grid["replicate"].get_group(), "dense")
+    loss_of(narrow, rank, 0).backward()
+    assert torch.allclose(grads(narrow), plain_grads(rank, world_size, 0), rtol=0.1, atol=0.05)
+
+
+def non_finite(rank: int, world_size: int, send) -> None:
+    """A NaN on one rank: its shards are NaN on both replicas, and no module owes anything else than before."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    state = front.register(model, grid["replicate"].get_group(), density=0.2, dense_below=0)
+    loss_of(model, rank, 0).backward()
+    before = state.state_dict()["residuals"]
+    model.zero_grad()
+    (loss_of(model, rank, 1) * (float("nan") if rank == 1 else 1)).backward()
+    assert grads(model).isnan().any()
+    after = state.state_dict()
+    assert all(laws.same_bits(a, b) for a, b in zip(before, after["residuals"], strict=True))
+    assert state.metrics()["skipped_steps"] == 1
+    model.zero_grad()
+    loss_of(model, rank, 2).backward()
+    assert grads(model).isfinite().all()
+
+
+def resume(rank: int, world_size: int, send) -> None:
+    """Save, load, continue is never stopped, to the bit; foreign states are refused on all ranks."""
+    grid = mesh()
+    make = lambda: sharded(Net(), grid["shard"])  # noqa: E731
+    model = make()
+    state = front.register(model, grid["replicate"].get_group(), density=0.2, dense_below=0)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    saved = copy.deepcopy(state.state_dict())
+    again = make()
+    resumed = front.register(again, grid["replicate"].get_group(), density=0.2, dense_below=0)
+    with pytest.raises(ConfigMismatchError if rank else ConfigurationError, match="rank=9"):
+        resumed.load_state_dict(saved if rank else saved | {"rank": 9})
+    resumed.load_state_dict(saved)
+    for net in (model, again):
+        net.zero_grad()
+        loss_of(net, rank, 3).backward()
+    assert laws.same_bits(shards(model), shards(again))
+    assert all(map(laws.same_bits, state.state_dict()["residuals"], resumed.state_dict()["residuals"]))
+
+
+def refusals(rank: int, world_size: int, send) -> None:
+    """Native HSDP, no FSDP, a wrong group, a second hook, replicas that differ: by name."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    with pytest.raises(ConfigurationError, match=r"averages over the replicas densely before any hook"):
+        front.register(sharded(Net(), grid), group)
+    with pytest.raises(ConfigurationError, match="fully_shard"):
+        front.register(Net(), group)
+    model = sharded(Net(), grid["shard"])
+    with pytest.raises(ConfigurationError, match=r"must have this rank, \d, and no other in common"):
+        front.register(model, dist.group.WORLD)
+    front.register(model, group)
+    with pytest.raises(ConfigurationError, match="register\\(\\) once"):
+        front.register(model, group)
+    with pytest.raises(ConfigMismatchError, match="recipe"):
+        front.register(sharded(Net(), grid["shard"]), group, density=0.1 if rank < 2 else 0.2)
+    other = Net()
+    if rank >= 2:
+        nn.init.ones_(other.head.weight)
+    with pytest.raises(ConfigMismatchError, match="shard values"):
+        front.register(sharded(other, grid["shard"]), group)
+    assert isinstance(model, FSDPModule)

@@ -1,0 +1,28 @@
+"""The DDP communication hook, on real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+
+import gloo_ddp
+from gloo_training import several
+from workers import run_workers
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [gloo_ddp.dense_is_ddp, gloo_ddp.conservation],
+        [gloo_ddp.training, gloo_ddp.beside_backward, gloo_ddp.accumulation, gloo_ddp.narrow_wrappers],
+        [gloo_ddp.loss_scaling, gloo_ddp.resume],
+        [gloo_ddp.non_finite],
+        [gloo_ddp.disagreement, gloo_ddp.what_torch_refuses],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+@pytest.mark.parametrize("world_size", [3])
+def test_situations(situations: list, world_size: int) -> None:
+    """What the sentences of the situations say; processes are started once for several."""
+    done: list[str] = []
+    run_workers(several, world_size, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]

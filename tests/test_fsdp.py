@@ -1,0 +1,26 @@
+"""Sparse averaging over the replicas of FSDP2, on real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+
+import gloo_fsdp
+from gloo_training import several
+from workers import run_workers
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [gloo_fsdp.dense_training, gloo_fsdp.conservation],
+        [gloo_fsdp.accumulation, gloo_fsdp.unused_and_narrow],
+        [gloo_fsdp.non_finite, gloo_fsdp.resume],
+        [gloo_fsdp.refusals],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+def test_situations(situations: list) -> None:
+    """What the sentences of the situations say; processes are started once for several."""
+    done: list[str] = []
+    run_workers(several, 4, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]

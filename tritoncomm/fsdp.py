@@ -1,0 +1,295 @@
+"""Front door 3: FSDP2, sharded inside a fast network, replicated across a slow one.
+
+``fully_shard`` over a one-dimensional mesh reduce-scatters gradients within it; the hook that this module sets then
+averages the shards over the replicas, sparsely.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tritoncomm import fingerprint, saved_state
+from tritoncomm.algorithms import DenseTail, Recipe
+from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose
+from tritoncomm.version import __version__
+
+logger = logging.getLogger("tritoncomm")
+
+
+class Piece(NamedTuple):
+    """Where a parameter's shard lies in what FSDP reduces at once: ``padded`` elements from ``start``."""
+
+    name: str
+    start: int
+    padded: int
+    small: bool
+
+
+class ShardExchange:
+    """The exchange of one parameter group of FSDP: called with its reduced shard, which becomes the mean."""
+
+    def __init__(
+        self,
+        number: int,
+        group: Any,
+        pieces: list[Piece],
+        recipe: Recipe,
+        scheduler: ProcessGroupScheduler,
+        owner: State,
+    ) -> None:
+        self.number = number
+        self.pieces = [piece for piece in pieces if not piece.small] + [piece for piece in pieces if piece.small]
+        self.numel = sum(piece.padded for piece in pieces)
+        tail = sum(piece.padded for piece in pieces if piece.small)
+        whole = DenseTail(recipe=recipe, tail=tail)
+        self.feedback = ErrorFeedback(whole.build(self.numel), scheduler.device)
+        self.flat = torch.zeros(self.numel, device=scheduler.device)
+        self.delivered = 0.0
+        self._group = group
+        self._scheduler = scheduler
+        self._owner = owner
+        self._held: torch.Tensor | None = None
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        """Average ``shard`` (flat, any dtype, padding included) over the replicas, in place."""
+        if shard.is_cuda:  # pragma: no cover - needs a GPU
+            shard.record_stream(torch.cuda.current_stream(shard.device))
+        if shard.numel() != self.numel:
+            raise ConfigurationError(
+                f"FSDP reduces {shard.numel()} elements at once where {self.numel} were registered "
+                f"({self.pieces[0].name} and others): register() after all of fully_shard() and freezing, and use every "
+                "parameter in each pass"
+            )
+        if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself looks at only in HSDP
+            self._held = shard.to(torch.float32, copy=True) if self._held is None else self._held.add_(shard)
+            shard.zero_()
+            return
+        if self._held is not None:
+            shard.add_(self._held)
+            self._held = None
+        self._owner.enter(self)
+        for piece, part in self._parts():
+            part.copy_(shard[piece.start : piece.start + piece.padded])
+        scheduler = self._scheduler
+        try:
+            mean = scheduler.run(self.feedback.begin(self.flat, scheduler.rank, scheduler.world_size))
+        except NonFiniteError as error:
+            logger.warning("gradients become NaN: %s", error)
+            self._owner.refused = True
+            shard.fill_(math.nan)
+            return
+        except BaseException:
+            self._owner.abandon()
+            raise
+        self.delivered = mean.density
+        mean.write_to(self.flat, workspace=self.feedback.workspace)
+        for piece, part in self._parts():
+            shard[piece.start : piece.start + piece.padded].copy_(part)
+
+    def _parts(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        return zip(self.pieces, torch.split(self.flat, [piece.padded for piece in self.pieces]), strict=True)
+
+
+class State:
+    """What :func:`register` returns: the exchanges of all parameter groups, and what they owe.
+
+    A backward pass is adopted at the beginning of the next one, or when somebody asks for the state, when all ranks
+    know that none refused it; until then residuals are as before it.
+    """
+
+    def __init__(self, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.exchanges: list[ShardExchange] = []
+        self.refused = False
+        self.steps = self.skipped_steps = 0
+        self._begun: list[ShardExchange] = []
+        self._everybody = dist.new_group()
+
+    def enter(self, exchange: ShardExchange) -> None:
+        """``exchange`` is about to begin; when it has begun already, this is another backward pass."""
+        if exchange in self._begun:
+            self.settle()
+        self._begun.append(exchange)
+
+    def abandon(self) -> None:
+        """Forget the backward pass: it cannot be finished."""
+        for exchange in self._begun:
+            exchange.feedback.rollback()
+        self._begun = []
+
+    def settle(self) -> None:
+        """Adopt the last backward pass, or forget it when any rank refused a part of it. All ranks call this."""
+        flags = torch.tensor([float(self.refused), float(bool(self._begun))], device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._everybody)
+        refused, anything = (bool(flag) for flag in flags.tolist())
+        for exchange in self._begun:
+            exchange.feedback.rollback() if refused else exchange.feedback.commit()
+        if anything:
+            self.skipped_steps += refused
+            self.steps += not refused
+        self._begun, self.refused = [], False
+
+    @property
+    def _device(self) -> torch.device:
+        return self.exchanges[0].flat.device
+
+    @property
+    def _sharding(self) -> str:
+        return repr([[tuple(piece) for piece in exchange.pieces] for exchange in self.exchanges])
+
+    def metrics(self) -> dict[str, float]:
+        """What the last backward pass did on this rank; all ranks call this."""
+        self.settle()
+        numel = sum(exchange.numel for exchange in self.exchanges)
+        return {
+            "density": self.recipe.density,
+            "density_delivered": sum(e.delivered * e.numel for e in self.exchanges) / max(numel, 1),
+            "steps": float(self.steps),
+            "skipped_steps": float(self.skipped_steps),
+            "residual_norm": math.hypot(*(float(e.feedback.residual.norm()) for e in self.exchanges)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank owes, by parameter group, and the states of the method; all ranks call this."""
+        self.settle()
+        return saved_state.written(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            recipe=self.recipe.name,
+            settings=self._sharding,
+            residuals=[exchange.feedback.residual.clone() for exchange in self.exchanges],
+            algorithm={str(e.number): e.feedback.algorithm.state_dict() for e in self.exchanges},
+            steps=self.steps,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue what :meth:`state_dict` of the same rank returned. All ranks load together and only if all can.
+
+        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
+        another rank, world size, method, model or sharding.
+        """
+        self.settle()
+        with fingerprint.refusing(self._everybody):
+            saved_state.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
+            if state["settings"] != self._sharding:
+                raise ConfigurationError("this checkpoint is of another model, or one that was sharded differently")
+        fingerprint.compare({"steps": state["steps"]}, self._everybody)
+        for exchange, residual in zip(self.exchanges, state["residuals"], strict=True):
+            algorithm = state["algorithm"][str(exchange.number)]
+            exchange.feedback.load_state_dict({"residual": residual.to(self._device), "algorithm": algorithm})
+        self.steps = state["steps"]
+
+
+def register(
+    model: nn.Module,
+    replicate_group: dist.ProcessGroup,
+    algo: str | Recipe = "oktopk",
+    *,
+    density: float = DEFAULT_DENSITY,
+    warmup_steps: int = 0,
+    timeout: timedelta | None = None,
+    dense_below: int = DENSE_BELOW,
+    **recipe_fields: Any,
+) -> State:
+    """Average the gradient shards of ``model`` over ``replicate_group`` sparsely, module by module, in backward.
+
+    ``model`` has been given to ``fully_shard`` with a one-dimensional mesh, for example ``mesh["shard"]`` of a mesh of
+    replicas and shards; ``replicate_group`` is the group of ranks that hold the same shard,
+    ``mesh["replicate"].get_group()``. Call it on all ranks, after all of ``fully_shard`` and before the first forward
+    pass. The method is chosen as :func:`tritoncomm.wrap` does. Residuals need as much memory as the shard, in fp32.
+
+    When any replica holds a NaN or Inf, the shard becomes NaN on all, as in a dense run, and nothing that is owed
+    changes, in no module. The optimizer sees averaged gradients that are zero where nothing was delivered. Raises
+    :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
+    :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
+    """
+    recipe = choose(algo, density, warmup_steps, recipe_fields)
+    check_timeout(timeout)
+    check_dense_below(dense_below)
+    found = list(_parameter_groups(model))
+    for module, group in found:
+        _check_group(module, group, replicate_group)
+    if not found:
+        raise ConfigurationError("no module of this model was given to fully_shard: do that first, or use wrap()")
+    without_gaps = getattr(model, "set_reduce_scatter_unused_params", None)
+    if callable(without_gaps):  # older ones give a shorter shard when a parameter is unused, which is refused then
+        without_gaps(True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = State(recipe, replicate_group)
+    for number, (module, group) in enumerate(found):
+        pieces = _pieces(group, names, dense_below)
+        if pieces:
+            device = group.fsdp_params[0].sharded_param.device
+            stamp = f"{recipe!r}, {pieces}"
+            scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp)
+            recipe.check_world_size(scheduler.world_size)
+            state.exchanges.append(ShardExchange(number, group, pieces, recipe, scheduler, state))
+            module.set_all_reduce_hook(state.exchanges[-1])
+    local = [parameter.to_local() for parameter in model.parameters() if hasattr(parameter, "to_local")]
+    fields = {"version": __version__, "recipe": repr(recipe), "pieces": [repr(e.pieces) for e in state.exchanges]}
+    fields |= {"shard values": [fingerprint.digest(shard) for shard in local]}
+    fingerprint.compare(fields, replicate_group)
+    return state
+
+
+# PyTorch has no public way to ask a module what FSDP made of it.
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - importing it takes a while
+
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()  # noqa: SLF001
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [group for group in [state._fsdp_param_group] if group is not None]  # noqa: SLF001
+            if len(groups) > 1:
+                raise ConfigurationError("one fully_shard() over several meshes has no all-reduce hook: use one mesh")
+            if id(state) not in seen:  # several modules may share one
+                seen.add(id(state))
+                yield from ((module, group) for group in groups)
+
+
+def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGroup) -> None:
+    name = type(module).__name__
+    mesh = group.mesh_info
+    if getattr(mesh, "replicate_process_group", None) is not None:
+        raise ConfigurationError(
+            f"{name} is sharded over a two-dimensional mesh: FSDP then averages over the replicas densely before any "
+            'hook can see the gradient; give fully_shard mesh["shard"] alone and register() the replicas\' group'
+        )
+    if group._all_reduce_hook is not None:  # noqa: SLF001
+        raise ConfigurationError(f"{name} has an all-reduce hook already: register() once")
+    shards = dist.get_process_group_ranks(mesh.shard_process_group)
+    replicas = dist.get_process_group_ranks(replicate_group)
+    if set(shards) & set(replicas) != {dist.get_rank()}:
+        raise ConfigurationError(
+            f"ranks {shards} hold the shards of {name} and replicate_group is {replicas}: they must have this rank, "
+            f"{dist.get_rank()}, and no other in common"
+        )
+
+
+def _pieces(group: Any, names: Mapping[int, str], dense_below: int) -> list[Piece]:
+    pieces, start = [], 0
+    for parameter in group.fsdp_params:
+        sharded = parameter.sharded_param
+        if sharded.requires_grad:
+            padded = parameter.padded_sharded_param_size.numel()
+            small = dense_below > 0 and (sharded.dim() <= 1 or sharded.numel() < dense_below)
+            pieces.append(Piece(names[id(sharded)], start, padded, small))
+            start += padded
+    return pieces
