@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -16,16 +15,13 @@ from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
     ConfigurationError,
-    ExchangeError,
     NonFiniteError,
-    ProtocolMismatchError,
     Recipe,
     SimulatedWorld,
     SparseVector,
 )
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, measure_link
-from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 
 import laws
 from recipes import under_test
@@ -301,74 +297,6 @@ def subgroups(rank: int, world_size: int, send) -> None:
         sparse_wrap(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1), process_group=outside)
     except (tritoncomm.ConfigurationError, ValueError) as error:
         send(str(error))
-
-
-def peer_dies(rank: int, world_size: int, send) -> None:
-    """One rank vanishes before its exchange: the others are told where, and keep all they had."""
-    model = tiny_model()
-    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2, timeout=timedelta(seconds=20))
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        if step == 2:
-            break
-        optimizer.step()
-    if rank == 1:
-        os._exit(7)
-    parameters = [p.detach().clone() for p in model.parameters()]
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    owed = optimizer.state_dict()["tritoncomm"]
-    try:
-        optimizer.step()
-    except ExchangeError as error:
-        now = optimizer.state_dict()["tritoncomm"]
-        unchanged = (
-            all(map(torch.equal, owed["residuals"], now["residuals"]))
-            and owed["algorithm"] == now["algorithm"]
-            and all(torch.equal(p, q) for p, q in zip(parameters, model.parameters(), strict=True))
-            and all(
-                p.grad is None if g is None else torch.equal(g, p.grad)
-                for g, p in zip(gradients, model.parameters(), strict=True)
-            )
-        )
-        send((rank, unchanged, str(error)))
-
-
-def slow_peer(rank: int, world_size: int, send) -> None:
-    """A time-out given to the scheduler ends the wait, naming rank, round and phase."""
-    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=0.5))
-
-    def wait():
-        return (yield Round("slow phase", {}, {1: 3}))
-
-    if rank == 0:
-        started = time.monotonic()
-        try:
-            scheduler.run(wait())
-        except ExchangeError as error:
-            send((time.monotonic() - started, str(error)))
-    else:
-        time.sleep(2)  # and then finds that the other has given up on it
-
-
-def phases_differ(rank: int, world_size: int, send) -> None:
-    """Messages of another phase are refused by both sides, though their lengths agree."""
-    scheduler = ProcessGroupScheduler()
-    message = torch.arange(4, dtype=torch.int32)
-
-    def talk():
-        ticket = yield Post(Round("left" if rank else "right", {1 - rank: message}, {1 - rank: 4}))
-        yield Wait(ticket)
-
-    try:
-        scheduler.run(talk())
-    except ProtocolMismatchError as error:
-        send((rank, str(error)))
-
-    def reduce():
-        return (yield AllReduce("after", torch.ones(2)))
-
-    assert scheduler.run(reduce()).tolist() == [2, 2]
 
 
 def crash(rank: int, world_size: int, send) -> None:

@@ -11,6 +11,7 @@ import tritoncomm
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, Warmup, wire
+from tritoncomm.cost import HEADER_WORDS
 
 
 @given(st.sets(st.integers(0, 2**31 - 2)))
@@ -58,16 +59,30 @@ def test_malformed_indices_are_refused(indices: list[int]) -> None:
 
 
 def test_frame() -> None:
-    """A frame opens only in its own round and phase."""
+    """A header tells step, round, phase, method and length apart, and damage."""
     payload = torch.arange(5, dtype=torch.int32)
-    framed = wire.frame(payload, 7, "gather")
-    assert torch.equal(wire.unframe(framed, 7, "gather"), payload)
-    with pytest.raises(ProtocolMismatchError, match="header says round 7"):
-        wire.unframe(framed, 8, "gather")
-    with pytest.raises(ProtocolMismatchError, match="another phase"):
-        wire.unframe(framed, 7, "balance")
-    with pytest.raises(ProtocolMismatchError, match="5 words"):
-        wire.unframe(framed[:-1], 7, "gather")
+    frame = wire.Frame(7, 3, "gather", wire.stamp("oktopk of 100"))
+    message = wire.framed(payload, frame)
+    header = message[:HEADER_WORDS]
+    assert torch.equal(message[HEADER_WORDS:], payload)
+    wire.check_frame(header, frame, 5)
+    for other, words, named in (
+        (frame._replace(step=8), 5, "expected step 8, .* the message says step 7, .* the same method"),
+        (frame._replace(number=4), 5, "round 4, .* says step 7, round 3"),
+        (frame._replace(phase="balance"), 5, "phase 'balance', .* phase 'gather'"),
+        (frame._replace(phase="gather of something long"), 5, "phase 'gather of something long', .* phase 'gather'"),
+        (frame._replace(stamp=wire.stamp("spardl of 100")), 5, "another method and settings"),
+        (frame, 4, "4 words; .* 5 words"),
+    ):
+        with pytest.raises(ProtocolMismatchError, match=named):
+            wire.check_frame(header, other, words)
+    damaged = header.clone()
+    damaged[-1] += 1
+    with pytest.raises(ProtocolMismatchError):
+        wire.check_frame(damaged, frame, 5)
+    for wrong in (payload.float(), payload.view(1, 5)):
+        with pytest.raises(ProtocolMismatchError, match="one-dimensional int32"):
+            wire.framed(wrong, frame)
 
 
 def test_sparse_vector() -> None:

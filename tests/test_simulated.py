@@ -71,8 +71,8 @@ def test_traffic_is_counted_by_rank() -> None:
             pattern(Round("p", {}, {0: 0})),
         ]
     )
-    assert [meter.sent for meter in scheduler.meters] == [Traffic(1, 24), Traffic(), Traffic()]
-    assert [meter.received for meter in scheduler.meters] == [Traffic(), Traffic(1, 24), Traffic()]
+    assert [meter.sent for meter in scheduler.meters] == [Traffic(1, 40), Traffic(), Traffic()]
+    assert [meter.received for meter in scheduler.meters] == [Traffic(), Traffic(1, 40), Traffic()]
 
 
 @pytest.mark.parametrize(

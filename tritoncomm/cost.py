@@ -15,7 +15,7 @@ from tritoncomm.errors import ConfigurationError
 
 WORD = 4
 # Every point-to-point message starts with sequence, phase, length and a checksum of these.
-HEADER_WORDS = 4
+HEADER_WORDS = 8
 
 
 class Traffic(NamedTuple):

@@ -22,7 +22,23 @@ class ProtocolMismatchError(TritoncommError, RuntimeError):
 
 
 class ExchangeError(TritoncommError, RuntimeError):
-    """The network failed during a round: a lost peer, a time-out. Nothing of the step was applied."""
+    """The network failed during a round: a lost peer, a time-out. Nothing of the step was applied.
+
+    ``peers`` are the ranks at fault, as far as known. The message names step, round, phase and method. The process
+    group is of no more use: make one of the ranks that are left and call ``optimizer.reset_process_group()``.
+    """
+
+    def __init__(self, message: str, peers: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
+class PeerLostError(ExchangeError):
+    """A rank has died, or closed its connections without a word."""
+
+
+class ExchangeTimeoutError(ExchangeError):
+    """A rank did not answer within the time-out; it may still be there."""
 
 
 class NonFiniteError(TritoncommError, ArithmeticError):

@@ -188,7 +188,7 @@ class GradientExchange:
         """Every rank has come this far: without it some would apply a step that others have lost."""
         if self.world_size > 1:
             meter = self._meter
-            self._run(_confirmation(self.layout.device))
+            self._run(_confirmation(self.layout.device), new_step=False)
             meter.add(self._meter)
             self._meter = meter
 
@@ -291,11 +291,11 @@ class GradientExchange:
         whole = DenseTail(recipe=self.recipe, tail=self.dense_numel)
         return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 
-    def _run(self, pattern: Pattern[Any]) -> Any:
+    def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
         if self._scheduler is None:
             return SimulatedScheduler(1).run([pattern])[0]
         try:
-            return self._scheduler.run(pattern)
+            return self._scheduler.run(pattern, new_step=new_step)
         finally:
             self._meter = self._scheduler.meter
 

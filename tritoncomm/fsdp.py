@@ -68,8 +68,8 @@ class ShardExchange:
         if shard.numel() != self.numel:
             raise ConfigurationError(
                 f"FSDP reduces {shard.numel()} elements at once where {self.numel} were registered "
-                f"({self.pieces[0].name} and others): register() after all of fully_shard() and freezing, and use every "
-                "parameter in each pass"
+                f"({self.pieces[0].name} and others): register() after all of fully_shard() and freezing, and use "
+                "every parameter in each pass"
             )
         if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself looks at only in HSDP
             self._held = shard.to(torch.float32, copy=True) if self._held is None else self._held.add_(shard)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tritoncomm.cost import HEADER_WORDS
 from tritoncomm.errors import ProtocolMismatchError
 
 _WORD_MASK = 0x7FFFFFFF
 _FREE = -1
+_PHASE_BYTES = 12
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -103,28 +104,49 @@ def check_indices(indices: torch.Tensor, low: int, high: int, counts: Sequence[i
         )
 
 
-def frame(payload: torch.Tensor, sequence: int, phase: str) -> torch.Tensor:
-    """``payload`` (int32 ``[w]``) behind a header that says which round it belongs to."""
-    header = torch.tensor(_header(payload.numel(), sequence, phase), dtype=torch.int32)
+class Frame(NamedTuple):
+    """Where a message belongs: the number of the exchange, of the round in it, its phase, and whose it is.
+
+    ``stamp`` stands for everything that both ends must have in common: method, settings, length of the vector.
+    """
+
+    step: int
+    number: int
+    phase: str
+    stamp: int
+
+    def header(self, words: int) -> list[int]:
+        """``HEADER_WORDS`` int32: step, round, words, stamp, the phase as text, and a check of these."""
+        text = self.phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+        phase = [int.from_bytes(text[at : at + 4], "little", signed=True) for at in range(0, _PHASE_BYTES, 4)]
+        fields = [self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK, *phase]
+        return [*fields, zlib.crc32(repr((fields, self.phase)).encode()) & _WORD_MASK]
+
+
+def stamp(text: str) -> int:
+    """A number for what both ends must have in common."""
+    return zlib.crc32(text.encode()) & _WORD_MASK
+
+
+def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """``payload`` (int32 ``[w]``) behind the header of ``frame``."""
+    if payload.dtype != torch.int32 or payload.dim() != 1:
+        raise ProtocolMismatchError(
+            f"phase {frame.phase!r} sends {tuple(payload.shape)} {payload.dtype}: messages are one-dimensional int32"
+        )
+    header = torch.tensor(frame.header(payload.numel()), dtype=torch.int32)
     return torch.cat([header.to(payload.device), payload])
 
 
-def unframe(message: torch.Tensor, sequence: int, phase: str) -> torch.Tensor:
-    """The payload of a framed message, a view.
-
-    Raises :class:`ProtocolMismatchError` when the header belongs to another round, phase or length.
-    """
-    payload = message[HEADER_WORDS:]
-    found = message[:HEADER_WORDS].tolist()
-    expected = _header(payload.numel(), sequence, phase)
-    if found != expected:
-        raise ProtocolMismatchError(
-            f"expected round {sequence}, phase {phase!r}, {payload.numel()} words; the header says round {found[0]}, "
-            f"{'the same' if found[1] == expected[1] else 'another'} phase, {found[2]} words"
-        )
-    return payload
-
-
-def _header(words: int, sequence: int, phase: str) -> list[int]:
-    fields = [sequence & _WORD_MASK, zlib.crc32(phase.encode()) & _WORD_MASK, words]
-    return [*fields, zlib.crc32(repr(fields).encode()) & _WORD_MASK]
+def check_frame(header: torch.Tensor, frame: Frame, words: int) -> None:
+    """Raise :class:`ProtocolMismatchError` unless ``header`` is that of ``words`` words in ``frame``."""
+    found = header.tolist()
+    expected = frame.header(words)
+    if found == expected:
+        return
+    phase = b"".join(word.to_bytes(4, "little", signed=True) for word in found[4:7]).rstrip(b"\0")
+    raise ProtocolMismatchError(
+        f"expected step {frame.step}, round {frame.number}, phase {frame.phase!r}, {words} words; the message says "
+        f"step {found[0]}, round {found[1]}, phase {phase.decode(errors='replace')!r}, {found[2]} words, "
+        f"{'the same' if found[3] == expected[3] else 'another'} method and settings"
+    )

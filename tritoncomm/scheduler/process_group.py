@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from tritoncomm import cost, wire
 from tritoncomm.cost import Link
-from tritoncomm.errors import ExchangeError, ProtocolMismatchError
+from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
 from tritoncomm.metrics import Meter
+from tritoncomm.scheduler import roll_call
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -29,8 +31,10 @@ from tritoncomm.scheduler.rounds import (
     Word,
 )
 
-# Tags keep rounds apart on backends that have them; gloo reserves the high values for itself.
-_TAGS = 1 << 15
+# Tags of the beginnings of messages, and as many for the rests of long ones.
+_TAGS = 1 << 30
+# Words of a message that are sent with its header; the rest of a longer one is a transfer of its own.
+_BEGINNING = 1 << 12
 # What the measurement of a link sends, and how often.
 _PROBE_WORDS, _PROBES = 1 << 20, 5
 
@@ -39,7 +43,8 @@ class ProcessGroupScheduler:
     """One rank's end of the exchange. ``group=None`` is the default process group.
 
     ``device`` is where messages are received: the device of the vector that is exchanged.
-    ``timeout`` limits each wait; None leaves it to the process group's own time-out. ``meter`` holds
+    ``timeout`` limits each wait; None leaves it to the process group's own time-out. ``stamp`` says whose exchange
+    it is, method first; every message carries it. ``meter`` holds
     the traffic and waiting time of the last pattern that was run.
     """
 
@@ -56,16 +61,28 @@ class ProcessGroupScheduler:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.meter = Meter()
-        self._sequence = 0
+        self.step = 0  # exchanges begun
+        self._number = 0  # of the word within the exchange
+        self._method = stamp.split(" ", 1)[0] or "unnamed"
+        self._stamp = wire.stamp(stamp)
+        self._failure = ""
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
 
-    def run(self, pattern: Pattern[Result]) -> Result:
-        """Run ``pattern`` to its end and return its result.
+    def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
+        """Run ``pattern`` to its end and return its result; without a ``new_step`` it belongs to the one before.
 
-        Raises :class:`ExchangeError` when the network fails, :class:`ProtocolMismatchError` when a
-        message belongs elsewhere, and whatever the pattern raises; the pattern is closed then.
+        Raises :class:`PeerLostError` or :class:`ExchangeTimeoutError` when the network fails,
+        :class:`ProtocolMismatchError` when a message belongs elsewhere, and whatever the pattern raises; the pattern
+        is closed then. After the first three the group is of no more use.
         """
+        if self._failure:
+            raise ExchangeError(f"this process group has failed, call reset_process_group(): {self._failure}")
         self.meter = Meter()
+        if new_step:
+            self.step += 1
+            self._number = 0
         reply: Any = None
         try:
             while True:
@@ -77,7 +94,7 @@ class ProcessGroupScheduler:
             pattern.close()
 
     def _perform(self, word: Word) -> Any:
-        self._sequence += 1
+        self._number += 1
         started = time.perf_counter()
         try:
             if isinstance(word, Round):
@@ -88,46 +105,104 @@ class ProcessGroupScheduler:
                 return self._wait(word.ticket)
             return self._collective(word)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, ProtocolMismatchError):
-                raise
-            raise ExchangeError(
-                f"rank {self.rank} of {self.world_size}, round {self._sequence}, phase {word.phase!r}"
-                f"{_peers(word)}: {error}"
-            ) from error
+            raise self._failed(word, error) from error
         finally:
             self.meter.wait(word.phase, time.perf_counter() - started)
 
+    def _failed(self, word: Word, error: Exception) -> ExchangeError | ProtocolMismatchError:
+        """What ``error`` was, once all ranks that are left have said what they saw."""
+        where = f"step {self.step}, round {self._number}, phase {word.phase!r} of {self._method}"
+        mismatch = isinstance(error, ProtocolMismatchError)
+        kind = "protocol" if mismatch else roll_call.kind_of(error)
+        report = roll_call.Report(kind, where, str(error), _peers(word))
+        key = f"{_name(self.group)}/{self._stamp}/{self.step}"
+        verdict = roll_call.call(self.group, self.rank, self._global_ranks, key, report)
+        others = verdict.described(self.rank)
+        message = f"rank {self.rank} of {self.world_size}, {where}{_described(word)}: "
+        broken = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "protocol"}
+        found: ExchangeError | ProtocolMismatchError
+        if broken and not verdict.missing:
+            found = ProtocolMismatchError(message + "; ".join(broken.values()) + (others and f" ({others})"))
+        else:
+            culprits = verdict.culprits
+            who = f"rank{'s' * (len(culprits) > 1)} {', '.join(map(str, culprits)) or 'unknown'}"
+            if verdict.timed_out:
+                late = (
+                    "the others did not wait longer for this rank" if self.rank in culprits else f"no answer from {who}"
+                )
+                found = ExchangeTimeoutError(f"{message}{late}; {others or error}", culprits)
+            elif kind == "error" and not verdict.missing:
+                found = ExchangeError(f"{message}{error}", ())
+            else:
+                found = PeerLostError(f"{message}lost {who}; {others or error}", culprits)
+        self._failure = str(found)
+        return found
+
     def _post(self, round_: Round) -> Ticket:
-        sequence = self._sequence
-        tag = sequence % _TAGS
+        frame = wire.Frame(self.step, self._number, round_.phase, self._stamp)
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
         for peer, words in round_.receives.items():
-            buffers[peer] = torch.empty(words + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
-            operations.append(self._operation(dist.irecv, buffers[peer], peer, tag))
+            # gloo ends the process when more arrives than there is room for, and takes less without a word: there is
+            # always room for the beginning, whose header tells, and the rest comes only to who expects that much.
+            room = max(words, _BEGINNING) if self._guarded else words
+            buffers[peer] = torch.empty(room + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
+            operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
         for peer, payload in round_.sends.items():
-            sends.append(wire.frame(payload, sequence, round_.phase))
-            operations.append(self._operation(dist.isend, sends[-1], peer, tag))
+            sends.append(wire.framed(payload, frame))
+            operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
         # The framed sends must live until the wait: the backend reads them in the background.
-        return Ticket(round_.phase, (sequence, works, buffers, sends))
+        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends))
 
-    def _operation(self, kind: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._global_ranks[peer], self.group, tag)
+    def _operations(
+        self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
+    ) -> list[dist.P2POp]:
+        """One message, or its beginning and its rest. Both ends count the messages between them, and these are tags.
+
+        So a beginning meets the message that comes next, whatever it is, and a rest only one of its own length.
+        """
+        counter[peer] += 1
+        beginning = cost.HEADER_WORDS + _BEGINNING
+        tag = counter[peer] % _TAGS
+        if not self._guarded or words <= _BEGINNING:
+            return [dist.P2POp(kind, buffer, self._global_ranks[peer], self.group, tag)]
+        rest = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
+        return [
+            dist.P2POp(kind, buffer[:beginning], self._global_ranks[peer], self.group, tag),
+            dist.P2POp(kind, buffer[beginning:], self._global_ranks[peer], self.group, rest),
+        ]
 
     def _wait(self, ticket: Ticket) -> Inbox:
-        sequence, works, buffers, _ = ticket.token
-        for work in works:
+        frame, works, buffers, words, _ = ticket.token
+        waiting = list(works)  # each is waited for once: gloo counts
+        if self._guarded:  # beginnings first: the rest of a message that is too long or too short never comes
+            at = 0
+            for peer, buffer in buffers.items():
+                self._finish(waiting.pop(at))
+                self._check(frame, peer, buffer, words[peer])
+                at += words[peer] > _BEGINNING
+        for work in waiting:
             self._finish(work)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
-            try:
-                inbox[peer] = wire.unframe(buffer, sequence, ticket.phase)
-            except ProtocolMismatchError as error:
-                raise ProtocolMismatchError(f"rank {self.rank} from rank {peer}: {error}") from error
+            if not self._guarded:
+                self._check(frame, peer, buffer, words[peer])
+            inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
         return inbox
+
+    def _check(self, frame: wire.Frame, peer: int, buffer: torch.Tensor, words: int) -> None:
+        try:
+            wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words)
+        except ProtocolMismatchError as error:
+            raise ProtocolMismatchError(f"rank {self.rank} from rank {peer}: {error}") from error
+
+    @property
+    def _guarded(self) -> bool:
+        """True where a message may be shorter than the room for it: not so on NCCL."""
+        return self.device.type == "cpu"
 
     def _collective(self, word: Collective) -> torch.Tensor:
         tensor = word.tensor.contiguous()
@@ -160,11 +235,22 @@ class ProcessGroupScheduler:
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
 
 
-def _peers(word: Word) -> str:
+def _peers(word: Word) -> list[int]:
+    """Whom ``word`` deals with; nobody in particular for a collective."""
+    round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+    return sorted({*round_.sends, *round_.receives}) if round_ is not None else []
+
+
+def _described(word: Word) -> str:
     round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
     if round_ is None:
         return ""
     return f" (sends to {sorted(round_.sends)}, expects from {sorted(round_.receives)})"
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    """A name of ``group`` that all its ranks have in common."""
+    return str((group or dist.group.WORLD).group_name)
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> Link:

@@ -1,0 +1,242 @@
+"""Worker processes of tests/test_failures.py: what goes wrong between ranks, and what every survivor is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
+
+import laws
+from gloo_training import flat, residual
+from gloo_workers import loss_of, tiny_model
+
+sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2, timeout=timedelta(seconds=3))
+VICTIM = 1
+
+
+def words(count: int) -> torch.Tensor:
+    """A message."""
+    return torch.arange(count, dtype=torch.int32)
+
+
+def told(send, rank: int, action: Callable[[], object]) -> None:
+    """Report the error that ``action`` must raise, and how long that took."""
+    started = time.monotonic()
+    try:
+        action()
+    except (ExchangeError, ProtocolMismatchError) as error:
+        send((rank, type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started, str(error)))
+    else:
+        raise AssertionError(f"rank {rank} was told nothing")
+
+
+def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
+    """Kill this process when it is about to do its ``number``-th round from now."""
+    scheduler = optimizer._exchange._scheduler
+    perform, left = scheduler._perform, [number]
+
+    def fatal(word):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return perform(word)
+
+    scheduler._perform = fatal
+
+
+def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
+    """Two steps, then a rank dies in a round of the third; survivors keep all they had, regroup and train to the end."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01), algo=algo)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, rank, 2).backward()
+    if rank == VICTIM:
+        die_at(optimizer, number)
+    before, owed = flat(model), residual(optimizer)
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    ahead = False
+    try:
+        optimizer.step()
+        ahead = True  # it died between the others' confirmations: this one has stepped, and is told at the next step
+        loss_of(model, rank, 3).backward()
+        before, owed = flat(model), residual(optimizer)
+        optimizer.step()
+    except PeerLostError as error:
+        assert error.peers == (VICTIM,), error
+        assert f"of {algo}" in str(error)
+        assert "step 3, round" in str(error) or "step 4, round" in str(error), error
+        assert "phase '" in str(error)
+    else:
+        raise AssertionError("a death went unnoticed")
+    assert flat(model) == before
+    assert laws.same_bits(residual(optimizer), owed)
+    if not ahead:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(parameter.grad, gradient)
+    survivors = [r for r in range(world_size) if r != VICTIM]
+    group = dist.new_group(survivors, timeout=timedelta(seconds=10), use_local_synchronization=True)
+    steps = optimizer.metrics()["steps"]
+    optimizer.reset_process_group(group)
+    if optimizer.metrics()["steps"] == steps:  # nobody was ahead
+        expected = owed * (len(survivors) / world_size)
+        assert torch.allclose(residual(optimizer), expected, atol=1e-7)
+    for step in range(4, 8):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    everybody = [None] * len(survivors)
+    dist.all_gather_object(everybody, flat(model), group=group)
+    assert all(other == everybody[0] for other in everybody)
+    assert flat(model) != before
+    send((rank, "trained to the end"))
+    os._exit(0)  # the default group has lost a member, there is nothing to wait for
+
+
+def slow(rank: int, world_size: int, send) -> None:
+    """One rank is busy for longer than the time-out; the others name it, and it learns that they have gone."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=1))
+    loss_of(model, rank, 0).backward()
+    before, owed = flat(model), residual(optimizer)
+    if rank == VICTIM:
+        time.sleep(9)
+    told(send, rank, optimizer.step)
+    assert flat(model) == before
+    assert laws.same_bits(residual(optimizer), owed)
+    group = dist.new_group(timeout=timedelta(seconds=20))  # everybody is still there
+    optimizer.reset_process_group(group)
+    optimizer.step()
+
+
+def skipped(rank: int, world_size: int, send) -> None:
+    """One rank takes no part in an exchange and goes on to something else."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=1))
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if step == 1 and rank == VICTIM:
+            return
+        if step == 0:
+            optimizer.step()
+        else:
+            told(send, rank, optimizer.step)
+
+
+def another_step(rank: int, world_size: int, send) -> None:
+    """One rank believes that it is further: the first message says so."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
+    loss_of(model, rank, 0).backward()
+    optimizer._exchange._scheduler.step += rank == VICTIM
+    told(send, rank, optimizer.step)
+
+
+def lengths(rank: int, world_size: int, send, actual: int, expected: int) -> None:
+    """A rank sends fewer or more words than its peer expects; a third one waits for both."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
+
+    def talk():
+        if rank == 0:
+            yield Round("ragged", {1: words(actual)}, {})
+        elif rank == 1:
+            yield Round("ragged", {}, {0: expected})
+        else:
+            yield Round("ragged", {}, {})
+        return (yield AllReduce("after", torch.ones(2)))
+
+    told(send, rank, lambda: scheduler.run(talk()))
+
+
+def overlapping(rank: int, world_size: int, send) -> None:
+    """Long and short messages under way at once arrive whole and in order."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
+
+    def talk():
+        tickets = []
+        sizes = [1, 5000, 4096, 4097, 3, 100_000]
+        for turn, size in enumerate(sizes):
+            sends = {peer: words(size) + turn for peer in range(world_size) if peer != rank}
+            tickets.append((yield Post(Round(f"turn {turn}", sends, dict.fromkeys(sends, size)))))
+        inboxes = []
+        for ticket in tickets:
+            inboxes.append((yield Wait(ticket)))
+        for turn, (size, inbox) in enumerate(zip(sizes, inboxes, strict=True)):
+            assert sorted(inbox) == [peer for peer in range(world_size) if peer != rank]
+            assert all(torch.equal(message, words(size) + turn) for message in inbox.values())
+
+    for _ in range(3):
+        scheduler.run(talk())
+    send((rank, "whole"))
+
+
+def dtypes(rank: int, world_size: int, send) -> None:
+    """A rank sends something else than int32."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
+    message = torch.ones(4) if rank == VICTIM else words(4)
+
+    def talk():
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        yield Round("ring", {right: message}, {left: 4})
+
+    told(send, rank, lambda: scheduler.run(talk()))
+
+
+def phases(rank: int, world_size: int, send) -> None:
+    """A rank is in another phase of the same length."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
+
+    def talk():
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        yield Round("gather" if rank != VICTIM else "balance", {right: words(4)}, {left: 4})
+
+    told(send, rank, lambda: scheduler.run(talk()))
+
+
+def settings(rank: int, world_size: int, send) -> None:
+    """A rank has changed its method after all had compared theirs."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
+    loss_of(model, rank, 0).backward()
+    if rank == VICTIM:
+        optimizer._exchange.change_recipe(tritoncomm.TopkAllgather(density=0.2000001))
+    told(send, rank, optimizer.step)
+
+
+def kinds(rank: int, world_size: int, send) -> None:
+    """A rank is in a collective where the others talk to each other."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=2), stamp="test")
+
+    def talk():
+        if rank == VICTIM:
+            yield AllReduce("sums", torch.ones(3))
+        else:
+            others = [peer for peer in range(world_size) if peer != rank]
+            yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
+
+    told(send, rank, lambda: scheduler.run(talk()))
+
+
+def version(rank: int, world_size: int, send) -> None:
+    """A rank runs another release."""
+    if rank == VICTIM:
+        tritoncomm.optim.__version__ = "0.0.1"
+    try:
+        sparse_wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1))
+    except tritoncomm.ConfigMismatchError as error:
+        send((rank, "ConfigMismatchError", (), 0.0, str(error)))

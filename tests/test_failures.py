@@ -1,0 +1,105 @@
+"""Every failure between real processes is an error on every survivor, named, in time, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+import pytest
+from tritoncomm.demo.launch import WorkerError
+
+import gloo_failures
+from workers import run_workers
+
+
+def reports(function, world_size: int, *args) -> dict[int, tuple]:
+    """What each rank reported."""
+    heard: list[tuple] = []
+    with suppress(WorkerError):  # a rank may not find its way back to the others
+        run_workers(function, world_size, *args, listen=heard.append)
+    return {report[0]: report[1:] for report in heard}
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_killed_rank(algo: str, number: int) -> None:
+    """Wherever it dies, the survivors name it, lose nothing, regroup, and train to the end."""
+    assert reports(gloo_failures.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
+
+
+def test_slow_rank() -> None:
+    """A time-out on the others names it; it learns that it was given up; a new group goes on with all."""
+    heard = reports(gloo_failures.slow, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for rank, (kind, peers, seconds, text) in heard.items():
+        assert kind == "ExchangeTimeoutError", heard
+        assert peers == (1,)
+        assert rank == 1 or seconds < 8
+        assert "step 1, round" in text
+        assert "of oktopk" in text
+
+
+def test_skipped_exchange() -> None:
+    """Who does not come to an exchange is named."""
+    heard = reports(gloo_failures.skipped, 3)
+    assert sorted(heard) == [0, 2]
+    for kind, peers, seconds, text in heard.values():
+        assert kind == "ExchangeTimeoutError", text
+        assert peers == (1,)
+        assert seconds < 8
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"), [(10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)]
+)
+def test_lengths(actual: int, expected: int) -> None:
+    """Longer or shorter than expected, within the first part of a message or not: no garbage, no abort."""
+    heard = reports(gloo_failures.lengths, 3, actual, expected)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, _, seconds, text in heard.values():
+        assert kind == "ProtocolMismatchError", text
+        assert seconds < 5
+        assert f"phase 'ragged', {expected} words; the message says step 1, round 1, phase 'ragged', {actual}" in text
+        assert "rank 1 from rank 0" in text
+
+
+@pytest.mark.parametrize(
+    ("situation", "said"),
+    [
+        (gloo_failures.another_step, "expected step 1, .* the message says step 2"),
+        (gloo_failures.dtypes, r"phase 'ring' sends \(4,\) torch\.float32: messages are one-dimensional int32"),
+        (gloo_failures.phases, "phase 'gather', 4 words; the message says .* phase 'balance'"),
+        (gloo_failures.settings, "another method and settings"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_mismatches(situation, said: str) -> None:
+    """All ranks are told what does not fit, by both sides' names, at once."""
+    heard = reports(situation, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, _, seconds, text in heard.values():
+        assert kind == "ProtocolMismatchError", text
+        assert seconds < 5
+        assert re.search(said, text), text
+
+
+def test_kinds() -> None:
+    """A collective here and messages there: after the time-out everybody knows who was where."""
+    heard = reports(gloo_failures.kinds, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for rank, (kind, _, seconds, text) in heard.items():
+        assert kind == "ExchangeTimeoutError", text
+        assert seconds < 8
+        assert ("phase 'lists'" if rank == 1 else "rank 1 was in step 1, round 1, phase 'sums' of test") in text
+
+
+def test_version() -> None:
+    """Releases are compared before anything is exchanged."""
+    heard = reports(gloo_failures.version, 3)
+    assert all("version: " in text and "rank 1 has '0.0.1'" in text for *_, text in heard.values())
+    assert sorted(heard) == [0, 1, 2]
+
+
+def test_overlapping_messages() -> None:
+    """What is guarded against does not happen by itself."""
+    assert reports(gloo_failures.overlapping, 3) == dict.fromkeys(range(3), ("whole",))

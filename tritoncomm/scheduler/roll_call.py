@@ -1,0 +1,128 @@
+"""After a failure: who is still there, who is not, and what everybody was doing. All survivors come to one verdict.
+
+A rank that notices something cuts its connections, so that whoever waits for it notices at once instead of at the
+time-out, and leaves a report in the store that the process group was made from. Who leaves none is lost, or slow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# How long to wait for reports: of ranks whose connection is closed, and of others, which may be computing.
+_CLOSED_SECONDS, _SILENT_SECONDS = 0.5, 5.0
+_PROBE_SECONDS = 0.05
+_PROBE_TAG = (1 << 31) - 1
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_CUT = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank saw: ``kind`` is timeout, lost, protocol or error, ``peers`` whom it was dealing with."""
+
+    kind: str
+    where: str
+    text: str
+    peers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``missing``: ranks that left no report, those first whose connection is closed. ``reports`` by rank."""
+
+    missing: list[int]
+    reports: dict[int, Report]
+
+    @property
+    def culprits(self) -> list[int]:
+        """Who is missing, or else whom the others were waiting for."""
+        waited_for = {peer for report in self.reports.values() if report.kind == "timeout" for peer in report.peers}
+        return self.missing or sorted(waited_for)
+
+    @property
+    def timed_out(self) -> bool:
+        """True when somebody waited too long; then nobody has to have died."""
+        return any(report.kind == "timeout" for report in self.reports.values())
+
+    def described(self, own: int) -> str:
+        """What the other ranks were doing, once for each that was doing something else than this one."""
+        mine = self.reports.get(own)
+        others = [
+            f"rank {rank} was in {report.where}"
+            for rank, report in sorted(self.reports.items())
+            if rank != own and (mine is None or report.where != mine.where)
+        ]
+        return "; ".join(others)
+
+
+def kind_of(error: BaseException) -> str:
+    """What a backend's error is, of which only the text tells."""
+    text = str(error)
+    if _CUT.search(text):
+        return "lost"
+    return "timeout" if _TIMED_OUT.search(text) else "error"
+
+
+def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: Report) -> Verdict:
+    """Report ``own`` and collect the reports of ``ranks`` (global numbers, in the order of the group) under ``key``."""
+    store = _store()
+    prefix = f"tritoncomm/{key}/"
+    if store is not None:
+        with suppress(RuntimeError):  # the store was in the process that died
+            store.set(f"{prefix}{rank}", json.dumps(asdict(own)))
+    closed = _cut_connections(group, rank, ranks)
+    reports = {rank: own}
+    started = time.monotonic()
+    while store is not None and len(reports) < len(ranks):
+        try:
+            for other in set(range(len(ranks))) - set(reports):
+                if store.check([f"{prefix}{other}"]):
+                    reports[other] = Report(**json.loads(store.get(f"{prefix}{other}")))
+        except RuntimeError:
+            store = None
+        waited, missing = time.monotonic() - started, set(range(len(ranks))) - set(reports)
+        if waited > (_CLOSED_SECONDS if missing <= closed else _SILENT_SECONDS):
+            break
+        time.sleep(0.005)
+    silent = set(range(len(ranks))) - set(reports)
+    if store is None:  # without reports all that is known is who cannot be reached
+        silent &= closed | set(own.peers)
+    return Verdict(sorted(silent & closed) or sorted(silent), reports)
+
+
+def _cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
+    """Make everybody notice who waits for this rank; returns those whose connection was closed already.
+
+    gloo refuses to post a receive from such a rank, and closes all connections of a process in which a wait has
+    timed out.
+    """
+    if dist.get_backend(group) != "gloo":
+        return set()
+    time.sleep(_PROBE_SECONDS)  # a death takes some milliseconds to be known
+    probes: list[Any] = []
+    closed: set[int] = set()
+    for other, number in enumerate(ranks):
+        if other != rank:
+            try:
+                probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), number, group=group, tag=_PROBE_TAG))
+            except RuntimeError:
+                closed.add(other)
+    for probe in probes[:1]:
+        with suppress(RuntimeError):
+            probe.wait(timedelta(milliseconds=1))
+    return closed
+
+
+def _store() -> Any:
+    with suppress(RuntimeError, ValueError, AttributeError):
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+    return None
