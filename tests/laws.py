@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from hypothesis import strategies as st
-from tritoncomm import NonFiniteError, Recipe, SimulatedWorld, SparseVector
+from tritoncomm import (
+    ExchangeTimeoutError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    Recipe,
+    SimulatedWorld,
+    SparseVector,
+)
+from tritoncomm.scheduler.faults import KINDS, Faults
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
 MAX_WORLD_SIZE = 17
@@ -204,6 +212,36 @@ def atomicity(recipe: Recipe, case: Case) -> None:
         again, expected = world.step(gradient), control.step(gradient)
         assert all(same_vector(a, b) for a, b in zip(again, expected, strict=True))
         assert same_bits(world.residuals, control.residuals)
+
+
+def faults(recipe: Recipe, case: Case) -> None:
+    """A message that is dropped, delayed, doubled, overtaken or damaged, in any round: a named error, or no difference.
+
+    After the error nothing has changed, and the step can be repeated.
+    """
+    world, control = world_of(recipe, case), world_of(recipe, case)
+    for gradient in case.gradients():
+        for number in range(rounds_of(world, gradient)):
+            for kind in KINDS:
+                trial, network = copy.deepcopy(world), Faults(kind, number, case.seed)
+                before, states = trial.residuals, _states(trial)
+                said = ""
+                try:
+                    means = trial.step(gradient, faults=network)
+                except (ExchangeTimeoutError, ProtocolMismatchError) as error:
+                    said = str(error)
+                if said:
+                    assert network.done, network
+                    assert repr(network) in said  # with the seed that shows it again
+                    assert kind != "delay", network
+                    assert same_bits(trial.residuals, before), network
+                    assert _states(trial) == states, network
+                    means = trial.step(gradient)
+                else:
+                    assert not network.done or kind not in ("drop", "corrupt"), network
+                expected = copy.deepcopy(world).step(gradient)
+                assert all(same_vector(a, b) for a, b in zip(means, expected, strict=True)), network
+        _same_step(world, control, gradient)
 
 
 def rounds_of(world: SimulatedWorld, gradient: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -111,6 +112,14 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """Sums that overflow are everybody's refusal."""
     obeys(laws.overflow, name, case, density)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
+@settings(max_examples=2, deadline=None)
+def test_faults(name: str, case: laws.Case, density: float) -> None:
+    """A network that misbehaves."""
+    obeys(laws.faults, name, dataclasses.replace(case, families=case.families[:2]), density)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -65,7 +65,10 @@ def test_frame() -> None:
     message = wire.framed(payload, frame)
     header = message[:HEADER_WORDS]
     assert torch.equal(message[HEADER_WORDS:], payload)
-    wire.check_frame(header, frame, 5)
+    total = wire.check_frame(header, frame, 5)
+    wire.check_payload(payload, total)
+    with pytest.raises(ProtocolMismatchError, match="corrupt"):
+        wire.check_payload(payload ^ torch.tensor([0, 0, 1 << 30, 0, 0], dtype=torch.int32), total)
     for other, words, named in (
         (frame._replace(step=8), 5, "expected step 8, .* the message says step 7, .* the same method"),
         (frame._replace(number=4), 5, "round 4, .* says step 7, round 3"),

@@ -11,6 +11,7 @@ from tritoncomm.cost import Forecast, Link, Traffic
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.clock import VirtualClock
+from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
@@ -48,10 +49,13 @@ class SimulatedWorld:
         self.scheduler = SimulatedScheduler(world_size, self.clock)
         self.seconds = 0.0
 
-    def step(self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None) -> list[SparseVector]:
+    def step(
+        self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None, faults: Faults | None = None
+    ) -> list[SparseVector]:
         """Exchange ``gradients`` (``[world_size, numel]``, row r is rank r's); the mean, by rank.
 
-        ``before_round(number, words)`` is called before every round and may raise to inject a failure.
+        ``before_round(number, words)`` is called before every round and may raise to inject a failure; ``faults``
+        is what the network does to messages.
         Any error leaves residuals and states bit-identical to before. Raises
         :class:`~tritoncomm.NonFiniteError` when a gradient has a NaN or Inf.
         """
@@ -66,7 +70,7 @@ class SimulatedWorld:
         ]
         started = max(self.clock.now) if self.clock is not None else 0.0
         try:
-            means = self.scheduler.run(patterns, before_round)
+            means = self.scheduler.run(patterns, before_round, faults)
         except BaseException:
             for worker in self.workers:
                 worker.rollback()

@@ -17,7 +17,7 @@ from tritoncomm.errors import ProtocolMismatchError
 
 _WORD_MASK = 0x7FFFFFFF
 _FREE = -1
-_PHASE_BYTES = 12
+_PHASE_BYTES = 8
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -115,11 +115,11 @@ class Frame(NamedTuple):
     phase: str
     stamp: int
 
-    def header(self, words: int) -> list[int]:
-        """``HEADER_WORDS`` int32: step, round, words, stamp, the phase as text, and a check of these."""
+    def header(self, words: int, total: int) -> list[int]:
+        """``HEADER_WORDS`` int32: step, round, words, stamp, the phase as text, the payload's sum, a check of these."""
         text = self.phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
         phase = [int.from_bytes(text[at : at + 4], "little", signed=True) for at in range(0, _PHASE_BYTES, 4)]
-        fields = [self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK, *phase]
+        fields = [self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK, *phase, total]
         return [*fields, zlib.crc32(repr((fields, self.phase)).encode()) & _WORD_MASK]
 
 
@@ -134,19 +134,33 @@ def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
         raise ProtocolMismatchError(
             f"phase {frame.phase!r} sends {tuple(payload.shape)} {payload.dtype}: messages are one-dimensional int32"
         )
-    header = torch.tensor(frame.header(payload.numel()), dtype=torch.int32)
+    header = torch.tensor(frame.header(payload.numel(), _sum(payload)), dtype=torch.int32)
     return torch.cat([header.to(payload.device), payload])
 
 
-def check_frame(header: torch.Tensor, frame: Frame, words: int) -> None:
-    """Raise :class:`ProtocolMismatchError` unless ``header`` is that of ``words`` words in ``frame``."""
+def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
+    """The sum for :func:`check_payload`.
+
+    Raises :class:`ProtocolMismatchError` unless ``header`` is that of ``words`` words in ``frame``.
+    """
     found = header.tolist()
-    expected = frame.header(words)
+    total: int = found[6]
+    expected = frame.header(words, total)
     if found == expected:
-        return
-    phase = b"".join(word.to_bytes(4, "little", signed=True) for word in found[4:7]).rstrip(b"\0")
+        return total
+    phase = b"".join(word.to_bytes(4, "little", signed=True) for word in found[4:6]).rstrip(b"\0")
     raise ProtocolMismatchError(
         f"expected step {frame.step}, round {frame.number}, phase {frame.phase!r}, {words} words; the message says "
         f"step {found[0]}, round {found[1]}, phase {phase.decode(errors='replace')!r}, {found[2]} words, "
         f"{'the same' if found[3] == expected[3] else 'another'} method and settings"
     )
+
+
+def check_payload(payload: torch.Tensor, total: int) -> None:
+    """Raise :class:`ProtocolMismatchError` unless ``payload`` has the sum that its header says."""
+    if _sum(payload) != total:
+        raise ProtocolMismatchError("the message is corrupt: its words do not have the sum that its header says")
+
+
+def _sum(payload: torch.Tensor) -> int:
+    return int(payload.sum(dtype=torch.int64)) & _WORD_MASK

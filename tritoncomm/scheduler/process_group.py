@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +66,7 @@ class ProcessGroupScheduler:
         self._number = 0  # of the word within the exchange
         self._method = stamp.split(" ", 1)[0] or "unnamed"
         self._stamp = wire.stamp(stamp)
-        self._failure = ""
+        self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -77,8 +78,8 @@ class ProcessGroupScheduler:
         :class:`ProtocolMismatchError` when a message belongs elsewhere, and whatever the pattern raises; the pattern
         is closed then. After the first three the group is of no more use.
         """
-        if self._failure:
-            raise ExchangeError(f"this process group has failed, call reset_process_group(): {self._failure}")
+        if self._failure is not None:  # every exchange in this group would fail
+            raise self._failure
         self.meter = Meter()
         if new_step:
             self.step += 1
@@ -115,8 +116,8 @@ class ProcessGroupScheduler:
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else roll_call.kind_of(error)
         report = roll_call.Report(kind, where, str(error), _peers(word))
-        key = f"{_name(self.group)}/{self._stamp}/{self.step}"
-        verdict = roll_call.call(self.group, self.rank, self._global_ranks, key, report)
+        # Not by step or method, which may be what differs: a group fails only once.
+        verdict = roll_call.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
         others = verdict.described(self.rank)
         message = f"rank {self.rank} of {self.world_size}, {where}{_described(word)}: "
         broken = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "protocol"}
@@ -124,7 +125,7 @@ class ProcessGroupScheduler:
         if broken and not verdict.missing:
             found = ProtocolMismatchError(message + "; ".join(broken.values()) + (others and f" ({others})"))
         else:
-            culprits = verdict.culprits
+            culprits = verdict.missing
             who = f"rank{'s' * (len(culprits) > 1)} {', '.join(map(str, culprits)) or 'unknown'}"
             if verdict.timed_out:
                 late = (
@@ -135,7 +136,7 @@ class ProcessGroupScheduler:
                 found = ExchangeError(f"{message}{error}", ())
             else:
                 found = PeerLostError(f"{message}lost {who}; {others or error}", culprits)
-        self._failure = str(found)
+        self._failure = found
         return found
 
     def _post(self, round_: Round) -> Ticket:
@@ -178,24 +179,30 @@ class ProcessGroupScheduler:
     def _wait(self, ticket: Ticket) -> Inbox:
         frame, works, buffers, words, _ = ticket.token
         waiting = list(works)  # each is waited for once: gloo counts
+        totals: dict[int, int] = {}
         if self._guarded:  # beginnings first: the rest of a message that is too long or too short never comes
             at = 0
             for peer, buffer in buffers.items():
                 self._finish(waiting.pop(at))
-                self._check(frame, peer, buffer, words[peer])
+                with self._from(peer):
+                    totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
                 at += words[peer] > _BEGINNING
         for work in waiting:
             self._finish(work)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
-            if not self._guarded:
-                self._check(frame, peer, buffer, words[peer])
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
+            with self._from(peer):
+                if peer not in totals:
+                    totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
+                wire.check_payload(inbox[peer], totals[peer])
         return inbox
 
-    def _check(self, frame: wire.Frame, peer: int, buffer: torch.Tensor, words: int) -> None:
+    @contextmanager
+    def _from(self, peer: int) -> Iterator[None]:
+        """Say between which ranks a message does not fit."""
         try:
-            wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words)
+            yield
         except ProtocolMismatchError as error:
             raise ProtocolMismatchError(f"rank {self.rank} from rank {peer}: {error}") from error
 
@@ -250,7 +257,7 @@ def _described(word: Word) -> str:
 
 def _name(group: dist.ProcessGroup | None) -> str:
     """A name of ``group`` that all its ranks have in common."""
-    return str((group or dist.group.WORLD).group_name)
+    return str(getattr(group or dist.group.WORLD, "group_name", ""))
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> Link:

@@ -22,6 +22,7 @@ _CLOSED_SECONDS, _SILENT_SECONDS = 0.5, 5.0
 _PROBE_SECONDS = 0.05
 _PROBE_TAG = (1 << 31) - 1
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_OWN = re.compile("application timeout", re.IGNORECASE)  # this process closed it
 _CUT = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
 
 
@@ -37,21 +38,19 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``missing``: ranks that left no report, those first whose connection is closed. ``reports`` by rank."""
+    """``missing``: ranks that left no report in time, as the first to have counted found. ``reports`` by rank.
+
+    ``gone``: their connections were closed, so that they have not only been slow.
+    """
 
     missing: list[int]
+    gone: bool
     reports: dict[int, Report]
 
     @property
-    def culprits(self) -> list[int]:
-        """Who is missing, or else whom the others were waiting for."""
-        waited_for = {peer for report in self.reports.values() if report.kind == "timeout" for peer in report.peers}
-        return self.missing or sorted(waited_for)
-
-    @property
     def timed_out(self) -> bool:
-        """True when somebody waited too long; then nobody has to have died."""
-        return any(report.kind == "timeout" for report in self.reports.values())
+        """True when somebody waited too long for a rank that may still be there."""
+        return not self.gone and any(report.kind == "timeout" for report in self.reports.values())
 
     def described(self, own: int) -> str:
         """What the other ranks were doing, once for each that was doing something else than this one."""
@@ -96,7 +95,11 @@ def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str,
     silent = set(range(len(ranks))) - set(reports)
     if store is None:  # without reports all that is known is who cannot be reached
         silent &= closed | set(own.peers)
-    return Verdict(sorted(silent & closed) or sorted(silent), reports)
+    found: list[Any] = [sorted(silent & closed) or sorted(silent), bool(silent & closed)]
+    if store is not None:  # who comes later is told the same
+        with suppress(RuntimeError):
+            found = json.loads(store.compare_set(f"{prefix}missing", "", json.dumps(found)))
+    return Verdict(found[0], gone=found[1], reports=reports)
 
 
 def _cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
@@ -114,8 +117,9 @@ def _cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int
         if other != rank:
             try:
                 probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), number, group=group, tag=_PROBE_TAG))
-            except RuntimeError:
-                closed.add(other)
+            except RuntimeError as error:
+                if not _OWN.search(str(error)):
+                    closed.add(other)
     for probe in probes[:1]:
         with suppress(RuntimeError):
             probe.wait(timedelta(milliseconds=1))

@@ -16,6 +16,7 @@ from tritoncomm.cost import Traffic
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.clock import VirtualClock
+from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -47,16 +48,24 @@ class SimulatedScheduler:
         self.clock = clock
         self.meters = [Meter() for _ in range(world_size)]
         self.raised: dict[int, BaseException] = {}
+        self._faults: Faults | None = None
 
-    def run(self, patterns: Sequence[Pattern[Result]], before_round: BeforeRound | None = None) -> list[Result]:
+    def run(
+        self,
+        patterns: Sequence[Pattern[Result]],
+        before_round: BeforeRound | None = None,
+        faults: Faults | None = None,
+    ) -> list[Result]:
         """Run all patterns to their end and return their results by rank.
 
         ``before_round(round_number, words)`` sees what each rank is about to do and may raise: that is
         how a failure is injected. An error in any pattern stops all of them; ``raised`` tells which
-        ranks raised in that round, and the error of the lowest is raised here.
+        ranks raised in that round, and the error of the lowest is raised here. ``faults`` is what the network
+        does to messages.
         """
         self.meters = [Meter() for _ in range(self.world_size)]
         self.raised = {}
+        self._faults = faults
         replies: list[Any] = [None] * self.world_size
         number = 0
         try:
@@ -122,7 +131,10 @@ class SimulatedScheduler:
                         f"round {number}, phase {round_.phase!r}: rank {source} sends {payload.numel()} words "
                         f"of {payload.dtype} to rank {peer}, which expects {expected or 'nothing'}"
                     )
-                inboxes[peer][source] = payload.clone()
+                if self._faults is None:
+                    inboxes[peer][source] = payload.clone()
+                else:
+                    inboxes[peer][source] = self._faults.carry(payload, source, peer, number, round_.phase)
         sizes = [{peer: cost.message(payload.numel()).bytes for peer, payload in r.sends.items()} for r in rounds]
         for rank, round_ in enumerate(rounds):
             for source, expected in round_.receives.items():
