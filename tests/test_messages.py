@@ -199,8 +199,10 @@ def test_empty_vector() -> None:
 def test_public_names() -> None:
     """The public surface, pinned."""
     assert sorted(tritoncomm.__all__) == [
-        "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError", "GTopk", "GaussianK",
-        "HardThreshold", "MiCRO", "NonFiniteError", "OkTopk", "ProtocolMismatchError", "RandomBlock", "RandomK",
+        "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
+        "ExchangeTimeoutError", "GTopk", "GaussianK",
+        "HardThreshold", "MiCRO", "NonFiniteError", "OkTopk",
+        "PeerLostError", "ProtocolMismatchError", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
         "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "wrap",
     ]  # fmt: skip

@@ -141,6 +141,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that exchange; None is the default one."""
+        return self._exchange.group
+
+    @property
     def is_synchronized(self) -> bool:
         """True between :meth:`synchronize` and :meth:`step`."""
         return self._exchanged

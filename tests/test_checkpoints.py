@@ -1,0 +1,85 @@
+"""Resume and elasticity: to the bit with as many ranks, the same pending update with another number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritoncomm import ConfigurationError, saved_state
+from tritoncomm.checkpoint import reshard
+
+import gloo_checkpoints
+from workers import run_workers
+
+
+def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
+    """What so many ranks would save."""
+    return [
+        saved_state.written(
+            rank=rank,
+            world_size=len(residuals),
+            recipe="oktopk",
+            settings="",
+            residuals=[residual[:2], residual[2:]],
+            algorithm={"taken": 3},
+        )
+        for rank, residual in enumerate(residuals)
+    ]
+
+
+@given(before=st.integers(1, 12), after=st.integers(1, 12), seed=st.integers(0, 1000))
+@settings(deadline=None)
+def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None:
+    """sum(residual) / world_size, for shrinking and growing, and back again; exactly for powers of two."""
+    values = torch.randint(-64, 65, (before, 5), generator=torch.Generator().manual_seed(seed)).float() * before
+    pending = values.double().sum(0) / before
+    resharded = reshard(states(list(values)), after)
+    assert [state["rank"] for state in resharded] == list(range(after))
+    now = torch.stack([torch.cat(state["residuals"]) for state in resharded]).double().sum(0) / after
+    exact = (before & (before - 1)) == 0 and (after & (after - 1)) == 0
+    assert torch.equal(now, pending) if exact else torch.allclose(now, pending, rtol=1e-5, atol=1e-4)
+    for state in resharded:
+        saved_state.check(state, world_size=after)
+        assert len(state["migrated"]["states"]) == len(range(state["rank"], before, after))
+
+
+def test_states_that_do_not_belong_together() -> None:
+    """A missing, doubled or foreign rank is named."""
+    three = states([torch.ones(5)] * 3)
+    with pytest.raises(ConfigurationError, match="world_size=3"):
+        reshard(three[:2], 4)
+    with pytest.raises(ConfigurationError, match="rank=0, here it is 1"):
+        reshard([three[0], three[0], three[2]], 4)
+    other = states([torch.ones(6)] * 3)
+    with pytest.raises(ConfigurationError, match="ranks 0 and 1 belong to models with other parameters"):
+        reshard([three[0], other[1], three[2]], 4)
+
+
+def test_every_recipe(tmp_path: Path) -> None:
+    """Kill and resume equals never killed."""
+    run_workers(gloo_checkpoints.every_recipe, 3, str(tmp_path))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])
+@pytest.mark.parametrize("recipe", ["oktopk", "exdyna", "dgc"])
+def test_another_number_of_ranks(recipe: str, before: int, after: int, tmp_path: Path) -> None:
+    """What is pending stays, whether ranks come or go."""
+    pending: list[list[float]] = []
+    run_workers(gloo_checkpoints.write, before, str(tmp_path), recipe, listen=pending.append)
+    run_workers(gloo_checkpoints.read, after, str(tmp_path), recipe, listen=pending.append)
+    assert any(pending[0])
+    assert pending[1] == pytest.approx(pending[0], rel=1e-5, abs=1e-6)
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """All ranks refuse, and say why."""
+    run_workers(gloo_checkpoints.damaged, 3, str(tmp_path))
+
+
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    """PyTorch's own format."""
+    run_workers(gloo_checkpoints.distributed_checkpoint, 2, str(tmp_path))

@@ -1,0 +1,115 @@
+"""Checkpoints of what every rank owes: files of our own, for any number of workers, or a part of PyTorch's.
+
+Residuals differ between ranks, so that saving the optimizer's state on rank 0 alone loses all the others'.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm import fingerprint, saved_state
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.exchange import is_initialised
+from tritoncomm.optim import SparseOptimizer
+from tritoncomm.saved_state import reshard
+
+__all__ = ["Owed", "load", "reshard", "save"]
+
+
+def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
+    """Write ``rank-r-of-P.pt`` of every rank into ``folder``, which all ranks must be able to read later.
+
+    Each holds the whole state of the wrapped optimizer and what its rank owes. A file is complete or not there.
+    All ranks call this; it returns when all have written.
+    """
+    folder = Path(folder)
+    group = optimizer.process_group
+    state = optimizer.state_dict()
+    with fingerprint.refusing(group):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = _file(folder, state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"])
+            unfinished = file.with_suffix(".unfinished")
+            torch.save(state, unfinished)
+            unfinished.replace(file)
+        except OSError as error:
+            raise ConfigurationError(f"{folder} cannot be written: {error}") from error
+    if is_initialised():
+        fingerprint.compare({"checkpoint": "written"}, group)
+
+
+def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
+    """Load what :func:`save` wrote into ``folder``, by as many ranks or another number of them. All ranks call this.
+
+    With another number of ranks, the pending update ``sum(residual) / world_size`` stays what it was and methods learn
+    their thresholds and partitions anew. Raises :class:`~tritoncomm.ConfigurationError`, which names the file and the
+    reason, on a rank that cannot read what it needs, and :class:`~tritoncomm.ConfigMismatchError` on the others;
+    nothing has changed then on any rank.
+    """
+    folder = Path(folder)
+    group = optimizer.process_group
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_initialised() else (0, 1)
+    with fingerprint.refusing(group):
+        saved_by = _saved_by(folder)
+        if saved_by == size:
+            state = _read(_file(folder, rank, size))
+        else:  # a rank needs the states of those whose residuals it gets, and all have to fit together
+            states = [_read(_file(folder, r, saved_by)) for r in range(saved_by)]
+            ours = reshard([state["tritoncomm"] for state in states], size)[rank]
+            state = states[0] | {"tritoncomm": ours}
+    optimizer.load_state_dict(state)
+
+
+def _file(folder: Path, rank: int, size: int) -> Path:
+    return folder / f"rank-{rank}-of-{size}.pt"
+
+
+def _saved_by(folder: Path) -> int:
+    sizes = sorted({file.stem.rpartition("-of-")[2] for file in folder.glob("rank-*-of-*.pt")})
+    if len(sizes) != 1 or not sizes[0].isdigit():
+        found = "no checkpoint" if not sizes else f"checkpoints of {' and of '.join(sizes)} ranks"
+        raise ConfigurationError(
+            f"{folder} holds {found}: give the folder of one that tritoncomm.checkpoint.save() wrote"
+        )
+    return int(sizes[0])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
+            raise ConfigurationError("it is no state of a wrapped optimizer")
+        saved_state.check(state["tritoncomm"])
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigurationError(f"{file} cannot be loaded: {error}") from error
+    return state
+
+
+class Owed:
+    """What the ranks owe, for ``torch.distributed.checkpoint``, beside ``get_optimizer_state_dict``.
+
+    ``dcp.save({"model": ..., "optimizer": ..., "owed": Owed(optimizer)}, checkpoint_id=path)``, and the same with
+    ``dcp.load``, by as many ranks: it would take one rank's tensors for everybody's, so that every rank's are kept
+    under its number. For another number of ranks use :func:`save` and :func:`load`, or ``optimizer.flush()`` first,
+    after which nothing is owed.
+    """
+
+    def __init__(self, optimizer: SparseOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``dcp.save``; and for ``dcp.load``, which fills in what it finds."""
+        ours = self.optimizer.state_dict()["tritoncomm"]
+        return {f"rank {ours['rank']} of {ours['world_size']}": ours}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """For ``dcp.load``. All ranks load together and only if all can."""
+        (ours,) = state_dict.values()
+        # The optimizer's own state is loaded by set_optimizer_state_dict, before or after.
+        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict() | {"tritoncomm": ours})
