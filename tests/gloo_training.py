@@ -317,3 +317,32 @@ def chosen_and_why(rank: int, world_size: int, send) -> None:
     assert "OkTopk(density=0.01" in text
     assert "over 3 ranks: 90300 values, of which 300 in small tensors travel dense" in text
     assert "times fewer" in text
+
+
+def nodes(rank: int, world_size: int, send) -> None:
+    """node_group: dense within nodes, sparse between them; the same as the recipe, which the laws hold for."""
+    node = dist.new_subgroups(2)[0]
+    fields = {"density": 0.2, "dense_below": 0}
+    first, second, third = tiny_model(), tiny_model(), tiny_model()
+    by_group = tritoncomm.wrap(torch.optim.SGD(first.parameters(), lr=0.1), node_group=node, **fields)
+    recipe = tritoncomm.Hierarchical(recipe=tritoncomm.OkTopk(density=0.2), node_size=2)
+    by_recipe = tritoncomm.wrap(torch.optim.SGD(second.parameters(), lr=0.1), recipe, dense_below=0)
+    exact = tritoncomm.wrap(torch.optim.SGD(third.parameters(), lr=0.1), "dense", node_group=node)
+    plain = tiny_model()
+    for step in range(4):
+        for net, optimizer in ((first, by_group), (second, by_recipe), (third, exact)):
+            optimizer.zero_grad()
+            loss_of(net, rank, step).backward()
+            optimizer.step()
+        plain.zero_grad()
+        for r in range(world_size):
+            (loss_of(plain, r, step) / world_size).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert flat(first) == flat(second)
+    assert same_everywhere(flat(first))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(third.parameters(), plain.parameters(), strict=True))
+    by_group.set_density(0.5)
+    assert by_group.recipe.recipe.density == 0.5
+    odd = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    with pytest.raises(ConfigurationError, match="consecutive ranks"):
+        tritoncomm.wrap(torch.optim.SGD(first.parameters(), lr=0.1), node_group=odd)

@@ -92,8 +92,10 @@ def cases(
 
 
 def fitted(case: Case, recipe: Recipe) -> Case:
-    """``case`` with as many workers more as the teams of ``recipe`` need to be equally large."""
-    teams = getattr(recipe, "teams", 1)
+    """``case`` with as many workers more as the teams or nodes of ``recipe`` need to be equally large."""
+    while hasattr(recipe, "recipe") and not hasattr(recipe, "node_size"):
+        recipe = recipe.recipe
+    teams = getattr(recipe, "node_size", None) or getattr(recipe, "teams", 1)
     surplus = -case.world_size % teams if isinstance(teams, int) else 0
     return dataclasses.replace(case, world_size=case.world_size + surplus)
 

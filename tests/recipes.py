@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tritoncomm import DGC, ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
-from tritoncomm.algorithms import DenseTail
+from tritoncomm.algorithms import DenseTail, Hierarchical
 
 # Momentum multiplies what was given, and the laws are about what was given; random-block is not warned about here.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -37,6 +37,12 @@ def under_test(density: float) -> dict[str, Recipe]:
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
         "warmup-exponential": Warmup(
             recipe=DGC(density=density, momentum=0.0), steps=4, stages=3, schedule="exponential"
+        ),
+        "hierarchical-2": Hierarchical(recipe=OkTopk(density=density, **SHORT), node_size=2),
+        "hierarchical-3": Hierarchical(recipe=SparDL(density=density), node_size=3),
+        "hierarchical-1": Hierarchical(recipe=TopkDSA(density=density), node_size=1),
+        "dense-tail-hierarchical": DenseTail(
+            recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=4), tail=3
         ),
         "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),

@@ -201,7 +201,7 @@ def test_public_names() -> None:
     assert sorted(tritoncomm.__all__) == [
         "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
         "ExchangeTimeoutError", "GTopk", "GaussianK",
-        "HardThreshold", "MiCRO", "NonFiniteError", "OkTopk",
+        "HardThreshold", "Hierarchical", "MiCRO", "NonFiniteError", "OkTopk",
         "PeerLostError", "ProtocolMismatchError", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
         "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "wrap",

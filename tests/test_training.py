@@ -32,3 +32,8 @@ def test_situations(situations: list) -> None:
     done: list[str] = []
     run_workers(gloo_training.several, 3, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
+
+
+def test_nodes() -> None:
+    """Two nodes of two ranks."""
+    run_workers(gloo_training.nodes, 4)

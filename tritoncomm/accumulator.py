@@ -54,6 +54,11 @@ class Accumulator:
         """This step's gradient ``[n]``; read-only."""
         return self._gradient
 
+    @property
+    def residual(self) -> torch.Tensor:
+        """What was owed before this step ``[n]``; read-only."""
+        return self._residual
+
     def feed(self, update: torch.Tensor) -> None:
         """Take ``update`` (fp32 ``[n]``) in place of the gradient; before anything else is asked for."""
         assert not self._added
@@ -68,11 +73,11 @@ class Accumulator:
         )
         return head, tail
 
-    def absorb(self, head: Accumulator, tail: Accumulator) -> None:
-        """Count what the parts of :meth:`split` have done as done here."""
+    def absorb(self, *parts: Accumulator) -> None:
+        """Count what the accumulators of parts of the vector have done as done here."""
         self._added = True
-        self.seconds += head.seconds + tail.seconds
-        self.selected = head.selected + tail.selected
+        self.seconds += sum(part.seconds for part in parts)
+        self.selected = sum(part.selected for part in parts)
 
     def dense(self) -> torch.Tensor:
         """The whole sum, fp32 ``[n]``; read-only for the caller."""
@@ -114,6 +119,11 @@ class Accumulator:
         """Owe ``values`` at ``indices`` (unique), whatever was owed there before."""
         self._add()
         self._timed(lambda: self._scratch.index_copy_(0, indices.long(), values))
+
+    def replace_range(self, start: int, values: torch.Tensor) -> None:
+        """:meth:`replace` for as many coordinates from ``start`` on as there are ``values``."""
+        self._add()
+        self._timed(lambda: self._scratch[start : start + values.numel()].copy_(values))
 
     def add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Owe ``values`` on top at ``indices`` (unique): another rank's mass that this one has cut."""

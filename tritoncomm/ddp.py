@@ -32,7 +32,8 @@ _POLICIES = ("raise", "propagate", "zero")
 class CommState:
     """The state of :func:`comm_hook`: one exchange per bucket, residuals by parameter.
 
-    ``algo``, ``density``, ``warmup_steps`` and ``recipe_fields`` choose the method as :func:`tritoncomm.wrap` does.
+    ``algo``, ``density``, ``warmup_steps``, ``node_group`` and ``recipe_fields`` choose the method as
+    :func:`tritoncomm.wrap` does.
     ``on_nonfinite``: when any rank holds a NaN or Inf, ``"raise"`` makes ``backward()`` raise
     :class:`~tritoncomm.NonFiniteError` on all ranks; ``"propagate"`` makes the gradients NaN on all ranks, so that a
     ``GradScaler`` skips the step everywhere; ``"zero"`` takes these values for zero. With a ``scaler``, whose scale
@@ -49,13 +50,14 @@ class CommState:
         *,
         density: float = DEFAULT_DENSITY,
         warmup_steps: int = 0,
+        node_group: dist.ProcessGroup | None = None,
         on_nonfinite: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
         timeout: timedelta | None = None,
         dense_below: int = DENSE_BELOW,
         **recipe_fields: Any,
     ) -> None:
-        self.recipe = choose(algo, density, warmup_steps, recipe_fields)
+        self.recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         if on_nonfinite == "skip":
             raise ConfigurationError(
                 "on_nonfinite='skip': a hook cannot keep the optimizer from stepping; choose 'propagate' with a "
@@ -302,6 +304,7 @@ def register(
     *,
     density: float = DEFAULT_DENSITY,
     warmup_steps: int = 0,
+    node_group: dist.ProcessGroup | None = None,
     on_nonfinite: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -323,6 +326,7 @@ def register(
         algo,
         density=density,
         warmup_steps=warmup_steps,
+        node_group=node_group,
         on_nonfinite=on_nonfinite,
         scaler=scaler,
         timeout=timeout,

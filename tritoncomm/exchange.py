@@ -90,7 +90,8 @@ class GradientExchange:
         self.rank, self.world_size = 0, 1
         if is_initialised():
             stamp = f"{self.recipe.name} {self.settings}"
-            self._scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp)
+            subgroups = self.recipe.subgroups(dist.get_world_size(group))
+            self._scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
             self.rank, self.world_size = self._scheduler.rank, self._scheduler.world_size
         self.recipe.check_world_size(self.world_size)
 

@@ -199,6 +199,7 @@ def register(
     *,
     density: float = DEFAULT_DENSITY,
     warmup_steps: int = 0,
+    node_group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
@@ -215,7 +216,7 @@ def register(
     :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
     :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
     """
-    recipe = choose(algo, density, warmup_steps, recipe_fields)
+    recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
     check_timeout(timeout)
     check_dense_below(dense_below)
     found = list(_parameter_groups(model))
@@ -233,7 +234,8 @@ def register(
         if pieces:
             device = group.fsdp_params[0].sharded_param.device
             stamp = f"{recipe!r}, {pieces}"
-            scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp)
+            subgroups = recipe.subgroups(dist.get_world_size(replicate_group))
+            scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp, subgroups)
             recipe.check_world_size(scheduler.world_size)
             state.exchanges.append(ShardExchange(number, group, pieces, recipe, scheduler, state))
             module.set_all_reduce_hook(state.exchanges[-1])

@@ -13,12 +13,21 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import fingerprint
-from tritoncomm.algorithms import Recipe, Warmup
+from tritoncomm.algorithms import Recipe
 from tritoncomm.automatic import automatic
 from tritoncomm.double_reduction import check_not_reduced
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.exchange import GradientExchange, is_initialised
-from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, Options, check_optimizer, choose, is_dense, with_density
+from tritoncomm.settings import (
+    DEFAULT_DENSITY,
+    DENSE_BELOW,
+    Options,
+    check_optimizer,
+    choose,
+    complete,
+    is_dense,
+    with_density,
+)
 from tritoncomm.sparse import SparseVector
 from tritoncomm.stepper import Stepper, eager
 from tritoncomm.version import __version__
@@ -32,6 +41,7 @@ def wrap(
     *,
     density: float = DEFAULT_DENSITY,
     process_group: dist.ProcessGroup | None = None,
+    node_group: dist.ProcessGroup | None = None,
     warmup_steps: int = 0,
     staleness: str = "aware",
     max_catch_up: float = 20.0,
@@ -47,7 +57,8 @@ def wrap(
     ``recipe_fields``, or a recipe, which carries its own settings; ``"auto"`` measures the network and takes what
     the cost formulas predict to be fastest for this model, dense included. The first ``warmup_steps`` exchanges
     are dense. Without an initialised process group this is one worker. Gradients must not be averaged
-    by anything else (no ``DistributedDataParallel`` around the model).
+    by anything else (no ``DistributedDataParallel`` around the model). ``node_group``, the ranks of this rank's node,
+    makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting
     for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``on_nonfinite``: when
@@ -75,9 +86,9 @@ def wrap(
         check_not_reduced(p for group in optimizer.param_groups for p in group["params"])
         if algo == "auto":
             chosen = automatic(optimizer, density, process_group, recipe_fields)
-            chosen = Warmup(recipe=chosen, steps=warmup_steps) if warmup_steps != 0 else chosen
+            chosen = complete(chosen, warmup_steps, node_group, process_group)
         else:
-            chosen = choose(algo, density, warmup_steps, recipe_fields)
+            chosen = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         options = Options(
             staleness=staleness,
             max_catch_up=max_catch_up,

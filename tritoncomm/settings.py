@@ -7,8 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from tritoncomm.algorithms import Dense, Recipe, Warmup, recipe
+from tritoncomm.algorithms import Dense, Hierarchical, Recipe, Warmup, recipe
 from tritoncomm.errors import ConfigurationError
 
 DEFAULT_DENSITY = 0.01
@@ -63,8 +64,15 @@ def check_timeout(timeout: timedelta | None) -> None:
         raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
 
 
-def choose(algo: str | Recipe, density: float, warmup_steps: int, fields: dict[str, Any]) -> Recipe:
-    """The recipe that ``algo`` stands for, after ``warmup_steps`` dense ones."""
+def choose(
+    algo: str | Recipe,
+    density: float,
+    warmup_steps: int,
+    fields: dict[str, Any],
+    node_group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Recipe:
+    """The recipe that ``algo`` stands for, after ``warmup_steps`` dense ones, between the nodes of ``node_group``."""
     if not isinstance(algo, Recipe):
         chosen = recipe(algo, density=density, **fields)
     else:
@@ -72,19 +80,40 @@ def choose(algo: str | Recipe, density: float, warmup_steps: int, fields: dict[s
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
         chosen = algo
-    return Warmup(recipe=chosen, steps=warmup_steps) if warmup_steps != 0 else chosen
+    return complete(chosen, warmup_steps, node_group, group)
+
+
+def complete(
+    chosen: Recipe, warmup_steps: int, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+) -> Recipe:
+    """``chosen`` after ``warmup_steps`` dense steps, between the nodes of ``node_group``."""
+    if warmup_steps != 0:
+        chosen = Warmup(recipe=chosen, steps=warmup_steps)
+    if node_group is None:
+        return chosen
+    everybody = dist.get_process_group_ranks(group or dist.group.WORLD)
+    node = dist.get_process_group_ranks(node_group)
+    places = [everybody.index(rank) if rank in everybody else -1 for rank in node]
+    if dist.get_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
+        raise ConfigurationError(
+            f"node_group holds ranks {node} of {everybody}: nodes must be equally large, of consecutive ranks, as "
+            "torchrun numbers them, and this rank in its own"
+        )
+    return Hierarchical(recipe=chosen, node_size=len(node))
 
 
 def with_density(chosen: Recipe, density: float) -> Recipe:
     """``chosen`` at another density."""
-    if isinstance(chosen, Warmup):
-        return replace(chosen, recipe=replace(chosen.recipe, density=density))
+    inner = getattr(chosen, "recipe", None)
+    if inner is not None:
+        return replace(chosen, recipe=with_density(inner, density))  # type: ignore[call-arg]
     return replace(chosen, density=density)
 
 
 def is_dense(chosen: Recipe) -> bool:
     """True when nothing is ever late."""
-    return isinstance(chosen.recipe if isinstance(chosen, Warmup) else chosen, Dense)
+    inner = getattr(chosen, "recipe", None)
+    return is_dense(inner) if inner is not None else isinstance(chosen, Dense)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

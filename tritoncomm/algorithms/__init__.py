@@ -11,6 +11,7 @@ from tritoncomm.algorithms.dense_tail import DenseTail
 from tritoncomm.algorithms.dgc import DGC
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
+from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.random_k import RandomK
@@ -48,6 +49,7 @@ __all__ = [
     "GTopk",
     "GaussianK",
     "HardThreshold",
+    "Hierarchical",
     "MiCRO",
     "OkTopk",
     "RandomBlock",

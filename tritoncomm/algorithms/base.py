@@ -116,6 +116,10 @@ class Recipe(ABC):
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most methods take any
         """Raise :class:`ConfigurationError` when the method cannot run with ``world_size`` workers as it is set."""
 
+    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
+        """Groups of ranks among which the method exchanges by itself; most have none."""
+        return []
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with any
         """Raise :class:`ConfigurationError` when ``optimizer`` would undo what the method does."""
 

@@ -42,6 +42,10 @@ class DenseTail(Recipe):
         """See :meth:`Recipe.check_world_size`."""
         self.recipe.check_world_size(world_size)
 
+    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
+        """See :meth:`Recipe.subgroups`."""
+        return self.recipe.subgroups(world_size)
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`Recipe.check_optimizer`."""
         self.recipe.check_optimizer(optimizer)

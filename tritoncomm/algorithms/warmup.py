@@ -46,6 +46,10 @@ class Warmup(Recipe):
         """See :meth:`Recipe.check_world_size`."""
         self.recipe.check_world_size(world_size)
 
+    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
+        """See :meth:`Recipe.subgroups`."""
+        return self.recipe.subgroups(world_size)
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`Recipe.check_optimizer`."""
         self.recipe.check_optimizer(optimizer)

@@ -21,6 +21,22 @@ class VirtualClock:
         self._sending = [0.0] * world_size  # busy until
         self._receiving = [0.0] * world_size
 
+    def part(self, ranks: Sequence[int]) -> VirtualClock:
+        """The clocks of ``ranks`` by themselves, to go on from here; :meth:`adopt` brings them back."""
+        clock = VirtualClock(len(ranks), self.link)
+        for ours, theirs in zip(self._all(), clock._all(), strict=True):
+            theirs[:] = [ours[rank] for rank in ranks]
+        return clock
+
+    def adopt(self, ranks: Sequence[int], clock: VirtualClock) -> None:
+        """Set the clocks of ``ranks`` to what :meth:`part` has become."""
+        for ours, theirs in zip(self._all(), clock._all(), strict=True):
+            for rank, value in zip(ranks, theirs, strict=True):
+                ours[rank] = value
+
+    def _all(self) -> tuple[list[float], list[float], list[float]]:
+        return self.now, self._sending, self._receiving
+
     def charge(self, rank: int, seconds: float) -> None:
         """``rank`` computes for ``seconds``."""
         self.now[rank] += seconds

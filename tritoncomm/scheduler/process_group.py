@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,13 +14,20 @@ import torch.distributed as dist
 
 from tritoncomm import cost, wire
 from tritoncomm.cost import Link
-from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
+from tritoncomm.errors import (
+    ExchangeError,
+    ExchangeTimeoutError,
+    NonFiniteError,
+    PeerLostError,
+    ProtocolMismatchError,
+)
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler import roll_call
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
     AllToAll,
+    Among,
     Collective,
     Inbox,
     Pattern,
@@ -55,6 +62,7 @@ class ProcessGroupScheduler:
         timeout: timedelta | None = None,
         device: torch.device | str = "cpu",
         stamp: str = "",
+        subgroups: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.group = group
         self.device = torch.device(device)
@@ -70,6 +78,12 @@ class ProcessGroupScheduler:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
+        for ranks in subgroups:
+            if self.rank in ranks:
+                members = [self._global_ranks[rank] for rank in ranks]
+                within = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+                self._subgroups[ranks] = ProcessGroupScheduler(within, timeout, device, f"{stamp} among {ranks}")
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
         """Run ``pattern`` to its end and return its result; without a ``new_step`` it belongs to the one before.
@@ -86,8 +100,14 @@ class ProcessGroupScheduler:
             self._number = 0
         reply: Any = None
         try:
+            word = pattern.send(None)
             while True:
-                reply = self._perform(pattern.send(reply))
+                try:
+                    reply = self._perform(word)
+                except NonFiniteError as error:  # of a group within this one, whose business it is not alone
+                    word = pattern.throw(error)
+                else:
+                    word = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
@@ -104,18 +124,30 @@ class ProcessGroupScheduler:
                 return self._post(word.round)
             if isinstance(word, Wait):
                 return self._wait(word.ticket)
+            if isinstance(word, Among):
+                return self._run_among(word)
             return self._collective(word)
         except (RuntimeError, ValueError) as error:
             raise self._failed(word, error) from error
         finally:
-            self.meter.wait(word.phase, time.perf_counter() - started)
+            if not isinstance(word, Among):  # which has counted by itself
+                self.meter.wait(word.phase, time.perf_counter() - started)
+
+    def _run_among(self, word: Among) -> Any:
+        group = self._subgroups[word.ranks]
+        try:
+            return group.run(word.pattern)
+        finally:
+            self.meter.add(group.meter)
 
     def _failed(self, word: Word, error: Exception) -> ExchangeError | ProtocolMismatchError:
         """What ``error`` was, once all ranks that are left have said what they saw."""
         where = f"step {self.step}, round {self._number}, phase {word.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
-        kind = "protocol" if mismatch else roll_call.kind_of(error)
+        kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else roll_call.kind_of(error)
         report = roll_call.Report(kind, where, str(error), _peers(word))
+        for within in self._subgroups.values():
+            roll_call.cut_connections(within.group, within.rank, within._global_ranks)  # noqa: SLF001 - our own
         # Not by step or method, which may be what differs: a group fails only once.
         verdict = roll_call.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
         others = verdict.described(self.rank)

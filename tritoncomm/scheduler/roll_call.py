@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 # How long to wait for reports: of ranks whose connection is closed, and of others, which may be computing.
-_CLOSED_SECONDS, _SILENT_SECONDS = 0.5, 5.0
+_CLOSED_SECONDS, _SILENT_SECONDS = 2.0, 5.0
 _PROBE_SECONDS = 0.05
 _PROBE_TAG = (1 << 31) - 1
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -78,7 +78,7 @@ def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str,
     if store is not None:
         with suppress(RuntimeError):  # the store was in the process that died
             store.set(f"{prefix}{rank}", json.dumps(asdict(own)))
-    closed = _cut_connections(group, rank, ranks)
+    closed = cut_connections(group, rank, ranks)
     reports = {rank: own}
     started = time.monotonic()
     while store is not None and len(reports) < len(ranks):
@@ -102,7 +102,7 @@ def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str,
     return Verdict(found[0], gone=found[1], reports=reports)
 
 
-def _cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
+def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
     """Make everybody notice who waits for this rank; returns those whose connection was closed already.
 
     gloo refuses to post a receive from such a rank, and closes all connections of a process in which a wait has

@@ -90,7 +90,19 @@ class AllGather:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Among:
+    """Run ``pattern`` among ``ranks``, which count from 0 inside; gives its result, or raises what it raised.
+
+    All ranks yield it together, each with the group that it is in and that all of that group name alike.
+    """
+
+    phase: str
+    ranks: tuple[int, ...]
+    pattern: Generator[Any, Any, Any]
+
+
 Collective = AllReduce | AllToAll | AllGather
-Word = Round | Post | Wait | Collective
+Word = Round | Post | Wait | Among | Collective
 # What a pattern yields, what it is sent back (an Inbox, a Ticket or a tensor), what it returns.
 Pattern = Generator[Word, Any, Result]

@@ -7,6 +7,7 @@ proved before it meets a network.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
     AllToAll,
+    Among,
     Inbox,
     Pattern,
     Post,
@@ -34,6 +36,13 @@ from tritoncomm.scheduler.rounds import (
 BeforeRound = Callable[[int, Sequence[Word]], None]
 # What a rank will find in its inbox, and when in virtual time it will be complete.
 Posted = tuple[Inbox, float]
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """A reply that is an error."""
+
+    error: BaseException
 
 
 class SimulatedScheduler:
@@ -88,8 +97,9 @@ class SimulatedScheduler:
         words: dict[int, Word] = {}
         results: dict[int, Result] = {}
         for rank, pattern in enumerate(patterns):
+            reply = replies[rank]
             try:
-                words[rank] = pattern.send(replies[rank])
+                words[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
             except StopIteration as stop:
                 results[rank] = stop.value
             except Exception as error:  # every rank gets to its own verdict before one is raised
@@ -113,7 +123,31 @@ class SimulatedScheduler:
             return [Ticket(first.phase, token) for token in self._deliver(number, [word.round for word in words])]
         if isinstance(first, Wait):
             return self._arrive([word.ticket.token for word in words], first.phase)
+        if isinstance(first, Among):
+            return self._among(number, words)
         return self._collective(number, words)
+
+    def _among(self, number: int, words: list[Any]) -> list[Any]:
+        """Each group by itself, one after the other; errors go back into the patterns that yielded it."""
+        replies: list[Any] = [None] * len(words)
+        for ranks in dict.fromkeys(word.ranks for word in words):
+            inside = [rank for rank, word in enumerate(words) if word.ranks == ranks]
+            if sorted(ranks) != inside:
+                raise ProtocolMismatchError(
+                    f"round {number}, phase {words[0].phase!r}: ranks {inside} take {list(ranks)} for their group"
+                )
+            clock = self.clock.part(ranks) if self.clock is not None else None
+            group = SimulatedScheduler(len(ranks), clock)
+            try:
+                results: list[Any] = group.run([words[rank].pattern for rank in ranks], faults=self._faults)
+            except Exception as error:
+                results = [_Raised(group.raised.get(position, error)) for position in range(len(ranks))]
+            for position, rank in enumerate(ranks):
+                replies[rank] = results[position]
+                self.meters[rank].add(group.meters[position])
+            if self.clock is not None and clock is not None:
+                self.clock.adopt(ranks, clock)
+        return replies
 
     def _arrive(self, tokens: list[Posted], phase: str) -> list[Inbox]:
         if self.clock is not None:

@@ -1,0 +1,200 @@
+"""Dense inside a node, sparse between nodes: fast links carry everything, slow ones what matters.
+
+The workers of a node add up their gradients and share the vector out among themselves: each exchanges its part with
+the workers of the same number in the other nodes, and owes what is left of it. So every network card is in use,
+and a vector crosses between nodes once per node, not once per worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm import cost
+from tritoncomm.accumulator import Accumulator
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.collectives import dense_exchange, gather_blocks, share_rows
+from tritoncomm.cost import Forecast, both
+from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.scheduler.rounds import AllReduce, Among, Pattern
+from tritoncomm.sparse import SparseVector
+from tritoncomm_kernels import Selection
+
+_SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
+_REFUSED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Recipe):
+    """``recipe`` between nodes of ``node_size`` workers each; consecutive ranks are in one node."""
+
+    name: ClassVar[str] = "hierarchical"
+    recipe: Recipe
+    node_size: int
+    density: float = field(init=False, default=1.0)
+
+    def __post_init__(self) -> None:
+        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        check_at_least(self, 1, "node_size", whole=True)
+        object.__setattr__(self, "density", self.recipe.density)
+
+    def check_world_size(self, world_size: int) -> None:
+        """See :meth:`Recipe.check_world_size`."""
+        if world_size == 1:
+            return
+        if world_size % self.node_size:
+            raise ConfigurationError(
+                f"{world_size} workers are not nodes of {self.node_size}: all must be equally large"
+            )
+        self.recipe.check_world_size(world_size // self.node_size)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Recipe.check_optimizer`."""
+        self.recipe.check_optimizer(optimizer)
+
+    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
+        """See :meth:`Recipe.subgroups`: the nodes, and the workers of one number in all nodes."""
+        if world_size == 1:
+            return []
+        size = self.node_size
+        nodes = [tuple(range(first, first + size)) for first in range(0, world_size, size)]
+        return nodes + [tuple(range(local, world_size, size)) for local in range(size)]
+
+    def build(self, numel: int) -> HierarchicalAlgorithm:
+        """See :meth:`Recipe.build`."""
+        return HierarchicalAlgorithm(self, numel)
+
+
+class HierarchicalAlgorithm(Algorithm):
+    """Holds the inner algorithm for this worker's part of the vector, once it knows which."""
+
+    def __init__(self, recipe: Hierarchical, numel: int) -> None:
+        super().__init__(numel)
+        self.recipe = recipe
+        self._share = -(-numel // recipe.node_size)
+        self._inner: Algorithm | None = None
+
+    @property
+    def inner(self) -> Algorithm:
+        """For a part of the usual size; the last one may be smaller."""
+        if self._inner is None:
+            self._inner = self.recipe.recipe.build(self._share)
+        return self._inner
+
+    @property
+    def state(self) -> Any:
+        """The inner algorithm's."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """See :meth:`Algorithm.reduce`."""
+        if world_size == 1:
+            return (yield from dense_exchange(acc, world_size))
+        size = self.recipe.node_size
+        local, nodes = rank % size, world_size // size
+        node, rail = tuple(range(rank - local, rank - local + size)), tuple(range(local, world_size, size))
+        start = local * self._share
+        # Padded to equal parts, so that all workers of a node run the same inner algorithm.
+        padding = size * self._share - self.numel
+        own = slice(start, start + self._share)
+        held = torch.nn.functional.pad(acc.residual, (0, padding))
+        residual = held[own].clone()
+        held[own] = 0.0  # owed by this worker alone; elsewhere it owes only what another layout has left it
+        total = held + torch.nn.functional.pad(acc.gradient.float(), (0, padding))
+        if size > 1:
+            total = yield Among(_SUM, node, _sum(total))
+        part = total[own].clone()
+        if kernels.has_non_finite(total):
+            part.fill_(torch.nan)  # every part of the vector, so that all workers of all nodes refuse
+        left = torch.empty_like(part)
+        inner = Accumulator(residual, part, left, acc.workspace)
+        mean, refused = SparseVector(*_nothing(part), self._share), False
+        try:
+            mean = yield Among(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
+        except NonFiniteError:
+            refused = True
+        self.report = self.inner.report
+        found = Selection.of(mean.indices + start, mean.values / size)
+        if size > 1:
+            found = yield Among(_GATHER, node, _gather(found, not refused, size * self._share, local, size))
+        elif refused:
+            raise NonFiniteError(_REFUSED)
+        acc.clear_all()
+        kept = max(0, min(self._share, self.numel - start))
+        acc.replace_range(start, left[:kept])
+        acc.absorb(inner)
+        inside = int(torch.count_nonzero(found.indices < self.numel))
+        return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`."""
+        return self._forecast(self.inner.predicted_traffic(max(1, world_size // self.recipe.node_size)))
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`."""
+        return self._forecast(self.inner.ordinary_traffic(max(1, world_size // self.recipe.node_size)))
+
+    def _forecast(self, between: Forecast) -> Forecast:
+        size = self.recipe.node_size
+        if size == 1:
+            return between
+        return Forecast(
+            {
+                **between.phases,
+                _SUM: both(cost.all_reduce(size * self._share, cost.WORD, size)),
+                _COUNTS: both(cost.all_gather(1, 2 * cost.WORD, size)),
+                _GATHER: both(cost.bruck(2 * self._share, size)),  # at most everything
+            }
+        )
+
+    def follow(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.follow`."""
+        assert isinstance(other, HierarchicalAlgorithm)
+        self.inner.follow(other.inner)
+
+    def inherit(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.inherit`."""
+        assert isinstance(other, HierarchicalAlgorithm)
+        self.inner.inherit(other.inner)
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.migrate`: parts move to other workers, so that only what is common stays."""
+        self.inner.migrate([], share, common)
+
+    def common_state(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.common_state`: each part of the vector has its own."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.state_dict`: the inner algorithm's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.load_state_dict`."""
+        self.inner.load_state_dict(state)
+
+
+def _sum(total: torch.Tensor) -> Pattern[torch.Tensor]:
+    summed: torch.Tensor = yield AllReduce(_SUM, total)
+    return summed
+
+
+def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) -> Pattern[Selection]:
+    own = [len(block.indices)]
+    try:
+        (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS)
+    except NonFiniteError:  # it names workers of the node, where only another node may be at fault
+        raise NonFiniteError(_REFUSED) from None
+    return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
+
+
+def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(0, dtype=torch.int32, device=like.device), like.new_empty(0)
