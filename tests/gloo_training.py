@@ -346,3 +346,15 @@ def nodes(rank: int, world_size: int, send) -> None:
     odd = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
     with pytest.raises(ConfigurationError, match="consecutive ranks"):
         tritoncomm.wrap(torch.optim.SGD(first.parameters(), lr=0.1), node_group=odd)
+
+
+def traced(rank: int, world_size: int, send, file: str) -> None:
+    """Two of three steps on a timeline."""
+    model = tiny_model()
+    optimizer = sgd(model)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    with tritoncomm.trace(file):
+        for step in (1, 2):
+            loss_of(model, rank, step).backward()
+            optimizer.step()

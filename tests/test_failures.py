@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 from tritoncomm.demo.launch import WorkerError
@@ -16,7 +17,7 @@ def reports(function, world_size: int, *args) -> dict[int, tuple]:
     """What each rank reported."""
     heard: list[tuple] = []
     with suppress(WorkerError):  # a rank may not find its way back to the others
-        run_workers(function, world_size, *args, listen=heard.append)
+        run_workers(function, world_size, *args, listen=heard.append, grace=timedelta(seconds=30))
     return {report[0]: report[1:] for report in heard}
 
 

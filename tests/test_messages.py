@@ -204,7 +204,7 @@ def test_public_names() -> None:
         "HardThreshold", "Hierarchical", "MiCRO", "NonFiniteError", "OkTopk",
         "PeerLostError", "ProtocolMismatchError", "RandomBlock", "RandomK",
         "Recipe", "SIDCo", "SimulatedWorld", "SparDL", "SparseOptimizer", "SparseVector", "TopkAllgather", "TopkDSA",
-        "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "wrap",
+        "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "trace", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert importlib.metadata.version("tritoncomm") == tritoncomm.__version__

@@ -34,6 +34,7 @@ from tritoncomm.errors import (
 from tritoncomm.optim import SparseOptimizer, wrap
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.sparse import SparseVector
+from tritoncomm.tracing import trace
 from tritoncomm.version import __version__
 
 __all__ = [
@@ -68,5 +69,6 @@ __all__ = [
     "__version__",
     "algorithms",
     "recipe",
+    "trace",
     "wrap",
 ]

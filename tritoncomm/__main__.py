@@ -1,13 +1,17 @@
-"""The command line: ``python -m tritoncomm demo | simulate | plan``."""
+"""The command line: ``python -m tritoncomm demo | simulate | plan | doctor``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 import tritoncomm
 from tritoncomm import planner
@@ -15,6 +19,7 @@ from tritoncomm.cost import Link
 from tritoncomm.demo import report
 from tritoncomm.demo.launch import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
+from tritoncomm.doctor import diagnose
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
 from tritoncomm.survey import Row, Source, picture, survey, table
@@ -27,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tritoncomm", description=tritoncomm.__doc__)
     parser.add_argument("--version", action="version", version=tritoncomm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_demo, _add_simulate, _add_plan):
+    for add in (_add_demo, _add_simulate, _add_plan, _add_doctor):
         add(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
@@ -169,6 +174,52 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _plan(options: argparse.Namespace) -> int:
     print(planner.advice(options.numel, options.workers, options.link, options.step_ms / 1e3, overlap=options.overlap))
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="measure the link between the ranks and the selection: will compression pay?",
+        description="Under torchrun: measures the link, a dense all-reduce and the sparse exchange between the ranks. "
+        "Alone: measures the selection and predicts the rest for --workers on --link. Exit code 0 when compression "
+        "pays, 1 when it does not, 2 for bad arguments.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="the method")
+    doctor.add_argument("--density", type=_density, default=planner.TRUSTED_DENSITY, help="share of entries to deliver")
+    doctor.add_argument("--numel", type=_count, default="5e6", help="parameters of the model")
+    doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation of one step")
+    doctor.add_argument("--workers", type=_positive, default=8, help="alone: how many there will be")
+    doctor.add_argument("--link", type=_link, default=LINK, help="alone: what will be between them")
+    doctor.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    cuda = torch.cuda.is_available()
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if together:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    if cuda:  # pragma: no cover - needs a GPU
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        diagnosis = diagnose(
+            options.numel,
+            lambda density: planner.at(options.algo, density),
+            options.density,
+            options.step_ms / 1e3,
+            link=options.link,
+            workers=options.workers,
+            device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
+        )
+        if not together or dist.get_rank() == 0:
+            print(diagnosis.report())
+            if options.json:
+                options.json.write_text(json.dumps(diagnosis.as_dict(), indent=1) + "\n")
+    finally:
+        if together:
+            dist.destroy_process_group()
+    return 0 if diagnosis.pays else 1
 
 
 def _positive(text: str) -> int:

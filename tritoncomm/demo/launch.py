@@ -29,8 +29,6 @@ Send = Callable[[Any], None]
 POLL_SECONDS = 0.05
 # Workers are forked from a server that has imported torch once, and nothing else has run in.
 _START = "forkserver"
-# After a death the others may still say what they saw; it also tells cause from echo.
-GRACE_SECONDS = 1.0
 
 
 class _Failure(NamedTuple):
@@ -52,12 +50,13 @@ def run_workers(
     listen: Send | None = None,
     timeout: timedelta = timedelta(minutes=5),
     limit: timedelta | None = None,
+    grace: timedelta = timedelta(seconds=1),
 ) -> list[Any]:
     """``function(rank, world_size, send, *args)`` in ``world_size`` processes; the return values by rank.
 
     Each process has one thread and the default process group on gloo over the loopback interface, whose
     time-out is ``timeout``. What a worker gives to ``send`` (picklable) reaches ``listen`` here. When a
-    worker dies, the others are stopped and :class:`WorkerError` holds the traceback of the one that
+    worker dies, the others are stopped after ``grace`` and :class:`WorkerError` holds the traceback of the one that
     failed first; so it does when they are not done after ``limit``. ``function`` must be importable by name.
     """
     set_forkserver_preload(["tritoncomm"])
@@ -86,7 +85,7 @@ def run_workers(
         )
         try:
             started = time.monotonic()
-            while not context.join(timeout=POLL_SECONDS, grace_period=GRACE_SECONDS):
+            while not context.join(timeout=POLL_SECONDS, grace_period=grace.total_seconds()):
                 drain()
                 if limit is not None and time.monotonic() - started > limit.total_seconds():
                     running = [rank for rank, process in enumerate(context.processes) if process.is_alive()]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import cost, wire
+from tritoncomm import cost, tracing, wire
 from tritoncomm.cost import Link
 from tritoncomm.errors import (
     ExchangeError,
@@ -131,7 +131,23 @@ class ProcessGroupScheduler:
             raise self._failed(word, error) from error
         finally:
             if not isinstance(word, Among):  # which has counted by itself
-                self.meter.wait(word.phase, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                self.meter.wait(word.phase, seconds)
+                self._trace(word, seconds)
+
+    def _trace(self, word: Word, seconds: float) -> None:
+        tracer = tracing.current()
+        if tracer is None:
+            return
+        started = tracing.now() - seconds
+        details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(word).__name__}
+        tracer.phase(dist.get_rank(), word.phase, started, seconds, details)
+        round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+        for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
+            for peer, content in messages.items():
+                words = content.numel() if isinstance(content, torch.Tensor) else content
+                size = cost.message(words).bytes
+                tracer.message(dist.get_rank(), self._global_ranks[peer], word.phase, started, size, sent=sent)
 
     def _run_among(self, word: Among) -> Any:
         group = self._subgroups[word.ranks]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tritoncomm import cost
+from tritoncomm import cost, tracing
 from tritoncomm.cost import Traffic
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.metrics import Meter
@@ -116,6 +116,21 @@ class SimulatedScheduler:
                 raise ProtocolMismatchError(f"round {number}: rank 0 {sides[0]}, but rank {rank} {sides[rank]}")
 
     def _perform(self, number: int, words: list[Any]) -> list[Any]:
+        tracer = tracing.current()
+        if tracer is None or self.clock is None or isinstance(words[0], Among):
+            return self._deliver_words(number, words)
+        before = list(self.clock.now)
+        replies = self._deliver_words(number, words)
+        tracer.simulated = True
+        for rank, word in enumerate(words):
+            details = {"round": number, "kind": type(word).__name__}
+            tracer.phase(rank, word.phase, before[rank], self.clock.now[rank] - before[rank], details)
+            round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+            for peer, payload in round_.sends.items() if round_ is not None else ():
+                tracer.message(rank, peer, word.phase, before[rank], cost.message(payload.numel()).bytes, sent=True)
+        return replies
+
+    def _deliver_words(self, number: int, words: list[Any]) -> list[Any]:
         first = words[0]
         if isinstance(first, Round):
             return self._arrive(self._deliver(number, words), first.phase)

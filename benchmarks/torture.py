@@ -1,0 +1,354 @@
+"""What happens when something goes wrong: plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
+
+Every situation is acted out on real gloo processes by all three; what is printed is what was seen. A process that is
+still waiting after ``LIMIT`` seconds hangs. ``good`` is: all ranks go on alike, or all that are left get an error that
+says what is wrong, and nothing that was owed is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+import tritoncomm.checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.demo.launch import WorkerError, run_workers
+
+WORKERS = 3
+VICTIM = 1
+TIMEOUT, LIMIT = 4, 40
+BAD_STEP = 4
+PEERS = ("DDP", "PowerSGD", "tritoncomm")
+
+
+@dataclass
+class Row:
+    """One situation and one library: what was seen, and whether that is good."""
+
+    situation: str
+    library: str
+    seen: str
+    good: bool
+
+
+class Trainer:
+    """A small model under one of the libraries; a step is forward, backward, exchange and update."""
+
+    def __init__(self, library: str, rank: int, *, numel: int = 64, algo: str = "oktopk", density: float = 0.1) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, numel), nn.ReLU(), nn.Linear(numel, 4))
+        self.rank = rank
+        self.state: Any = None
+        self.net: nn.Module = self.model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        if library == "tritoncomm":
+            self.optimizer = tritoncomm.wrap(
+                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT)
+            )
+        else:
+            self.net = DistributedDataParallel(self.model)
+            if library == "PowerSGD":
+                self.state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+                self.net.register_comm_hook(self.state, powerSGD_hook)
+
+    def loss(self, step: int) -> torch.Tensor:
+        """On a batch of this rank and step."""
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + self.rank))
+        return self.net(x).square().mean()
+
+    def step(self, step: int, factor: float = 1.0) -> None:
+        """One whole step."""
+        self.optimizer.zero_grad()
+        (self.loss(step) * factor).backward()
+        self.optimizer.step()
+
+    def owed(self) -> torch.Tensor | None:
+        """What is held back for later, if anything."""
+        if isinstance(self.optimizer, tritoncomm.SparseOptimizer):
+            return torch.cat(self.optimizer.state_dict()["tritoncomm"]["residuals"])
+        if self.state is not None and self.state.error_dict:
+            return torch.cat([error.reshape(-1) for error in self.state.error_dict.values()])
+        return None
+
+    def finite(self) -> bool:
+        """Neither parameters nor what is owed hold a NaN or Inf."""
+        owed = self.owed()
+        return all(bool(p.isfinite().all()) for p in self.model.parameters()) and (
+            owed is None or bool(owed.isfinite().all())
+        )
+
+    def alike(self) -> bool:
+        """All ranks hold the same parameters."""
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, [p.tolist() for p in self.model.parameters()])
+        return all(other == everybody[0] for other in everybody)
+
+
+def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A rank is killed."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        named = f"rank {VICTIM}" in str(error)
+        kept = all(map(torch.equal, before, trainer.model.parameters()))
+        goes_on = False
+        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+            left = [r for r in range(WORKERS) if r != VICTIM]
+            group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
+            trainer.optimizer.reset_process_group(group)
+            trainer.step(2)
+            goes_on = True
+        send(f"error, {'names' if named else 'does not name'} the rank, parameters {'kept' if kept else 'changed'}"
+             + (", the others go on in a new group" if goes_on else ""))  # fmt: skip
+
+
+def slow(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A rank is slower than the time-out."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        time.sleep(3 * TIMEOUT)
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        text = str(error)
+        named = f"rank {VICTIM}" in text or (trainer.rank == VICTIM and "gave up" in text)
+        send(f"error, {'names' if named else 'does not name'} the rank")
+
+
+def nan_on_one_rank(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """One rank's loss is NaN in one step."""
+    for step in range(4):
+        trainer.step(step)
+    trainer.step(BAD_STEP, float("nan") if trainer.rank == VICTIM else 1.0)
+    for step in range(5, 8):
+        trainer.step(step)
+    send(
+        "skipped by all, training goes on"
+        if trainer.finite() and trainer.alike()
+        else "parameters or error are NaN for ever"
+    )
+
+
+def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """GradScaler, and an overflow on one rank."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+        from tritoncomm.amp import GradScaler
+
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+    for step in range(6):
+        trainer.optimizer.zero_grad()
+        factor = float("inf") if step == BAD_STEP and trainer.rank == VICTIM else 1.0
+        scaler.scale(trainer.loss(step) * factor).backward()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+    scales: list[Any] = [None] * WORKERS
+    dist.all_gather_object(scales, scaler.get_scale())
+    fine = trainer.finite() and trainer.alike() and len(set(scales)) == 1
+    send("all skip, scales equal" if fine else "parameters or error not finite, or ranks differ")
+
+
+def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """The loss scale halves in the middle of a run: is what is owed still worth the same?"""
+    for step in range(5):
+        scale = 1024.0 if step < BAD_STEP else 512.0
+        trainer.optimizer.zero_grad()
+        (trainer.loss(step) * scale).backward()
+        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+            trainer.optimizer.grad_scale = torch.tensor(scale)
+            trainer.optimizer.found_inf = torch.tensor(0.0)
+            trainer.optimizer.step()
+            del trainer.optimizer.grad_scale, trainer.optimizer.found_inf
+        else:
+            for parameter in trainer.model.parameters():
+                parameter.grad /= scale
+            trainer.optimizer.step()
+    owed = trainer.owed()
+    if owed is None:
+        send("nothing is owed")
+    else:
+        gradient = torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()])
+        send("owed in units of the gradient" if float(owed.norm()) < 100 * float(gradient.norm()) + 1 else
+             "owed in units of the old scale, worth twice as much now")  # fmt: skip
+
+
+def other_settings(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank is configured with another rank, density or width."""
+    try:
+        if library == "PowerSGD":
+            trainer.state.matrix_approximation_rank = 2 if trainer.rank == VICTIM else 1
+            for step in range(4):
+                trainer.step(step)
+        elif library == "tritoncomm":
+            Trainer(library, trainer.rank, density=0.2 if trainer.rank == VICTIM else 0.1)
+        else:
+            Trainer(library, trainer.rank, numel=65 if trainer.rank == VICTIM else 64).step(0)
+    except RuntimeError as error:
+        text = str(error)
+        named = "density" in text if library == "tritoncomm" else "rank" in text.lower() or "params" in text
+        send(f"error at start, {'says' if named else 'does not say'} what differs")
+    else:
+        send("not noticed" if trainer.alike() else "not noticed, ranks differ")
+
+
+def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """A message is longer than its receiver expects."""
+    long, short = torch.ones(100), torch.zeros(10)
+    try:
+        if library == "tritoncomm":
+            from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+            from tritoncomm.scheduler.rounds import AllReduce, Round
+
+            def talk() -> Any:
+                sends = {VICTIM: torch.arange(100, dtype=torch.int32)} if trainer.rank == 0 else {}
+                yield Round("lists", sends, {0: 10} if trainer.rank == VICTIM else {})
+                yield AllReduce("after", torch.ones(1))
+
+            ProcessGroupScheduler(timeout=timedelta(seconds=TIMEOUT)).run(talk())
+        elif trainer.rank == 0:  # what a hook of one's own would do
+            dist.isend(long, VICTIM).wait(timedelta(seconds=TIMEOUT))
+        elif trainer.rank == VICTIM:
+            dist.irecv(short, 0).wait(timedelta(seconds=TIMEOUT))
+        dist.barrier()
+    except RuntimeError as error:
+        send(f"error, {'says' if '100' in str(error) else 'does not say'} what does not fit")
+
+
+def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A parameter gets no gradient on one rank."""
+    try:
+        for step in range(3):
+            trainer.optimizer.zero_grad()
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + trainer.rank))
+            loss = trainer.net(x).square().mean()
+            if trainer.rank == VICTIM:  # a branch of the model that goes around the last layer
+                loss = trainer.model[0](x).sum()
+            loss.backward()
+            trainer.optimizer.step()
+    except RuntimeError as error:
+        send(f"error: {str(error).splitlines()[0][:60]}")
+    else:
+        send("counts as zero, ranks agree" if trainer.alike() else "ranks differ")
+
+
+def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
+    """Save in the middle of a run, load into a fresh process's objects: is what was owed still there?"""
+    for step in range(4):
+        trainer.step(step)
+    before = trainer.owed()
+    path = Path(folder) / "checkpoint"
+    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+        tritoncomm.checkpoint.save(trainer.optimizer, path)
+        fresh = Trainer("tritoncomm", trainer.rank)
+        tritoncomm.checkpoint.load(fresh.optimizer, path)
+    else:
+        fresh = Trainer("PowerSGD" if trainer.state is not None else "DDP", trainer.rank)
+        fresh.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    after = fresh.owed()
+    if before is None:
+        send("nothing is owed")
+    else:
+        kept = after is not None and torch.equal(before, after)
+        send("every rank has its own back" if kept else "lost with the state dict of model and optimizer")
+
+
+SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
+    "a rank is killed": (killed, "names the rank, parameters kept, the others go on"),
+    "a rank is slower than the time-out": (slow, "error, names"),
+    "NaN on one rank, no scaler": (nan_on_one_rank, "skipped by all"),
+    "GradScaler, overflow on one rank": (overflow_under_scaler, "all skip, scales equal"),
+    "the loss scale halves": (scale_halves, "units of the gradient"),
+    "settings differ on one rank": (other_settings, "error at start, says"),
+    "a message is too long": (wrong_length, "error, says"),
+    "no gradient on one rank": (no_gradient, "counts as zero"),
+    "save and load": (resumed, "its own back"),
+}
+
+
+def act(rank: int, world_size: int, send: Callable[[Any], None], situation: str, library: str, folder: str) -> None:
+    """In one of ``world_size`` worker processes."""
+    assert world_size == WORKERS
+    action, _ = SITUATIONS[situation]
+    trainer = Trainer(library, rank)
+    extra = {"other_settings": [library], "wrong_length": [library], "resumed": [folder]}.get(action.__name__, [])
+    action(trainer, lambda text: send((rank, text)), *extra)
+    os._exit(0)
+
+
+def observe(situation: str, library: str, folder: str) -> Row:
+    """Act it out, and judge."""
+    heard: dict[int, str] = {}
+    died = ""
+    started = time.monotonic()
+    try:
+        run_workers(
+            act, WORKERS, situation, library, folder,
+            listen=lambda report: heard.__setitem__(*report), timeout=timedelta(seconds=TIMEOUT),
+            limit=timedelta(seconds=LIMIT), grace=timedelta(seconds=LIMIT),
+        )  # fmt: skip
+    except WorkerError as error:
+        died = str(error)
+    expected = [r for r in range(WORKERS) if not (situation == "a rank is killed" and r == VICTIM)]
+    texts = list(dict.fromkeys(heard[rank] for rank in sorted(heard)))
+    silent = [rank for rank in expected if rank not in heard]
+    if "still running" in died:
+        texts.append(f"hangs (more than {time.monotonic() - started:.0f} s)")
+    elif silent and "exit code" in died and situation != "a rank is killed":
+        texts.append(f"rank {', '.join(map(str, silent))}: process aborted or said nothing")
+    elif silent:
+        texts.append(f"rank {', '.join(map(str, silent))}: nothing said")
+    good = SITUATIONS[situation][1]
+    fine = not silent and all(
+        all(part in text for part in good.split(", ")) or text == "nothing is owed" for text in texts
+    )
+    return Row(situation, library, "; ".join(texts), fine)
+
+
+def main() -> None:
+    """Every situation with every library."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--situation", nargs="+", default=list(SITUATIONS), choices=list(SITUATIONS), metavar="NAME")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--smoke", action="store_true", help="only tritoncomm, only two situations")
+    options = parser.parse_args()
+    libraries = PEERS
+    if options.smoke:
+        options.situation, libraries = ["NaN on one rank, no scaler", "save and load"], PEERS[-1:]
+    import tempfile
+
+    rows: list[Row] = []
+    for situation in options.situation:
+        for library in libraries:
+            with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+                rows.append(observe(situation, library, folder))
+                row = rows[-1]
+                print(f"{row.situation:36}{row.library:12}{'good' if row.good else 'BAD ':6}{row.seen}", flush=True)
+    if options.json:
+        machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}, gloo"
+        content = {"machine": machine, "workers": WORKERS, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    ours = [row for row in rows if row.library == "tritoncomm" and not row.good]
+    raise SystemExit(1 if ours else 0)
+
+
+if __name__ == "__main__":
+    main()
