@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import fingerprint
+from tritoncomm import agreement, fingerprint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.automatic import automatic
 from tritoncomm.double_reduction import check_not_reduced
@@ -30,7 +30,6 @@ from tritoncomm.settings import (
 )
 from tritoncomm.sparse import SparseVector
 from tritoncomm.stepper import Stepper, eager
-from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
 
@@ -234,7 +233,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._reset()
         exchange.undecided = None
         exchange.move(process_group)
-        self._compare(exchange)
+        agreement.compare(exchange, self.optimizer, self._options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and an exchange that no step has used."""
@@ -252,7 +251,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
             with torch.enable_grad():
                 loss = closure()
-        if self._is_inert():
+        if self._stepper.is_synthetic(self._gradients()):
             self._stepper.initialise(self._exchange.layout)
             return loss
         if not self._exchanged:
@@ -354,7 +353,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         ours = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         with fingerprint.refusing(self._exchange.group):
-            _check_groups(inner, self.optimizer)
+            agreement.check_groups(inner, self.optimizer)
             feedback = self._exchange.feedback if ours is None else self._exchange.loaded(ours)
         if is_initialised():
             fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
@@ -366,53 +365,18 @@ class SparseOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
-        trained = [(parameter, name) for parameter, name in self._named() if parameter.requires_grad]
-        self._frozen = [parameter for parameter, _ in self._named() if not parameter.requires_grad]
-        return GradientExchange(
-            [parameter for parameter, _ in trained],
-            self.recipe,
-            group,
-            self._options.timeout,
-            self._options.dense_below,
-            [name for _, name in trained],
-        )
+        self._frozen = [p for p, _ in agreement.named_parameters(self.optimizer) if not p.requires_grad]
+        return agreement.build(self.optimizer, self.recipe, self._options, group)
 
     def _set_up(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """An exchange for the present parameters, once all ranks agree about it."""
         exchange = self._build(group)
-        self._compare(exchange)
+        agreement.compare(exchange, self.optimizer, self._options)
         if is_initialised():
             exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
         return exchange
-
-    def _compare(self, exchange: GradientExchange) -> None:
-        """Raise on all ranks unless all are set up alike."""
-        if not is_initialised():
-            return
-        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
-        fields = {
-            "version": __version__,
-            "optimizer": type(self.optimizer).__name__,
-            "algorithm": self.recipe.name,
-            "density": self.recipe.density,
-            "recipe": repr(self.recipe),
-            "options": repr(self._options),
-            "param_groups": repr(groups),
-            "steps": exchange.steps,
-        }
-        names = dict(self._named())
-        parameters = exchange.parameters
-        fields |= fingerprint.parameter_fields(parameters, [names[parameter] for parameter in parameters])
-        fingerprint.compare(fields, exchange.group)
-
-    def _named(self) -> list[tuple[torch.Tensor, str]]:
-        return [
-            pair
-            for group in self.param_groups
-            for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
-        ]
 
     def _unfit(self) -> ConfigurationError | None:
         for parameter in self._frozen:
@@ -429,16 +393,6 @@ class SparseOptimizer(torch.optim.Optimizer):
                 return error
         return None
 
-    def _is_inert(self) -> bool:
-        """True for the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
-
-        Learning rate and gradients are zero then, and maybe not all ranks take part: nothing may be exchanged.
-        """
-        if self.state or any("lr" not in group or float(group["lr"]) != 0 for group in self.param_groups):
-            return False
-        gradients = self._gradients()
-        return bool(gradients) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in gradients)
-
     def _take_step(self, mean: SparseVector) -> None:
         self._stepper.step(mean, self._exchange.layout)
 
@@ -453,13 +407,3 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.layout.parameters]
-
-
-def _check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """What ``load_state_dict`` would refuse, found out before any rank goes on."""
-    if not {"state", "param_groups"} <= set(state):
-        raise ConfigurationError(f"this is no state of an optimizer: it has {sorted(state)}")
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != here:
-        raise ConfigurationError(f"this checkpoint has parameter groups of {saved} parameters, here they have {here}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,16 @@ class Stepper:
             self.grad_norm = float(torch.nn.utils.clip_grad_norm_(layout.parameters, self._max_grad_norm))
         everything = [None] * len(layout.parameters)
         self._take(layout, everything if mean.is_full else layout.split(mean.indices))
+
+    def is_synthetic(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """True for the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
+
+        Learning rate and ``gradients`` are zero then, and maybe not all ranks take part: nothing may be exchanged.
+        """
+        groups = self.optimizer.param_groups
+        if self.optimizer.state or any("lr" not in group or float(group["lr"]) != 0 for group in groups):
+            return False
+        return bool(gradients) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in gradients)
 
     def initialise(self, layout: BucketLayout) -> None:
         """A step that moves nothing (learning rate and gradients are zero) but makes the optimizer's state."""
