@@ -289,3 +289,22 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
     with pytest.raises(RuntimeError, match="only be called once"):
         register(model)
     assert comm_hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+
+
+def nodes(rank: int, world_size: int, send) -> None:
+    """node_group: dense within nodes; with the dense method between them it is what DDP gives."""
+    node = dist.new_subgroups(2)[0]
+    plain, exact, sparse = ddp(net()), ddp(net()), ddp(net())
+    register(exact, "dense", node_group=node)
+    state = register(sparse, density=0.1, node_group=node, dense_below=0)
+    delivered, dense = 0, 0
+    for step in range(3):
+        for model in (plain, exact, sparse):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        for p, q in zip(plain.parameters(), exact.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, atol=1e-6)
+        delivered = delivered + torch.cat([p.grad.reshape(-1) for p in sparse.parameters()])
+        dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+    residual = torch.cat([owed(state)[name].reshape(-1) for name, _ in sparse.module.named_parameters()])
+    assert torch.allclose(delivered + total(residual) / world_size, dense, atol=1e-5)

@@ -154,6 +154,7 @@ def wrapped_training(rank: int, world_size: int, send) -> None:
         assert metrics["steps"] == 8
         assert (metrics["bytes_sent"] > 0) == (world_size > 1)
         assert all(isinstance(value, float) for value in metrics.values())
+        assert ("seconds_confirm" in metrics) == (world_size > 1)
 
 
 def clipping_and_skipping(rank: int, world_size: int, send) -> None:

@@ -26,3 +26,8 @@ def test_situations(situations: list, world_size: int) -> None:
     done: list[str] = []
     run_workers(several, world_size, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
+
+
+def test_nodes() -> None:
+    """Two nodes of two ranks."""
+    run_workers(gloo_ddp.nodes, 4)

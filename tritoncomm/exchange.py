@@ -358,6 +358,7 @@ class GradientExchange:
             "seconds_select": selecting,
             "seconds_exchange": meter.waited,
             "seconds_apply": max(0.0, seconds - selecting - meter.waited),
+            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
 

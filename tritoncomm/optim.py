@@ -309,8 +309,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """What the last exchange did, and totals; flat, ready for TensorBoard or W&B.
 
-        ``bytes_*`` and ``messages_sent`` are this rank's, ``seconds_*`` split the exchange into
-        selection, waiting for the network and everything else, ``residual_norm`` is computed here.
+        ``bytes_*`` and ``messages_sent`` are this rank's. ``seconds_select``, ``seconds_exchange`` (waiting for the
+        network, which every phase then tells of by itself) and ``seconds_apply`` make up the exchange.
+        ``residual_norm`` is computed here.
         ``grad_norm`` is that of the averaged gradient before ``max_grad_norm`` clipped it.
         """
         clipped = {"grad_norm": self._stepper.grad_norm} if self._options.max_grad_norm is not None else {}
