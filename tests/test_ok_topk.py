@@ -12,12 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
 from tritoncomm.algorithms.ok_topk import WARM_START
+from tritoncomm.cost import HEADER_WORDS, WORD
 from tritoncomm.partition import offsets
 from tritoncomm.scheduler.rounds import Post
 
 import laws
 from ok_topk_oracle import Oracle
 
+HEADER = WORD * HEADER_WORDS
 WORKED = torch.tensor(
     [
         [9, -1, 0, 7, 2, -6, 1, 0, 5, -2, 3, 0],
@@ -279,8 +281,8 @@ def test_phase_volumes_are_exact() -> None:
         chosen = sorted(reaching, key=lambda j: (-abs(float(acc[rank, j])), j))[:100]
         foreign = sum(not cuts[rank] <= j < cuts[rank + 1] for j in chosen)
         gathered = len(mean) - (at[rank + 1] - at[rank])
-        assert meter.sent_by_phase["split-and-reduce"].bytes == 8 * foreign + 16 * (world_size - 1)
-        assert meter.received_by_phase["all-gather"].bytes == 8 * gathered + 16 * 3
+        assert meter.sent_by_phase["split-and-reduce"].bytes == 8 * foreign + HEADER * (world_size - 1)
+        assert meter.received_by_phase["all-gather"].bytes == 8 * gathered + HEADER * 3
 
 
 def test_regions_are_summed_in_rotation_order() -> None:

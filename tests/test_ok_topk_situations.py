@@ -11,6 +11,7 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import NonFiniteError, OkTopk, ProtocolMismatchError, SimulatedWorld, Warmup
+from tritoncomm.cost import HEADER_WORDS, WORD
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.partition import consensus_cuts, propose_cuts
 from tritoncomm.scheduler.rounds import Post, Wait
@@ -434,7 +435,7 @@ def test_strict_volume_with_one_hot_owner() -> None:
             continue
         balanced += "balance" in world.scheduler.meters[0].sent_by_phase
         for traffic in world.traffic + world.received:
-            extra = 16 * traffic.messages + 8 * 4 * world_size + 4 * 2 * 3 * world_size
+            extra = WORD * HEADER_WORDS * traffic.messages + 8 * 4 * world_size + 4 * 2 * 3 * world_size
             assert traffic.bytes <= 4 * 6 * k * (world_size - 1) / world_size + extra
     assert balanced
 
@@ -455,7 +456,7 @@ def test_strict_volume_is_a_bound_by_construction() -> None:
             reused += 1
             for rank, meter in enumerate(world.scheduler.meters):
                 for traffic in (world.traffic[rank], world.received[rank]):
-                    headers = 16 * traffic.messages + 8 * 2 * world_size * 4
+                    headers = WORD * HEADER_WORDS * traffic.messages + 8 * 2 * world_size * 4
                     rounding = 4 * 2 * 3 * world_size
                     assert traffic.bytes <= 4 * 6 * k * (world_size - 1) / world_size + headers + rounding
                 assert meter.sent.messages <= 4 * world_size + 20

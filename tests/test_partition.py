@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm.collectives import bruck_all_gather, rotation
+from tritoncomm.cost import HEADER_WORDS, WORD
 from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
@@ -102,4 +103,4 @@ def test_bruck(sizes: list[int]) -> None:
     for rank, result in enumerate(results):
         assert all(torch.equal(a, b) for a, b in zip(result, blocks, strict=True))
         received = scheduler.meters[rank].received
-        assert received.bytes == 4 * (sum(sizes) - sizes[rank]) + 16 * received.messages
+        assert received.bytes == 4 * (sum(sizes) - sizes[rank]) + WORD * HEADER_WORDS * received.messages

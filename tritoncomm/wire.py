@@ -39,11 +39,8 @@ def pack_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int
 
 def unpack_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of several messages of :func:`pack`, one after the other."""
-    if len(messages) == 1:
-        return unpack(messages[0])
-    at_index, at_value = _places([message.numel() // 2 for message in messages], messages[0].device)
-    buffer = torch.cat(list(messages))
-    return buffer[at_index], buffer[at_value].view(torch.float32)
+    indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
+    return indices, values.view(torch.float32)
 
 
 def _places(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
