@@ -26,6 +26,7 @@ def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
             settings="",
             residuals=[residual[:2], residual[2:]],
             algorithm={"taken": 3},
+            steps=5,
         )
         for rank, residual in enumerate(residuals)
     ]

@@ -417,9 +417,11 @@ def test_add_param_group_keeps_the_warm_up() -> None:
     backward(net)
     optimizer.step()
     assert optimizer.metrics()["density_delivered"] < 0.5
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(6))], "capturable": True})
     with pytest.raises(ConfigurationError, match="capturable"):
-        optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(6))], "capturable": True})
+    assert len(optimizer.param_groups) == 2
+    backward(net)
+    optimizer.step()
 
 
 def test_a_forgotten_process_group_is_noticed(

@@ -216,10 +216,12 @@ def _doctor(options: argparse.Namespace) -> int:
             print(diagnosis.report())
             if options.json:
                 options.json.write_text(json.dumps(diagnosis.as_dict(), indent=1) + "\n")
+        if together:
+            dist.barrier()  # torchrun stops everybody when one ends with an exit code, as the first does now
     finally:
         if together:
             dist.destroy_process_group()
-    return 0 if diagnosis.pays else 1
+    return 0 if diagnosis.pays or int(os.environ.get("RANK", "0")) else 1
 
 
 def _positive(text: str) -> int:

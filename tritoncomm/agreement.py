@@ -39,32 +39,39 @@ def build(
     )
 
 
-def compare(exchange: GradientExchange, optimizer: torch.optim.Optimizer, options: Options) -> None:
+def compare(
+    exchange: GradientExchange,
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Raise :class:`~tritoncomm.ConfigMismatchError` on all ranks unless all are set up alike and at the same step."""
     if not is_initialised():
         return
-    groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    settings = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
     fields = {
         "version": __version__,
         "optimizer": type(optimizer).__name__,
-        "algorithm": exchange.recipe.name,
-        "density": exchange.recipe.density,
-        "recipe": repr(exchange.recipe),
+        "algorithm": recipe.name,
+        "density": recipe.density,
+        "recipe": repr(recipe),
         "options": repr(options),
-        "param_groups": repr(groups),
+        "param_groups": repr(settings),
         "steps": exchange.steps,
     }
     names = dict(named_parameters(optimizer))
     parameters = exchange.parameters
     fields |= fingerprint.parameter_fields(parameters, [names[parameter] for parameter in parameters])
-    fingerprint.compare(fields, exchange.group)
+    fingerprint.compare(fields, group)
 
 
 def check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` for what ``load_state_dict`` would refuse."""
-    if not {"state", "param_groups"} <= set(state):
-        raise ConfigurationError(f"this is no state of an optimizer: it has {sorted(state)}")
-    saved = [len(group["params"]) for group in state["param_groups"]]
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        has = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"this is no state of an optimizer: it has {has}")
+    saved = [len(group.get("params", ())) for group in state["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise ConfigurationError(f"this checkpoint has parameter groups of {saved} parameters, here they have {here}")

@@ -31,14 +31,24 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
         super().unscale_(optimizer)
         if self.is_enabled():
-            self._agree(self._found_inf_per_device(optimizer))
+            found = self._agree(self._found_inf_per_device(optimizer))
+            if isinstance(optimizer, SparseOptimizer):
+                optimizer.note_unscaled(found)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         found = super()._check_inf_per_device(optimizer)
         self._agree(found)
         return found
 
-    def _agree(self, found: dict[Any, torch.Tensor]) -> None:
+    def _agree(self, found: dict[Any, torch.Tensor]) -> torch.Tensor:
+        """Whether any rank has found an overflow; one collective, also on a rank without any gradient."""
+        assert self._scale is not None
+        flags = [flag.to(self._scale.device) for flag in found.values()]
+        flag = torch.stack(flags).amax() if flags else torch.zeros_like(self._scale)
         if is_initialised():
-            for flag in found.values():
-                dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
+        for own in found.values():
+            own.copy_(flag)
+        if not flags:
+            found[flag.device] = flag
+        return flag

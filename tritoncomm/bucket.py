@@ -26,6 +26,11 @@ class BucketLayout:
         if len({id(p) for p in self.parameters}) < len(self.parameters):
             raise ConfigurationError("a parameter is listed twice: give each to the optimizer once")
         for parameter in self.parameters:
+            if hasattr(parameter, "to_local"):
+                raise ConfigurationError(
+                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, of which this rank holds a part: "
+                    "under FSDP2 use tritoncomm.fsdp.register()"
+                )
             if parameter.is_complex():
                 raise ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: "

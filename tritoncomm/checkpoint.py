@@ -5,7 +5,8 @@ Residuals differ between ranks, so that saving the optimizer's state on rank 0 a
 
 from __future__ import annotations
 
-import pickle
+import io
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,33 @@ __all__ = ["Owed", "load", "reshard", "save"]
 def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
     """Write ``rank-r-of-P.pt`` of every rank into ``folder``, which all ranks must be able to read later.
 
-    Each holds the whole state of the wrapped optimizer and what its rank owes. A file is complete or not there.
-    All ranks call this; it returns when all have written.
+    Each holds the whole state of the wrapped optimizer and what its rank owes. A file is complete or not there, and
+    says of which save it is. All ranks call this; it returns when all have written. Take a new folder each time: a save
+    that is cut short leaves files of two saves in an old one, which :func:`load` refuses.
     """
     folder = Path(folder)
     group = optimizer.process_group
     state = optimizer.state_dict()
+    rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
+    mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
+    if is_initialised():
+        mark["id"] = fingerprint.gather(mark, group)[0]["id"]
+    mark["checksum"] = saved_state.checksum(_inner(state))
+    file = _file(folder, rank, size)
     with fingerprint.refusing(group):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = _file(folder, state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"])
             unfinished = file.with_suffix(".unfinished")
-            torch.save(state, unfinished)
+            torch.save(state | {"saved": mark}, unfinished)
             unfinished.replace(file)
-        except OSError as error:
-            raise ConfigurationError(f"{folder} cannot be written: {error}") from error
+        except Exception as error:  # torch.save raises RuntimeError when the disk is full
+            raise ConfigurationError(f"{file} cannot be written: {error}") from error
     if is_initialised():
-        fingerprint.compare({"checkpoint": "written"}, group)
+        fingerprint.compare({"checkpoint": mark["id"]}, group)
+    if rank == 0:  # of another number of ranks, from before
+        for other in folder.glob("rank-*-of-*.pt"):
+            if other.stem.rpartition("-of-")[2] != str(size):
+                other.unlink(missing_ok=True)
 
 
 def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
@@ -63,7 +74,19 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
             states = [_read(_file(folder, r, saved_by)) for r in range(saved_by)]
             ours = reshard([state["tritoncomm"] for state in states], size)[rank]
             state = states[0] | {"tritoncomm": ours}
-    optimizer.load_state_dict(state)
+            if len({other["saved"]["id"] for other in states}) > 1:
+                raise ConfigurationError(f"{folder} holds files of several saves: one was cut short")
+        mark, name = state["saved"], type(optimizer.optimizer).__name__
+        if mark["optimizer"] != name:
+            raise ConfigurationError(f"{folder} was written for {mark['optimizer']}, this optimizer is {name}")
+    if is_initialised():
+        fingerprint.compare({"checkpoint, of one save": mark["id"]}, group)
+    optimizer.load_state_dict({key: value for key, value in state.items() if key != "saved"})
+
+
+def _inner(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The wrapped optimizer's part."""
+    return {key: value for key, value in state.items() if key not in ("tritoncomm", "saved")}
 
 
 def _file(folder: Path, rank: int, size: int) -> Path:
@@ -82,13 +105,19 @@ def _saved_by(folder: Path) -> int:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
-            raise ConfigurationError("it is no state of a wrapped optimizer")
-        saved_state.check(state["tritoncomm"])
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+        _check(state)
+    except Exception as error:  # a damaged file fails in many ways
         raise ConfigurationError(f"{file} cannot be loaded: {error}") from error
     return state
+
+
+def _check(state: Any) -> None:
+    if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
+        raise ConfigurationError("it is no state of a wrapped optimizer")
+    saved_state.check(state["tritoncomm"])
+    if saved_state.checksum(_inner(state)) != state["saved"]["checksum"]:
+        raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not fit")
 
 
 class Owed:
@@ -106,10 +135,13 @@ class Owed:
     def state_dict(self) -> dict[str, Any]:
         """For ``dcp.save``; and for ``dcp.load``, which fills in what it finds."""
         ours = self.optimizer.state_dict()["tritoncomm"]
-        return {f"rank {ours['rank']} of {ours['world_size']}": ours}
+        content = io.BytesIO()
+        torch.save(ours, content)
+        return {f"rank {ours['rank']} of {ours['world_size']}": content.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """For ``dcp.load``. All ranks load together and only if all can."""
-        (ours,) = state_dict.values()
+        (content,) = state_dict.values()
+        ours = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         # The optimizer's own state is loaded by set_optimizer_state_dict, before or after.
         self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict() | {"tritoncomm": ours})

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.exchange import GradientExchange
 from tritoncomm.metrics import summed
 from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, one_of
@@ -72,6 +72,7 @@ class CommState:
         self._timeout = timeout
         self._dense_below = dense_below
         self._names: dict[int, str] = {}
+        self._shapes: dict[str, int] = {}
         self._start()
 
     def _start(self) -> None:
@@ -82,6 +83,7 @@ class CommState:
         self._loaded: Mapping[str, Any] | None = None
         self._begun: list[GradientExchange] = []
         self._failure: BaseException | None = None
+        self._broken: BaseException | None = None
         self.steps = self.skipped_steps = 0
         self.has_averaged = False  # nothing has been added to the averages since
 
@@ -91,8 +93,13 @@ class CommState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._names = {}
+        self._names, self._shapes = {}, {}
         self._start()
+
+    def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Call ``parameters`` by these names in messages and in :meth:`state_dict`; before the first backward pass."""
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._shapes = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Start the exchange of ``bucket`` on the thread of this state; the averaged buffer, in the future."""
@@ -106,18 +113,22 @@ class CommState:
         first, last = bucket.index() == 0, bucket.is_last()
 
         def work() -> None:
-            if first:
-                self._begin()
-            if ready is None:
-                self._average(parameters, buffer, scale)
-            else:  # pragma: no cover - needs a GPU
-                with torch.cuda.stream(self._stream(buffer.device)) as stream:
-                    stream.wait_event(ready)
+            try:
+                if first:
+                    self._begin()
+                if ready is None:
                     self._average(parameters, buffer, scale)
-                    stream.synchronize()
-            if last:
-                self._finish()
-            future.set_result(buffer)
+                else:  # pragma: no cover - needs a GPU
+                    with torch.cuda.stream(self._stream(buffer.device)) as stream:
+                        stream.wait_event(ready)
+                        self._average(parameters, buffer, scale)
+                        stream.synchronize()
+            except BaseException as error:
+                self._failure = error
+            finally:  # whatever happens, DDP waits for this future
+                if last:
+                    self._finish()
+                future.set_result(buffer)
 
         assert self._thread is not None
         self._thread.submit(work)
@@ -129,10 +140,12 @@ class CommState:
         """A pass begins; one before it that did not come to its end is forgotten."""
         for exchange in self._begun:
             exchange.rollback()
-        self._begun, self._failure = [], None
+        self._begun, self._failure = [], self._broken
 
     def _raise(self) -> None:
         error, self._failure = self._failure, None
+        if isinstance(error, (ExchangeError, ProtocolMismatchError)):
+            self._broken = error  # the group is of no more use
         if error is not None and not (isinstance(error, NonFiniteError) and self.on_nonfinite == "propagate"):
             raise error
 
@@ -181,7 +194,12 @@ class CommState:
                 exchange.commit()
             # Buckets are rebuilt after the first pass; then the old ones have given away what they owed.
             done = {id(exchange) for exchange in self._begun}
-            self._exchanges = {key: e for key, e in self._exchanges.items() if id(e) in done}
+            theirs = {id(parameter) for exchange in self._begun for parameter in exchange.parameters}
+            self._exchanges = {
+                key: exchange
+                for key, exchange in self._exchanges.items()
+                if id(exchange) in done or not theirs.intersection(key)
+            }
         self._begun, self.has_averaged = [], True
 
     def _connect(self) -> None:
@@ -203,9 +221,10 @@ class CommState:
             "parameter names": names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
+        with fingerprint.refusing(self._group):
+            if self._loaded is not None:
+                _fill(exchange, self._loaded, names)
         fingerprint.compare(fields, self._group)
-        if self._loaded is not None:
-            _fill(exchange, self._loaded, names)
         for number, other in enumerate(self._exchanges.values()):
             exchange.take_residuals(other)
             if number == 0:
@@ -262,6 +281,8 @@ class CommState:
                 raise ConfigurationError("load_state_dict() comes before the first backward pass")
             rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
             saved_state.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
+            if self._shapes and self._shapes != {name: owed.numel() for name, owed in state["residuals"].items()}:
+                raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         fingerprint.compare({"steps": state["steps"]}, self.process_group)
         self._loaded, self.steps = state, state["steps"]
 
@@ -269,7 +290,10 @@ class CommState:
 def _after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when DDP has put the gradients where they belong, so that an error leaves DDP in order."""
     queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-    queue(lambda: queue(callback))  # DDP's own callback is queued between the two
+    try:
+        queue(lambda: queue(callback))  # DDP's own callback is queued between the two
+    except RuntimeError as error:
+        raise ConfigurationError(f"buckets outside of a backward pass, as model.join() makes them: {error}") from error
 
 
 _SETTINGS = ("recipe", "on_nonfinite", "scaler", "process_group", "_timeout", "_dense_below")
@@ -321,6 +345,11 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or use tritoncomm.wrap() "
             "on the optimizer of a plain one"
         )
+    if model.find_unused_parameters and not (choose(algo, density, 0, recipe_fields).density == 1):
+        raise ConfigurationError(
+            "find_unused_parameters=True: DDP throws away what is delivered to a parameter that no rank used in a "
+            "pass. Use every parameter, or tritoncomm.wrap() on the plain module, which counts a missing gradient as zero"
+        )
     state = CommState(
         model.process_group,
         algo,
@@ -333,7 +362,7 @@ def register(
         dense_below=dense_below,
         **recipe_fields,
     )
-    state._names = {id(p): name for name, p in model.module.named_parameters()}  # noqa: SLF001 - our own
+    state.name(dict(model.module.named_parameters()))
     model.register_comm_hook(state, comm_hook)
     _refuse_accumulation(list(model.parameters()), weakref.ref(state))
     return state

@@ -19,7 +19,7 @@ from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.sparse import SparseVector
 
@@ -85,15 +85,15 @@ class GradientExchange:
         self.measure(None, 0.0)
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self._scheduler: ProcessGroupScheduler | None = None
-        self.rank, self.world_size = 0, 1
+        scheduler: ProcessGroupScheduler | None = None
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_initialised() else (0, 1)
+        self.recipe.check_world_size(world_size)  # before any group is made for it
         if is_initialised():
-            stamp = f"{self.recipe.name} {self.settings}"
-            subgroups = self.recipe.subgroups(dist.get_world_size(group))
-            self._scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
-            self.rank, self.world_size = self._scheduler.rank, self._scheduler.world_size
-        self.recipe.check_world_size(self.world_size)
+            shapes = [(self._names.get(id(p), ""), tuple(p.shape)) for p in self.parameters]
+            stamp = f"{self.recipe.name} {self.settings} {shapes}"
+            subgroups = self.recipe.subgroups(world_size)
+            scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
+        self.group, self._scheduler, self.rank, self.world_size = group, scheduler, rank, world_size
 
     def average(
         self,
@@ -176,6 +176,8 @@ class GradientExchange:
 
     def begin(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
         """The mean of ``flat`` (only read), for :meth:`commit` or :meth:`rollback`; rolled back when it fails."""
+        if self._scheduler is not None:
+            self._scheduler.check()  # an undecided step stays so on a group that has failed
         self.undecided = None
         algorithm = Dense().build(self.layout.numel) if dense else None
         try:
@@ -189,7 +191,8 @@ class GradientExchange:
         """Every rank has come this far: without it some would apply a step that others have lost."""
         if self.world_size > 1:
             meter = self._meter
-            self._run(_confirmation(self.layout.device), new_step=False)
+            assert self._scheduler is not None
+            self._run(self._scheduler.confirmation(), new_step=False)
             meter.add(self._meter)
             self._meter = meter
 
@@ -238,15 +241,24 @@ class GradientExchange:
         self.feedback.algorithm.follow(before.algorithm)
         self._connect(self.group)
 
-    def move(self, group: dist.ProcessGroup | None) -> None:
-        """Go on in ``group``, of whatever size: what this rank has to deliver to the mean stays the same."""
-        before, size = self.feedback, self.world_size
-        self._connect(group)
+    def move(self, group: dist.ProcessGroup | None, recipe: Recipe) -> None:
+        """Go on in ``group``, of whatever size, with ``recipe``, which differs from the present one in nodes at most.
+
+        What this rank has to deliver to the mean stays the same.
+        """
+        before, size, former = self.feedback, self.world_size, self.recipe
+        self.recipe = recipe
+        try:
+            self._connect(group)
+        except BaseException:
+            self.recipe = former
+            raise
         share = self.world_size / size
         self.feedback = self._fresh()
         torch.mul(before.residual, share, out=self.feedback.residual)
         state = before.algorithm.state_dict()
-        self.feedback.algorithm.migrate([state], share, state)
+        # Within nodes a rank has learnt about a part of the vector, which is another one now.
+        self.feedback.algorithm.migrate([state] if former == recipe else [], share, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter and the algorithm's state; this rank's alone."""
@@ -258,6 +270,7 @@ class GradientExchange:
             settings=self.settings,
             residuals=residuals,
             algorithm=self.feedback.algorithm.state_dict(),
+            steps=self.steps,
         )
 
     def loaded(self, state: Mapping[str, Any]) -> ErrorFeedback:
@@ -361,10 +374,6 @@ class GradientExchange:
             **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
-
-
-def _confirmation(device: torch.device) -> Pattern[None]:
-    yield AllReduce("confirm", torch.ones(1, dtype=torch.int32, device=device))
 
 
 def _listed(bad: Mapping[str, int]) -> str:

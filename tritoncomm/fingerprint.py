@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.errors import ConfigMismatchError
+from tritoncomm.errors import ConfigMismatchError, ExchangeError
 
 _REFUSED = "refused"
 
@@ -39,7 +39,9 @@ def refusing(group: dist.ProcessGroup | None) -> Iterator[None]:
     """An argument that the body refuses on this rank is an error in the others' next :func:`compare`."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError) as error:  # ConfigurationError is a ValueError
+    except (ConfigMismatchError, ExchangeError):  # known to all
+        raise
+    except Exception as error:
         if dist.is_available() and dist.is_initialized():
             refuse(str(error), group)
         raise
@@ -53,7 +55,10 @@ def refuse(reason: str, group: dist.ProcessGroup | None) -> None:
 def gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
     """``fields`` (small, picklable) of every rank, by rank."""
     everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, fields, group=group)
+    try:
+        dist.all_gather_object(everybody, fields, group=group)
+    except RuntimeError as error:
+        raise ExchangeError(f"a rank was lost, or did not come, while set-ups were compared: {error}") from error
     return everybody
 
 

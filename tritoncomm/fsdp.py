@@ -115,19 +115,25 @@ class State:
         self.refused = False
         self.steps = self.skipped_steps = 0
         self._begun: list[ShardExchange] = []
+        self._in_pass = False
         self._everybody = dist.new_group()
 
     def enter(self, exchange: ShardExchange) -> None:
-        """``exchange`` is about to begin; when it has begun already, this is another backward pass."""
-        if exchange in self._begun:
+        """``exchange`` is about to begin; the first in a backward pass settles the one before."""
+        if not self._in_pass:
             self.settle()
+            self._in_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - the only way
         self._begun.append(exchange)
+
+    def _leave(self) -> None:
+        self._in_pass = False
 
     def abandon(self) -> None:
         """Forget the backward pass: it cannot be finished."""
         for exchange in self._begun:
             exchange.feedback.rollback()
-        self._begun = []
+        self._begun, self._in_pass = [], False
 
     def settle(self) -> None:
         """Adopt the last backward pass, or forget it when any rank refused a part of it. All ranks call this."""
@@ -170,6 +176,7 @@ class State:
             recipe=self.recipe.name,
             settings=self._sharding,
             residuals=[exchange.feedback.residual.clone() for exchange in self.exchanges],
+            kind="shards",
             algorithm={str(e.number): e.feedback.algorithm.state_dict() for e in self.exchanges},
             steps=self.steps,
         )
@@ -233,7 +240,7 @@ def register(
         pieces = _pieces(group, names, dense_below)
         if pieces:
             device = group.fsdp_params[0].sharded_param.device
-            stamp = f"{recipe!r}, {pieces}"
+            stamp = f"{recipe.name} {recipe!r}, {pieces}"
             subgroups = recipe.subgroups(dist.get_world_size(replicate_group))
             scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp, subgroups)
             recipe.check_world_size(scheduler.world_size)

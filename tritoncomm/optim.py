@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import agreement, fingerprint
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.automatic import automatic
 from tritoncomm.double_reduction import check_not_reduced
 from tritoncomm.errors import ConfigurationError, NonFiniteError
@@ -29,7 +29,7 @@ from tritoncomm.settings import (
     with_density,
 )
 from tritoncomm.sparse import SparseVector
-from tritoncomm.stepper import Stepper, eager
+from tritoncomm.stepper import Progress, Stepper, eager
 
 logger = logging.getLogger("tritoncomm")
 
@@ -127,11 +127,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._options = options
         self._stepper = Stepper(optimizer, options, late=not is_dense(recipe))
         self._stepper.check()
-        self._skipped = 0
-        self._checked = False
-        self._exchanged = False
-        self._mean: SparseVector | None = None
-        self._written: list[torch.Tensor | None] = []
+        self._progress = Progress()
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
 
@@ -158,7 +154,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     @property
     def is_synchronized(self) -> bool:
         """True between :meth:`synchronize` and :meth:`step`."""
-        return self._exchanged
+        return self._progress.exchanged
 
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
@@ -169,7 +165,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         fields = {"optimizer": self.optimizer, "recipe": self.recipe, "options": self._options}
         self._nothing_pending("copying")
         return fields | {
-            "skipped": self._skipped,
+            "skipped": self._progress.skipped,
             "steps": self._exchange.steps,
             "exchange": self._exchange.state_dict(),
         }
@@ -189,16 +185,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._take_in(state["optimizer"], state["recipe"], state["options"])
         self._exchange = self._build(group)
         self._exchange.feedback = self._exchange.loaded(state["exchange"])
-        self._skipped, self._exchange.steps = state["skipped"], state["steps"]
+        self._progress.skipped, self._exchange.steps = state["skipped"], state["steps"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
-        self.optimizer.add_param_group(param_group)
+        self._nothing_pending("add_param_group()")
+        before = len(self.param_groups)
         try:
-            self.recipe.check_optimizer(self.optimizer)
-            exchange = self._set_up(self._exchange.group)
+            with fingerprint.refusing(self._exchange.group):
+                self.optimizer.add_param_group(param_group)
+                self.recipe.check_optimizer(self.optimizer)
+                self._stepper.check()
+                exchange = self._build(self._exchange.group)
+            self._compare(exchange)
         except BaseException:
-            self.optimizer.param_groups.pop()
+            del self.param_groups[before:]
             raise
         exchange.take_over(self._exchange)
         self._exchange = exchange
@@ -217,12 +218,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._exchange.change_recipe(recipe)
         self.recipe = recipe
 
-    def reset_process_group(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def reset_process_group(
+        self, process_group: dist.ProcessGroup | None = None, node_group: dist.ProcessGroup | None = None
+    ) -> None:
         """Go on in another process group (None: the default one), of whatever size and ranks; all its ranks call this.
 
         After a failure some ranks may have applied a step that others could not confirm: those catch up here. What
         this rank owes is scaled so that the pending update of the ranks that are left stays what it was; what a lost
-        rank owed is lost with it. Methods learn their thresholds and partitions anew. Raises
+        rank owed is lost with it. Methods learn their thresholds and partitions anew. With ``node_group`` the exchange
+        is dense within nodes; without, it is sparse between all ranks, whatever it was before. Raises
         :class:`~tritoncomm.ConfigMismatchError` when the ranks are not at the same step or hold other parameters.
         """
         exchange = self._exchange
@@ -232,8 +236,12 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._take_step(exchange.settle())
         self._reset()
         exchange.undecided = None
-        exchange.move(process_group)
-        agreement.compare(exchange, self.optimizer, self._options)
+        with fingerprint.refusing(process_group):
+            flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
+            recipe = complete(flat, 0, node_group, process_group)
+        agreement.compare(exchange, recipe, self.optimizer, self._options, process_group)
+        exchange.move(process_group, recipe)
+        self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and an exchange that no step has used."""
@@ -245,25 +253,37 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises :class:`RuntimeError` when the exchanged gradients have been replaced since.
         """
-        loss = None
+        try:
+            return self._step(closure)
+        except BaseException:  # a scaler takes these back only when all went well, and multiplies by what is left
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        progress, loss = self._progress, None
         if closure is not None:
-            if self._exchanged:
+            if progress.exchanged:
                 raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
             with torch.enable_grad():
                 loss = closure()
-        if self._stepper.is_synthetic(self._gradients()):
+        if self._stepper.is_synthetic():
             self._stepper.initialise(self._exchange.layout)
             return loss
-        if not self._exchanged:
+        if not progress.exchanged:
             self.synchronize()
         elif getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
-        if any(now is not then for now, then in zip(self._gradients(), self._written, strict=True)):
+        if any(now is not then for now, then in zip(self._gradients(), progress.written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
-        if self._mean is not None:
-            self._take_step(self._mean)
+        if progress.mean is not None:
+            self._take_step(progress.mean)
         self._reset()
         return loss
+
+    def note_unscaled(self, found: torch.Tensor) -> None:
+        """A scaler has unscaled the gradients and ``found`` (not 0) an overflow on some rank: skip the step."""
+        self._progress.found_in_unscale = found
 
     @eager
     @torch.no_grad()
@@ -275,23 +295,26 @@ class SparseOptimizer(torch.optim.Optimizer):
         With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` before.
         Raises :class:`RuntimeError` when the gradients were exchanged already.
         """
-        if self._exchanged:
+        progress = self._progress
+        if progress.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
         unfit = self._unfit()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is None:
+            found = progress.found_in_unscale
         overflowed = found is not None and bool(found)
         zero = self._options.on_nonfinite == "zero" and found is None
         try:
-            self._mean = self._exchange.average(
+            progress.mean = self._exchange.average(
                 unfit=unfit, scale=1.0 if scale is None else float(scale), overflowed=overflowed, zero=zero
             )
         except NonFiniteError as error:
-            self._skipped += 1
+            progress.skipped += 1
             if self._options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
-        self._exchanged = True  # without a mean the step does nothing
-        self._written = self._gradients()
+        progress.exchanged = True  # without a mean the step does nothing
+        progress.written = self._gradients()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -303,7 +326,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._nothing_pending("flush()")
         mean = self._exchange.flush()
         found = mean.values.nonzero().reshape(-1).to(torch.int32)
-        self._take_step(SparseVector(found, mean.values[found.long()], mean.numel))
+        sparse = SparseVector(found, mean.values[found.long()], mean.numel)
+        self._stepper.step(sparse, self._exchange.layout, clip=False)
         self.zero_grad()
 
     def metrics(self) -> dict[str, float]:
@@ -317,7 +341,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         clipped = {"grad_norm": self._stepper.grad_norm} if self._options.max_grad_norm is not None else {}
         return self._exchange.last | clipped | {
             "steps": float(self._exchange.steps),
-            "skipped_steps": float(self._skipped),
+            "skipped_steps": float(self._progress.skipped),
             "zeroed_values": float(self._exchange.zeroed),
             "bytes_sent_total": float(self._exchange.total.sent.bytes),
             "bytes_received_total": float(self._exchange.total.received.bytes),
@@ -351,16 +375,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        ours = state_dict.get("tritoncomm")
-        inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         with fingerprint.refusing(self._exchange.group):
-            agreement.check_groups(inner, self.optimizer)
+            agreement.check_groups(state_dict, self.optimizer)
+            ours = state_dict.get("tritoncomm")
+            inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
             feedback = self._exchange.feedback if ours is None else self._exchange.loaded(ours)
         if is_initialised():
             fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
         self.optimizer.load_state_dict(inner)
         self._stepper.restore(inner)
         self._exchange.feedback = feedback
+        self._exchange.steps = ours["steps"] if ours is not None else self._exchange.steps
         self._reset()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
@@ -372,12 +397,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _set_up(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """An exchange for the present parameters, once all ranks agree about it."""
         exchange = self._build(group)
-        agreement.compare(exchange, self.optimizer, self._options)
+        self._compare(exchange)
         if is_initialised():
             exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
         return exchange
+
+    def _compare(self, exchange: GradientExchange) -> None:
+        agreement.compare(exchange, self.recipe, self.optimizer, self._options, exchange.group)
 
     def _unfit(self) -> ConfigurationError | None:
         for parameter in self._frozen:
@@ -386,8 +414,8 @@ class SparseOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
                     "wrap with requires_grad=True and freeze it then, or unfreeze it before wrapping"
                 )
-        if not self._checked:  # a module may have been wrapped since
-            self._checked = True
+        if not self._progress.checked:  # a module may have been wrapped since
+            self._progress.checked = True
             try:
                 check_not_reduced(self._exchange.parameters)
             except ConfigurationError as error:
@@ -398,13 +426,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._stepper.step(mean, self._exchange.layout)
 
     def _nothing_pending(self, what: str) -> None:
-        if self._exchanged:
+        if self._progress.exchanged:
             raise RuntimeError(f"an exchange is waiting for its step: call step() before {what}")
 
     def _reset(self) -> None:
-        self._exchanged = False
-        self._mean = None
-        self._written = []
+        self._progress.reset()
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.layout.parameters]

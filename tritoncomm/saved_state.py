@@ -11,7 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 
 SCHEMA = 3
-_FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "checksum")
+_FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
 def written(**fields: Any) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def checksum(state: Mapping[str, Any]) -> str:
 
 def check(state: Mapping[str, Any], **here: Any) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is whole and its fields are those ``here``."""
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(f"this is no state of an exchange but a {type(state).__name__}")
     if state.get("schema") != SCHEMA:
         raise ConfigurationError(
             f"this checkpoint was written with schema={state.get('schema')!r}, this version reads {SCHEMA}"
@@ -56,6 +58,7 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
+                "rank": ": every rank loads its own, tritoncomm.checkpoint.save() keeps them all",
                 "recipe": f": wrap with algo={state[field]!r}",
                 "world_size": ": bring the states of all its ranks to this size with tritoncomm.checkpoint.reshard()",
             }
@@ -73,16 +76,28 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     stays the same, old rank r goes to new rank ``r % world_size``, multiplied by ``world_size / P``.
     """
     size = len(states)
+    if any(state.get("kind") == "shards" for state in states):
+        raise ConfigurationError("the states of FSDP shards are of one sharding and cannot be brought to another size")
+    if any("migrated" in state for state in states):
+        raise ConfigurationError("these states were brought to another size already: load and save them once before")
     for rank, state in enumerate(states):
         check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
-        if [len(r) for r in state["residuals"]] != [len(r) for r in states[0]["residuals"]]:
+        if state["steps"] != states[0]["steps"]:
+            steps = f"{states[0]['steps']} and {state['steps']}"
+            raise ConfigurationError(f"the states of ranks 0 and {rank} are of steps {steps}: a save was cut short")
+        if _lengths(state["residuals"]) != _lengths(states[0]["residuals"]):
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
     share = world_size / size
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
-        parts = zip(*(state["residuals"] for state in own), strict=True) if own else ()
-        residuals = [sum(part[1:], start=part[0].clone()) * share for part in parts]
+        first = _by_name(states[0]["residuals"])
+        summed = {
+            name: sum((_by_name(state["residuals"])[name] for state in own), start=torch.zeros_like(like)) * share
+            for name, like in first.items()
+        }
+        by_name = isinstance(states[0]["residuals"], Mapping)
+        residuals = summed if by_name else list(summed.values())
         migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
         resharded.append(
             written(
@@ -90,9 +105,20 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 world_size=world_size,
                 recipe=states[0]["recipe"],
                 settings=states[0]["settings"],
-                residuals=residuals if own else [torch.zeros_like(r) for r in states[0]["residuals"]],
-                algorithm={},
+                residuals=residuals,
+                algorithm=states[0]["algorithm"]
+                if isinstance(states[0]["residuals"], Mapping)
+                else {},  # DDP's is common
                 migrated=migrated,
+                steps=states[0]["steps"],
             )
         )
     return resharded
+
+
+def _by_name(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+    return dict(residuals.items() if isinstance(residuals, Mapping) else enumerate(residuals))
+
+
+def _lengths(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, int]:
+    return {name: residual.numel() for name, residual in _by_name(residuals).items()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritoncomm import fingerprint
 from tritoncomm.algorithms import Dense, Hierarchical, Recipe, Warmup, recipe
 from tritoncomm.errors import ConfigurationError
 
@@ -99,6 +100,7 @@ def complete(
             f"node_group holds ranks {node} of {everybody}: nodes must be equally large, of consecutive ranks, as "
             "torchrun numbers them, and this rank in its own"
         )
+    fingerprint.compare({"node size": len(node)}, group)  # before groups are made of it
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +24,26 @@ _LINEAR = (torch.optim.SGD,)
 
 # Not torch.compiler.disable, which imports the compiler for everybody.
 eager = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+@dataclass
+class Progress:
+    """Where a wrapped optimizer is between an exchange and its step.
+
+    In an object of its own, because frameworks put proxies in front of optimizers that read through to them, but keep
+    what is assigned.
+    """
+
+    exchanged: bool = False
+    mean: SparseVector | None = None
+    written: list[torch.Tensor | None] = field(default_factory=list)
+    found_in_unscale: torch.Tensor | None = None  # what a scaler of ours found, of all ranks
+    skipped: int = 0
+    checked: bool = False
+
+    def reset(self) -> None:
+        """The exchange has been used, or is not to be."""
+        self.exchanged, self.mean, self.written, self.found_in_unscale = False, None, [], None
 
 
 class Stepper:
@@ -50,23 +73,29 @@ class Stepper:
         if self._adam is not None:
             self._adam.check_options()
 
-    def step(self, mean: SparseVector, layout: BucketLayout) -> None:
-        """Step by ``.grad``, which holds ``mean`` (clipped to ``max_grad_norm``, or changed by the user)."""
+    def step(self, mean: SparseVector, layout: BucketLayout, *, clip: bool = True) -> None:
+        """Step by ``.grad``, which holds ``mean`` (to be clipped to ``max_grad_norm``, or changed by the user)."""
         self.check()  # before anything is clipped or decayed
-        if self._max_grad_norm is not None:
+        if clip and self._max_grad_norm is not None:
             self.grad_norm = float(torch.nn.utils.clip_grad_norm_(layout.parameters, self._max_grad_norm))
         everything = [None] * len(layout.parameters)
         self._take(layout, everything if mean.is_full else layout.split(mean.indices))
 
-    def is_synthetic(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+    def is_synthetic(self) -> bool:
         """True for the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
-        Learning rate and ``gradients`` are zero then, and maybe not all ranks take part: nothing may be exchanged.
+        Maybe not all ranks take part in it, so that nothing may be exchanged. Learning rates are zero then, but so they
+        are in the first step of a warm-up: it is the caller that tells.
         """
         groups = self.optimizer.param_groups
-        if self.optimizer.state or any("lr" not in group or float(group["lr"]) != 0 for group in groups):
+        module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+        if module is None or any("lr" not in group or float(group["lr"]) != 0 for group in groups):
             return False
-        return bool(gradients) and all(g is not None and not g.is_sparse and not bool(g.any()) for g in gradients)
+        maker = module._init_optim_state.__code__  # noqa: SLF001 - there is no other way to know
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not maker:
+            frame = frame.f_back
+        return frame is not None
 
     def initialise(self, layout: BucketLayout) -> None:
         """A step that moves nothing (learning rate and gradients are zero) but makes the optimizer's state."""

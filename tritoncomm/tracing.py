@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 # Of the process and not of a context: exchanges may run on a thread of their own. The last one entered counts.
 _tracers: list[Tracer] = []
@@ -20,13 +23,14 @@ class Tracer:
         self.events: list[dict[str, Any]] = []
         self.ranks: set[int] = set()
         self.simulated = False
+        self._threads: dict[int, int] = {}
 
     def phase(self, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]) -> None:
         """``rank`` spent ``seconds`` from ``started`` (seconds) in ``name``."""
         self.ranks.add(rank)
         self.events.append(
             {"name": name, "cat": "exchange", "ph": "X", "ts": 1e6 * started, "dur": 1e6 * seconds}
-            | {"pid": rank, "tid": 0, "args": dict(details)}
+            | {"pid": rank, "tid": self._track(), "args": dict(details)}
         )
 
     def message(self, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
@@ -34,8 +38,12 @@ class Tracer:
         direction = "to" if sent else "from"
         self.events.append(
             {"name": f"{direction} {peer}", "cat": "message", "ph": "i", "s": "t", "ts": 1e6 * at}
-            | {"pid": rank, "tid": 0, "args": {"phase": name, "bytes": size}}
+            | {"pid": rank, "tid": self._track(), "args": {"phase": name, "bytes": size}}
         )
+
+    def _track(self) -> int:
+        """A small number for the thread: two exchanges may run beside each other."""
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
     def write(self, file: Path) -> None:
         """Everything so far, as the JSON object that Chrome's trace format asks for."""
@@ -61,13 +69,17 @@ def trace(file: str | Path) -> Iterator[Tracer]:
         _tracers.remove(tracer)
         path = Path(file)
         if not tracer.simulated:
-            path = path.with_name(f"{path.stem}-rank-{min(tracer.ranks, default=0)}{path.suffix}")
+            path = path.with_name(f"{path.stem}-rank-{_rank()}{path.suffix}")
         tracer.write(path)
 
 
 def current() -> Tracer | None:
     """Who collects events now, if anybody."""
     return _tracers[-1] if _tracers else None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def now() -> float:

@@ -43,6 +43,11 @@ from tritoncomm.scheduler.rounds import (
 _TAGS = 1 << 30
 # Words of a message that are sent with its header; the rest of a longer one is a transfer of its own.
 _BEGINNING = 1 << 12
+# How many exchanges have been set up in a group, by its name, and the groups that were made within groups.
+_made: Counter[str] = Counter()
+_subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
+# Where an exchange is before its first word.
+_START = Round("start", {}, {})
 # What the measurement of a link sends, and how often.
 _PROBE_WORDS, _PROBES = 1 << 20, 5
 
@@ -73,7 +78,8 @@ class ProcessGroupScheduler:
         self.step = 0  # exchanges begun
         self._number = 0  # of the word within the exchange
         self._method = stamp.split(" ", 1)[0] or "unnamed"
-        self._stamp = wire.stamp(stamp)
+        _made[_name(group)] += 1  # several exchanges in one group are told apart by their order
+        self._stamp = wire.stamp(f"{stamp} {_made[_name(group)]}")
         self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -81,9 +87,23 @@ class ProcessGroupScheduler:
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if self.rank in ranks:
-                members = [self._global_ranks[rank] for rank in ranks]
-                within = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+                within = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
                 self._subgroups[ranks] = ProcessGroupScheduler(within, timeout, device, f"{stamp} among {ranks}")
+
+    def check(self) -> None:
+        """Raise what this group has failed with, if it has: every exchange in it would fail."""
+        if self._failure is not None:
+            raise self._failure
+
+    def confirmation(self) -> Pattern[None]:
+        """Every rank has come to the end of the same step of the same exchange."""
+        sign = (self.step << 32) + self._stamp
+        total = yield AllReduce("confirm", torch.tensor([sign], dtype=torch.int64, device=self.device))
+        if int(total) != sign * self.world_size:
+            raise ProtocolMismatchError(
+                f"rank {self.rank} is at the end of step {self.step} of {self._method}, another rank of another step "
+                "or exchange: step optimizers in the same order on all ranks"
+            )
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
         """Run ``pattern`` to its end and return its result; without a ``new_step`` it belongs to the one before.
@@ -92,13 +112,13 @@ class ProcessGroupScheduler:
         :class:`ProtocolMismatchError` when a message belongs elsewhere, and whatever the pattern raises; the pattern
         is closed then. After the first three the group is of no more use.
         """
-        if self._failure is not None:  # every exchange in this group would fail
-            raise self._failure
+        self.check()
         self.meter = Meter()
         if new_step:
             self.step += 1
             self._number = 0
         reply: Any = None
+        word: Word = _START
         try:
             word = pattern.send(None)
             while True:
@@ -111,6 +131,12 @@ class ProcessGroupScheduler:
         except StopIteration as stop:
             result: Result = stop.value
             return result
+        except NonFiniteError:  # on all ranks
+            raise
+        except Exception as error:
+            if self._failure is not None:
+                raise
+            raise self._failed(word, error) from error  # the others must not wait for what the method made of it
         finally:
             pattern.close()
 
@@ -167,21 +193,23 @@ class ProcessGroupScheduler:
         # Not by step or method, which may be what differs: a group fails only once.
         verdict = roll_call.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
         others = verdict.described(self.rank)
-        message = f"rank {self.rank} of {self.world_size}, {where}{_described(word)}: "
+        message = f"rank {dist.get_rank()}, {where}{_described(word)}: "
         broken = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "protocol"}
+        failing = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "error"}
         found: ExchangeError | ProtocolMismatchError
-        if broken and not verdict.missing:
+        if broken and not verdict.gone:
             found = ProtocolMismatchError(message + "; ".join(broken.values()) + (others and f" ({others})"))
+        elif failing and not verdict.gone:
+            named = "; ".join(f"rank {self._global_ranks[rank]}: {text}" for rank, text in failing.items())
+            found = ExchangeError(message + named, [self._global_ranks[rank] for rank in failing])
         else:
-            culprits = verdict.missing
+            culprits = [self._global_ranks[rank] for rank in verdict.missing]
             who = f"rank{'s' * (len(culprits) > 1)} {', '.join(map(str, culprits)) or 'unknown'}"
             if verdict.timed_out:
                 late = (
                     "the others did not wait longer for this rank" if self.rank in culprits else f"no answer from {who}"
                 )
                 found = ExchangeTimeoutError(f"{message}{late}; {others or error}", culprits)
-            elif kind == "error" and not verdict.missing:
-                found = ExchangeError(f"{message}{error}", ())
             else:
                 found = PeerLostError(f"{message}lost {who}; {others or error}", culprits)
         self._failure = found
@@ -301,6 +329,17 @@ def _described(word: Word) -> str:
     if round_ is None:
         return ""
     return f" (sends to {sorted(round_.sends)}, expects from {sorted(round_.receives)})"
+
+
+def _subgroup(
+    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """A group of ``members``, made once for all exchanges in ``group``."""
+    made, within = _subgroups.get((id(group), members), (None, None))
+    if made is not group or within is None:
+        within = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        _subgroups[id(group), members] = group, within
+    return within
 
 
 def _name(group: dist.ProcessGroup | None) -> str:

@@ -108,7 +108,7 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
     gloo refuses to post a receive from such a rank, and closes all connections of a process in which a wait has
     timed out.
     """
-    if dist.get_backend(group) != "gloo":
+    if "cpu:gloo" not in dist.get_backend_config(group):
         return set()
     time.sleep(_PROBE_SECONDS)  # a death takes some milliseconds to be known
     probes: list[Any] = []
