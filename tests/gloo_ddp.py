@@ -262,6 +262,8 @@ def disagreement(rank: int, world_size: int, send) -> None:
     register(model, density=0.2 if rank == 1 else 0.1)
     with pytest.raises(tritoncomm.ConfigMismatchError, match=r"recipe: .*rank 1 has"):
         loss_of(model, rank, 0).backward()
+    with pytest.raises(ConfigurationError, match="throws away what is delivered"):
+        register(ddp(net(), find_unused_parameters=True))
     with pytest.raises(ConfigurationError, match=r"model is a Sequential: pass the DistributedDataParallel"):
         register(net())
 

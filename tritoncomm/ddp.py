@@ -21,7 +21,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.exchange import GradientExchange
 from tritoncomm.metrics import summed
-from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, one_of
+from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, is_dense, one_of
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -345,10 +345,11 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or use tritoncomm.wrap() "
             "on the optimizer of a plain one"
         )
-    if model.find_unused_parameters and not (choose(algo, density, 0, recipe_fields).density == 1):
+    chosen = choose(algo, density, 0, recipe_fields)
+    if model.find_unused_parameters and not (is_dense(chosen) or chosen.density == 1):
         raise ConfigurationError(
             "find_unused_parameters=True: DDP throws away what is delivered to a parameter that no rank used in a "
-            "pass. Use every parameter, or tritoncomm.wrap() on the plain module, which counts a missing gradient as zero"
+            "pass. Use every parameter, or tritoncomm.wrap() on the plain module, where a missing gradient is zero"
         )
     state = CommState(
         model.process_group,
