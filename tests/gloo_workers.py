@@ -34,9 +34,9 @@ FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "rando
 
 def same_as_simulation(rank: int, world_size: int, send) -> None:
     """Every recipe on real processes gives the bits, residuals and traffic of its simulation."""
-    scheduler = ProcessGroupScheduler()
     case = laws.Case(world_size, 211, FAMILIES, seed=world_size)
     for name, recipe in possible(0.07, world_size).items():
+        scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         simulated = SimulatedWorld(recipe, world_size, case.numel)
         feedback = ErrorFeedback(recipe.build(case.numel))
         for gradient in case.gradients():
@@ -62,8 +62,8 @@ def possible(density: float, world_size: int) -> dict[str, Recipe]:
 
 def laws_on_processes(rank: int, world_size: int, send) -> None:
     """Conservation, agreement, refusal and determinism, measured with collectives of their own."""
-    scheduler = ProcessGroupScheduler()
     for name, recipe in possible(0.05, world_size).items():
+        scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         runs = [ErrorFeedback(recipe.build(300)) for _ in range(2)]
         for step in range(5):
             gradient = torch.randn(300, generator=torch.Generator().manual_seed(100 * step + rank))

@@ -171,13 +171,13 @@ def timed(*patterns, compute: tuple[float, ...] = ()) -> list[float]:
 
 def test_a_message_takes_latency_and_its_bytes() -> None:
     """Sent when its bytes are out, received a latency later."""
-    busy = (6 + HEADER_WORDS) / 2
-    assert timed([Round("p", {1: words(6)}, {})], [Round("p", {}, {0: 6})]) == [busy, busy + 1]
+    busy = (2 + HEADER_WORDS) / 2
+    assert timed([Round("p", {1: words(2)}, {})], [Round("p", {}, {0: 2})]) == [busy, busy + 1]
 
 
 def test_a_late_sender_makes_its_receiver_wait() -> None:
     """The receiver's own time does not matter when the sender is later, and the other way round."""
-    sends, receives = [Round("p", {1: words(6)}, {})], [Round("p", {}, {0: 6})]
+    sends, receives = [Round("p", {1: words(2)}, {})], [Round("p", {}, {0: 2})]
     assert timed(sends, receives, compute=(10.0, 0.0)) == [15.0, 16.0]
     assert timed(sends, receives, compute=(0.0, 3.0)) == [5.0, 6.0]
     assert timed(sends, receives, compute=(0.0, 30.0)) == [5.0, 30.0]
@@ -185,15 +185,15 @@ def test_a_late_sender_makes_its_receiver_wait() -> None:
 
 def test_one_stream_at_a_time() -> None:
     """Two messages to one rank are received after one another; two from one rank leave after one another."""
-    into = [[Round("p", {2: words(6)}, {})], [Round("p", {2: words(6)}, {})], [Round("p", {}, {0: 6, 1: 6})]]
+    into = [[Round("p", {2: words(2)}, {})], [Round("p", {2: words(2)}, {})], [Round("p", {}, {0: 2, 1: 2})]]
     assert timed(*into) == [5, 5, 11]
-    out = [[Round("p", {1: words(6), 2: words(6)}, {})], [Round("p", {}, {0: 6})], [Round("p", {}, {0: 6})]]
+    out = [[Round("p", {1: words(2), 2: words(2)}, {})], [Round("p", {}, {0: 2})], [Round("p", {}, {0: 2})]]
     assert timed(*out) == [10, 6, 11]
 
 
 def test_both_directions_at_once() -> None:
     """Interfaces are full duplex."""
-    assert timed([Round("p", {1: words(6)}, {1: 6})], [Round("p", {0: words(6)}, {0: 6})]) == [6, 6]
+    assert timed([Round("p", {1: words(2)}, {1: 2})], [Round("p", {0: words(2)}, {0: 2})]) == [6, 6]
 
 
 def test_posted_rounds_overlap_computation() -> None:
@@ -201,7 +201,7 @@ def test_posted_rounds_overlap_computation() -> None:
     clock = VirtualClock(2, LINK)
 
     def pattern(rank: int):
-        ticket = yield Post(Round("p", {1 - rank: words(6)}, {1 - rank: 6}))
+        ticket = yield Post(Round("p", {1 - rank: words(2)}, {1 - rank: 2}))
         clock.charge(rank, 4.0)
         yield Wait(ticket)
 

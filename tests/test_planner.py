@@ -10,7 +10,7 @@ import torch
 from tritoncomm import ConfigurationError, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
-from tritoncomm.cost import WORD, Link
+from tritoncomm.cost import HEADER_WORDS, WORD, Link
 from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
 from tritoncomm.planner import TRUSTED, at, choose, options
 from tritoncomm.survey import shortened, survey
@@ -66,7 +66,7 @@ def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(name in out for name in algorithms())
     assert picture.read_bytes().startswith(b"\x89PNG")
     spardl = next(row for row in rows if row["method"] == "spardl" and row["workers"] == 5)
-    frames = 4 * spardl["messages"]
+    frames = HEADER_WORDS * spardl["messages"]
     assert spardl["words"] - frames == spardl["formula_low"] == spardl["formula_high"]
 
 
