@@ -255,3 +255,76 @@ def version(rank: int, world_size: int, send) -> None:
         sparse_wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1))
     except tritoncomm.ConfigMismatchError as error:
         send((rank, "ConfigMismatchError", (), 0.0, str(error)))
+
+
+def swapped(rank: int, world_size: int, send) -> None:
+    """Two optimizers of equal shapes, stepped in another order on one rank."""
+    first, second = tiny_model(), tiny_model()
+    optimizers = [sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "dense") for model in (first, second)]
+    for model in (first, second):
+        loss_of(model, rank, 0).backward()
+    told(send, rank, optimizers[rank == VICTIM].step)
+    leave()
+
+
+def bystander(rank: int, world_size: int, send) -> None:
+    """Two ranks do not understand each other while a third one is still computing."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
+    if rank == 2:
+        time.sleep(8)
+
+    def talk():
+        if rank < 2:
+            yield Round("gather" if rank else "balance", {1 - rank: words(4)}, {1 - rank: 4})
+        else:
+            yield Round("gather", {}, {})
+        yield AllReduce("after", torch.ones(2))
+
+    told(send, rank, lambda: scheduler.run(talk()))
+    leave()
+
+
+def broken_method(rank: int, world_size: int, send) -> None:
+    """The method itself fails on one rank, between two rounds."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
+
+    def talk():
+        yield AllReduce("before", torch.ones(2))
+        if rank == VICTIM:
+            raise MemoryError("no room for the lists")
+        yield AllReduce("after", torch.ones(2))
+
+    told(send, rank, lambda: scheduler.run(talk()))
+    leave()
+
+
+def undecided(rank: int, world_size: int, send) -> None:
+    """A rank cannot confirm a step that the others took, tries again, and still catches up afterwards."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
+    loss_of(model, rank, 0).backward()
+    scheduler = optimizer._exchange._scheduler
+    perform = scheduler._perform
+
+    def lossy(word):
+        reply = perform(word)
+        if word.phase == "confirm" and rank == VICTIM:
+            raise scheduler._failed(word, RuntimeError("Connection closed by peer"))
+        return reply
+
+    scheduler._perform = lossy
+    with suppress(ExchangeError):
+        optimizer.step()
+    if rank == VICTIM:
+        told(send, rank, optimizer.step)
+    else:
+        optimizer.zero_grad()
+        told(send, rank, optimizer.step)
+    group = dist.new_group(timeout=timedelta(seconds=20), use_local_synchronization=True)
+    optimizer.reset_process_group(group)
+    assert optimizer.metrics()["steps"] == 1
+    everybody = [None] * world_size
+    dist.all_gather_object(everybody, flat(model), group=group)
+    assert all(other == everybody[0] for other in everybody)
+    send((rank + 10, "together again"))
+    leave()

@@ -358,3 +358,54 @@ def traced(rank: int, world_size: int, send, file: str) -> None:
         for step in (1, 2):
             loss_of(model, rank, step).backward()
             optimizer.step()
+
+
+def no_gradients_under_a_scaler(rank: int, world_size: int, send) -> None:
+    """A rank whose loss does not touch the parameters takes part, in the scaler's agreement, too."""
+    model = tiny_model()
+    optimizer = sgd(model)
+    scaler = GradScaler("cpu", init_scale=SMALL)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, rank, step))
+        if rank != 1:
+            loss.backward()
+        if step == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.metrics()["steps"] == 3
+    assert same_everywhere((flat(model), scaler.get_scale()))
+
+
+def a_quiet_start(rank: int, world_size: int, send) -> None:
+    """A learning rate of zero and a rank without any gradient are no reason to stay away from an exchange."""
+    model = tiny_model()
+    optimizer = sgd(model)
+    optimizer.param_groups[0]["lr"] = 0.0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if rank == 1 and parameter.requires_grad else None
+    if rank != 1:
+        loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert optimizer.metrics()["steps"] == 1
+
+
+def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
+    """What a scaler of ours has found in unscale_ is skipped, whatever on_nonfinite says."""
+    for policy in ("zero", "raise", "skip"):
+        model = tiny_model()
+        optimizer = sgd(model, on_nonfinite=policy)
+        scaler = GradScaler("cpu", init_scale=SMALL)
+        before = flat(model)
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        if rank == 1:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+        assert flat(model) == before, policy
+        assert optimizer.metrics()["skipped_steps"] == 1, policy
+        assert optimizer.metrics()["zeroed_values"] == 0, policy
+        assert scaler.get_scale() == SMALL / 2

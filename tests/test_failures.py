@@ -106,3 +106,38 @@ def test_version() -> None:
 def test_overlapping_messages() -> None:
     """What is guarded against does not happen by itself."""
     assert reports(gloo_failures.overlapping, 3) == dict.fromkeys(range(3), ("whole",))
+
+
+def test_optimizers_in_another_order() -> None:
+    """Models that have the same shapes are not mixed."""
+    heard = reports(gloo_failures.swapped, 2)
+    assert sorted(heard) == [0, 1]
+    for kind, _, _, text in heard.values():
+        assert kind == "ProtocolMismatchError", text
+        assert "step optimizers in the same order on all ranks" in text
+
+
+def test_bystander() -> None:
+    """Who has only been computing is not blamed."""
+    heard = reports(gloo_failures.bystander, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, _, _, text in heard.values():
+        assert kind == "ProtocolMismatchError", text
+        assert "phase 'balance'" in text
+
+
+def test_broken_method() -> None:
+    """Nobody waits for a rank whose method failed, and all are told how."""
+    heard = reports(gloo_failures.broken_method, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, peers, seconds, text in heard.values():
+        assert kind == "ExchangeError", text
+        assert peers == (1,)
+        assert seconds < 10
+        assert "rank 1: no room for the lists" in text
+
+
+def test_undecided_step() -> None:
+    """A step that some could not confirm is taken by all in the end."""
+    heard = reports(gloo_failures.undecided, 3)
+    assert {rank: heard[rank] for rank in (10, 11, 12)} == dict.fromkeys((10, 11, 12), ("together again",))

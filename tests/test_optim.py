@@ -444,3 +444,65 @@ def test_a_scheduler_built_before_wrapping() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_an_error_under_a_scaler_leaves_no_scale_behind() -> None:
+    """The scaler multiplies the next scale by what it finds left on the optimizer."""
+    net, control = model(), model()
+    # At density 1, as what synchronize() has wrongly made owed stays owed.
+    optimizer, reference = sparse_wrap(sgd(net), density=1.0), sparse_wrap(sgd(control), density=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled_backward(scaler, net, 0)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="averaged scaled gradients"):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    for step in range(2):
+        optimizer.zero_grad()
+        scaled_backward(scaler, net, step)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.zero_grad()
+        backward(control, step)
+        reference.step()
+    assert all(map(torch.allclose, net.parameters(), control.parameters()))
+
+
+def scaled_backward(scaler: torch.amp.GradScaler, net: nn.Module, seed: int) -> None:
+    """As :func:`backward`, of the scaled loss."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    scaler.scale((net(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+
+
+def test_a_proxy_in_front() -> None:
+    """Frameworks derive a proxy from the optimizer's class that reads through to it and keeps what is assigned."""
+    net, control = model(), model()
+    real, reference = sparse_wrap(sgd(net), density=0.2), sparse_wrap(sgd(control), density=0.2)
+
+    class Proxy:
+        """As Lightning's and Fabric's."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer = optimizer
+            self.__class__ = type("Proxied", (self.__class__, optimizer.__class__), {})
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._optimizer, name)
+
+        def step(self, closure: object = None) -> object:
+            return self._optimizer.step(closure)
+
+    proxy = Proxy(real)
+    for step in range(3):
+        proxy.zero_grad()
+        backward(net, step)
+        proxy.synchronize()
+        proxy.step()
+        reference.zero_grad()
+        backward(control, step)
+        reference.step()
+    assert all(map(torch.equal, net.parameters(), control.parameters()))
+    assert proxy.metrics()["steps"] == 3
+    proxy.flush()
+    proxy.state_dict()
