@@ -370,3 +370,66 @@ def test_accelerate_round_trip(make: Make) -> None:
     train(moved, second, 3, 3)
     assert same(straight, moved)
     assert torch.equal(first._exchange.feedback.residual, second._exchange.feedback.residual)
+
+
+def test_an_error_under_a_scaler_leaves_no_scale_behind() -> None:
+    """The scaler multiplies the next scale by what it finds left on the optimizer."""
+    net, control = model(), model()
+    at_density_one = lambda net: tritoncomm.wrap(BARE["momentum"](net), density=1.0)  # noqa: E731
+    # At density 1, as what synchronize() has wrongly made owed stays owed.
+    optimizer, reference = at_density_one(net), at_density_one(control)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled_backward(scaler, net, 0)
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="averaged scaled gradients"):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    for step in range(2):
+        optimizer.zero_grad()
+        scaled_backward(scaler, net, step)
+        scaler.step(optimizer)
+        scaler.update()
+        reference.zero_grad()
+        backward(control, step)
+        reference.step()
+    assert all(map(torch.allclose, net.parameters(), control.parameters()))
+
+
+def scaled_backward(scaler: torch.amp.GradScaler, net: nn.Module, seed: int) -> None:
+    """As :func:`backward`, of the scaled loss."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    scaler.scale((net(x) - x.sum(1, keepdim=True)).square().mean()).backward()
+
+
+def test_a_proxy_in_front() -> None:
+    """Frameworks derive a proxy from the optimizer's class that reads through to it and keeps what is assigned."""
+    net, control = model(), model()
+    real, reference = MAKERS["wrapped-momentum"](net), MAKERS["wrapped-momentum"](control)
+
+    class Proxy:
+        """As Lightning's and Fabric's."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer = optimizer
+            self.__class__ = type("Proxied", (self.__class__, optimizer.__class__), {})
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._optimizer, name)
+
+        def step(self, closure: object = None) -> object:
+            return self._optimizer.step(closure)
+
+    proxy = Proxy(real)
+    for step in range(3):
+        proxy.zero_grad()
+        backward(net, step)
+        proxy.synchronize()
+        proxy.step()
+        reference.zero_grad()
+        backward(control, step)
+        reference.step()
+    assert all(map(torch.equal, net.parameters(), control.parameters()))
+    assert proxy.metrics()["steps"] == 3
+    proxy.flush()
+    proxy.state_dict()

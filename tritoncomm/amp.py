@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.exchange import is_initialised
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.sparse_optimizer import SparseOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tritoncomm import fingerprint, saved_state
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.exchange import is_initialised
-from tritoncomm.optim import SparseOptimizer
 from tritoncomm.saved_state import reshard
+from tritoncomm.sparse_optimizer import SparseOptimizer
 
 __all__ = ["Owed", "load", "reshard", "save"]
 
