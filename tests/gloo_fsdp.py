@@ -225,3 +225,22 @@ def refusals(rank: int, world_size: int, send) -> None:
     with pytest.raises(ConfigMismatchError, match="shard values"):
         front.register(sharded(other, grid["shard"]), group)
     assert isinstance(model, FSDPModule)
+
+
+def nodes(rank: int, world_size: int, send) -> None:
+    """node_group: four replicas in two nodes; with the dense method between nodes it is plain averaging."""
+    grid = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    group, node = grid["replicate"].get_group(), dist.new_subgroups(2)[0]
+    model = sharded(Net(), grid["shard"])
+    front.register(model, group, "dense", node_group=node)
+    sparse = sharded(Net(), grid["shard"])
+    front.register(sparse, group, density=0.2, node_group=node, dense_below=0)
+    for step in range(3):
+        for net in (model, sparse):
+            net.zero_grad()
+            loss_of(net, rank, step).backward()
+        assert torch.allclose(grads(model), plain_grads(rank, world_size, step), atol=1e-5)
+        bits = shards(sparse)
+        everybody = [torch.empty_like(bits) for _ in range(world_size)]
+        dist.all_gather(everybody, bits)
+        assert all(laws.same_bits(other, bits) for other in everybody)

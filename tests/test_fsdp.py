@@ -15,7 +15,7 @@ from workers import run_workers
         [gloo_fsdp.dense_training, gloo_fsdp.conservation],
         [gloo_fsdp.accumulation, gloo_fsdp.unused_and_narrow],
         [gloo_fsdp.non_finite, gloo_fsdp.resume],
-        [gloo_fsdp.refusals],
+        [gloo_fsdp.refusals, gloo_fsdp.nodes],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
