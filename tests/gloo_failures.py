@@ -328,3 +328,16 @@ def undecided(rank: int, world_size: int, send) -> None:
     assert all(other == everybody[0] for other in everybody)
     send((rank + 10, "together again"))
     leave()
+
+
+def frozen(rank: int, world_size: int, send) -> None:
+    """A parameter is frozen in mid-run on one rank alone."""
+    model = tiny_model()
+    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank == VICTIM:
+        model[0].weight.requires_grad_(False)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    told(send, rank, optimizer.step)
+    assert flat(model) == before
+    leave()

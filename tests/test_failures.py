@@ -141,3 +141,12 @@ def test_undecided_step() -> None:
     """A step that some could not confirm is taken by all in the end."""
     heard = reports(gloo_failures.undecided, 3)
     assert {rank: heard[rank] for rank in (10, 11, 12)} == dict.fromkeys((10, 11, 12), ("together again",))
+
+
+def test_frozen_on_one_rank() -> None:
+    """Replicas do not drift apart: the step is refused on all ranks."""
+    heard = reports(gloo_failures.frozen, 3)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, _, _, text in heard.values():
+        assert kind == "ProtocolMismatchError", text
+        assert "freeze alike" in text

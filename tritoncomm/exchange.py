@@ -192,7 +192,8 @@ class GradientExchange:
         if self.world_size > 1:
             meter = self._meter
             assert self._scheduler is not None
-            self._run(self._scheduler.confirmation(), new_step=False)
+            trained = "".join("01"[parameter.requires_grad] for parameter in self.parameters)
+            self._run(self._scheduler.confirmation(trained), new_step=False)
             meter.add(self._meter)
             self._meter = meter
 

@@ -95,14 +95,15 @@ class ProcessGroupScheduler:
         if self._failure is not None:
             raise self._failure
 
-    def confirmation(self) -> Pattern[None]:
-        """Every rank has come to the end of the same step of the same exchange."""
-        sign = (self.step << 32) + self._stamp
+    def confirmation(self, trained: str = "") -> Pattern[None]:
+        """Every rank has come to the end of the same step of the same exchange, and trains the same (``trained``)."""
+        sign = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
         total = yield AllReduce("confirm", torch.tensor([sign], dtype=torch.int64, device=self.device))
         if int(total) != sign * self.world_size:
             raise ProtocolMismatchError(
                 f"rank {self.rank} is at the end of step {self.step} of {self._method}, another rank of another step "
-                "or exchange: step optimizers in the same order on all ranks"
+                "or exchange, or with other parameters frozen: step optimizers in the same order on all ranks, "
+                "and freeze alike"
             )
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
