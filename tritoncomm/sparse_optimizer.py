@@ -206,6 +206,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
         if progress.mean is not None:
             self._take_step(progress.mean)
+        else:
+            self._check_scale()
         self._reset()
         return loss
 
@@ -349,6 +351,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             except ConfigurationError as error:
                 return error
         return None
+
+    def _check_scale(self) -> None:
+        """Say once that a skipped step leaves this rank's scale alone, where a scaler looked at this rank only."""
+        found = getattr(self, "found_inf", None)
+        if found is not None and not bool(found) and not self._progress.told:
+            self._progress.told = True
+            logger.warning(
+                "rank %d: the step was skipped for an overflow that the GradScaler here has not seen, so that it keeps "
+                "its scale; no result depends on that, but with tritoncomm.amp.GradScaler all scales stay equal",
+                self._exchange.rank,
+            )
 
     def _take_step(self, mean: SparseVector) -> None:
         self._stepper.step(mean, self._exchange.layout)

@@ -39,7 +39,8 @@ class Progress:
     written: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None  # what a scaler of ours found, of all ranks
     skipped: int = 0
-    checked: bool = False
+    checked: bool = False  # that nobody else reduces these gradients
+    told: bool = False  # that scales are no longer equal
 
     def reset(self) -> None:
         """The exchange has been used, or is not to be."""
