@@ -136,9 +136,9 @@ def _simulate(options: argparse.Namespace) -> int:
     ):  # fmt: skip
         rows.append(row)
         print(f"{row.workers} workers, {row.method}: {row.milliseconds:.2f} ms", file=sys.stderr, flush=True)
+        if options.json:  # after every row, as a large survey takes hours
+            options.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     print(table(rows, options.link))
-    if options.json:
-        options.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     if options.plot:
         picture(rows, options.plot)
     return 0

@@ -22,6 +22,9 @@ Source = Callable[[int, int], Gradients]  # of (numel, rank)
 STEPS = 4  # the fourth is the first that reuses Ok-Topk's thresholds
 # Residual, sum, gradient and one vector of scratch, fp32.
 _BYTES_PER_ELEMENT = 16
+# Times that a worker holds what it gathered from all others, in buffers and while merging it; some methods gather
+# a few times as much as their formula says.
+_COPIES_OF_GATHERED = 6
 # With fewer entries than this per worker and density, rounding would be measured.
 _ENTRIES_PER_WORKER = 2
 # What may be taken beyond the memory that was allowed, where there is no sense in less.
@@ -93,7 +96,8 @@ def survey(
     """
     for world_size in workers:
         for method in recipes:
-            short = shortened(numel, world_size, method.density, memory)
+            gathered = max(0.0, method.formula(numel, world_size).high / numel - 2.0) if numel else 0.0
+            short = shortened(numel, world_size, method.density, memory, gathered)
             figures = _measure(method, world_size, short, link, source, steps)
             if short < numel:
                 half = _measure(method, world_size, short // 2, link, source, steps)
@@ -105,20 +109,22 @@ def survey(
             )  # fmt: skip
 
 
-def shortened(numel: int, world_size: int, density: float, memory: float) -> int:
+def shortened(numel: int, world_size: int, density: float, memory: float, gathered: float = 0.0) -> int:
     """The length that is simulated for ``numel``: what fits, but at least what makes sense with so many workers.
 
-    Raises :class:`~tritoncomm.ConfigurationError` when even that takes more than ``memory`` and 16 GB.
+    A method that gathers more than a dense exchange receives, by ``gathered`` words per element, may be simulated at
+    less: each worker receives from each, however little. Raises :class:`~tritoncomm.ConfigurationError` when what
+    makes sense takes more than ``memory`` and 16 GB.
     """
-    fits = int(memory / (_BYTES_PER_ELEMENT * world_size))
     meaningful = min(numel, int(2 * _ENTRIES_PER_WORKER * world_size / density))
-    needed = meaningful * world_size * _BYTES_PER_ELEMENT
-    if needed > max(memory, _LARGEST):
+    needed, largest = meaningful * world_size * _BYTES_PER_ELEMENT, max(memory, _LARGEST)
+    if needed > largest:
         raise ConfigurationError(
             f"{world_size} workers at density {density} take {needed / 1e9:.0f} GB to be simulated in earnest: "
             "choose a higher density, fewer workers, or more memory if there is"
         )
-    return min(numel, max(fits, meaningful))
+    per_element = world_size * (_BYTES_PER_ELEMENT + _COPIES_OF_GATHERED * WORD * gathered)
+    return min(numel, max(int(memory / per_element), min(meaningful, int(largest / per_element))))
 
 
 class _Figures(NamedTuple):
