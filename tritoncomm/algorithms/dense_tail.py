@@ -6,16 +6,16 @@ are not worth a selection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.base import Algorithm, check_at_least
 from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -25,30 +25,15 @@ _PHASE = "small tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseTail(Recipe):
+class DenseTail(RecipeAround):
     """The last ``tail`` coordinates, where small tensors are put, go dense; the others by ``recipe``."""
 
     name: ClassVar[str] = "dense_tail"
-    recipe: Recipe
     tail: int
-    density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
-        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        super().__post_init__()
         check_at_least(self, 0, "tail", whole=True)
-        object.__setattr__(self, "density", self.recipe.density)
-
-    def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`."""
-        self.recipe.check_world_size(world_size)
-
-    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
-        """See :meth:`Recipe.subgroups`."""
-        return self.recipe.subgroups(world_size)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Recipe.check_optimizer`."""
-        self.recipe.check_optimizer(optimizer)
 
     def build(self, numel: int) -> DenseTailAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -56,22 +41,18 @@ class DenseTail(Recipe):
         return DenseTailAlgorithm(self.recipe.build(numel - tail), tail)
 
 
-class DenseTailAlgorithm(Algorithm):
+class DenseTailAlgorithm(AlgorithmAround):
     """The inner algorithm for the head of the vector; the tail has no state and owes nothing."""
 
     def __init__(self, inner: Algorithm, tail: int) -> None:
         super().__init__(inner.numel + tail)
-        self.inner = inner
+        self._inner = inner
         self.tail = tail
 
     @property
-    def state(self) -> Any:
-        """The inner algorithm's."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
+    def inner(self) -> Algorithm:
+        """For the head."""
+        return self._inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
@@ -111,29 +92,3 @@ class DenseTailAlgorithm(Algorithm):
         if not self.tail:
             return forecast
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
-
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`."""
-        assert isinstance(other, DenseTailAlgorithm)
-        self.inner.inherit(other.inner)
-
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`."""
-        assert isinstance(other, DenseTailAlgorithm)
-        self.inner.follow(other.inner)
-
-    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`."""
-        self.inner.migrate(states, share, common)
-
-    def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`."""
-        return self.inner.common_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`: the inner algorithm's."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`."""
-        self.inner.load_state_dict(state)

@@ -8,7 +8,7 @@ and a vector crosses between nodes once per node, not once per worker.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,8 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm import cost
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.base import Algorithm, check_at_least
 from tritoncomm.collectives import dense_exchange, gather_blocks, share_rows
 from tritoncomm.cost import Forecast, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
@@ -29,18 +30,15 @@ _REFUSED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(Recipe):
+class Hierarchical(RecipeAround):
     """``recipe`` between nodes of ``node_size`` workers each; consecutive ranks are in one node."""
 
     name: ClassVar[str] = "hierarchical"
-    recipe: Recipe
     node_size: int
-    density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
-        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        super().__post_init__()
         check_at_least(self, 1, "node_size", whole=True)
-        object.__setattr__(self, "density", self.recipe.density)
 
     def check_world_size(self, world_size: int) -> None:
         """See :meth:`Recipe.check_world_size`."""
@@ -51,10 +49,6 @@ class Hierarchical(Recipe):
                 f"{world_size} workers are not nodes of {self.node_size}: all must be equally large"
             )
         self.recipe.check_world_size(world_size // self.node_size)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Recipe.check_optimizer`."""
-        self.recipe.check_optimizer(optimizer)
 
     def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
         """See :meth:`Recipe.subgroups`: the nodes, and the workers of one number in all nodes."""
@@ -69,7 +63,7 @@ class Hierarchical(Recipe):
         return HierarchicalAlgorithm(self, numel)
 
 
-class HierarchicalAlgorithm(Algorithm):
+class HierarchicalAlgorithm(AlgorithmAround):
     """Holds the inner algorithm for this worker's part of the vector, once it knows which."""
 
     def __init__(self, recipe: Hierarchical, numel: int) -> None:
@@ -84,15 +78,6 @@ class HierarchicalAlgorithm(Algorithm):
         if self._inner is None:
             self._inner = self.recipe.recipe.build(self._share)
         return self._inner
-
-    @property
-    def state(self) -> Any:
-        """The inner algorithm's."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
@@ -155,16 +140,6 @@ class HierarchicalAlgorithm(Algorithm):
             }
         )
 
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`."""
-        assert isinstance(other, HierarchicalAlgorithm)
-        self.inner.follow(other.inner)
-
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`."""
-        assert isinstance(other, HierarchicalAlgorithm)
-        self.inner.inherit(other.inner)
-
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`: parts move to other workers, so that only what is common stays."""
         self.inner.migrate([], share, common)
@@ -172,14 +147,6 @@ class HierarchicalAlgorithm(Algorithm):
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: each part of the vector has its own."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`: the inner algorithm's."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`."""
-        self.inner.load_state_dict(state)
 
 
 def _sum(total: torch.Tensor) -> Pattern[torch.Tensor]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.rounds import Pattern
@@ -18,7 +19,7 @@ from tritoncomm.sparse import SparseVector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup(Recipe):
+class Warmup(RecipeAround):
     """``recipe``, with a higher density during the first ``steps`` steps.
 
     ``schedule="dense"``: density 1, then ``recipe``, whose own step counter starts only there.
@@ -28,31 +29,16 @@ class Warmup(Recipe):
     """
 
     name: ClassVar[str] = "warmup"
-    recipe: Recipe
     steps: int
     schedule: str = "dense"
     stages: int = 5
-    density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
-        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        super().__post_init__()
         check_at_least(self, 0, "steps", whole=True)
         check(self, "schedule", self.schedule in ("dense", "exponential"), "choose dense or exponential")
         check_at_least(self, 1, "stages", whole=True)
-        check(self, "recipe", not hasattr(self.recipe, "recipe"), "give a method, not another warm-up")
-        object.__setattr__(self, "density", self.recipe.density)
-
-    def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`."""
-        self.recipe.check_world_size(world_size)
-
-    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
-        """See :meth:`Recipe.subgroups`."""
-        return self.recipe.subgroups(world_size)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Recipe.check_optimizer`."""
-        self.recipe.check_optimizer(optimizer)
+        check(self, "recipe", not isinstance(self.recipe, RecipeAround), "give a method, not another warm-up")
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -72,7 +58,7 @@ class Warmup(Recipe):
         return 0 if self.schedule == "dense" else taken * self.stages // self.steps
 
 
-class WarmupAlgorithm(Algorithm):
+class WarmupAlgorithm(AlgorithmAround):
     """Counts the steps; everything else is the algorithm's of the present stage."""
 
     def __init__(self, recipe: Warmup, numel: int) -> None:
@@ -137,13 +123,13 @@ class WarmupAlgorithm(Algorithm):
         """See :meth:`Algorithm.inherit`: the steps taken."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
-        self.inner.inherit(other.inner)
+        super().inherit(other)
 
     def follow(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.follow`: the steps taken."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
-        self.inner.follow(other.inner)
+        super().follow(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`: the steps taken."""

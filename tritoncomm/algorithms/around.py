@@ -1,0 +1,80 @@
+"""What methods around another method have in common: everything that they do not change is the inner one's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tritoncomm.algorithms.base import Algorithm, Recipe, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeAround(Recipe):
+    """``recipe`` with something around it; the density is that of ``recipe``."""
+
+    recipe: Recipe
+    density: float = field(init=False, default=1.0)
+
+    def __post_init__(self) -> None:
+        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        object.__setattr__(self, "density", self.recipe.density)
+
+    def check_world_size(self, world_size: int) -> None:
+        """See :meth:`Recipe.check_world_size`."""
+        self.recipe.check_world_size(world_size)
+
+    def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
+        """See :meth:`Recipe.subgroups`."""
+        return self.recipe.subgroups(world_size)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Recipe.check_optimizer`."""
+        self.recipe.check_optimizer(optimizer)
+
+
+class AlgorithmAround(Algorithm):
+    """Has no state but that of ``inner``."""
+
+    @property
+    @abstractmethod
+    def inner(self) -> Algorithm:
+        """The algorithm that this one is around."""
+
+    @property
+    def state(self) -> Any:
+        """The inner algorithm's."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    def inherit(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.inherit`."""
+        assert isinstance(other, AlgorithmAround)
+        self.inner.inherit(other.inner)
+
+    def follow(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.follow`."""
+        assert isinstance(other, AlgorithmAround)
+        self.inner.follow(other.inner)
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.migrate`."""
+        self.inner.migrate(states, share, common)
+
+    def common_state(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.common_state`."""
+        return self.inner.common_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`Algorithm.state_dict`: the inner algorithm's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`Algorithm.load_state_dict`."""
+        self.inner.load_state_dict(state)
