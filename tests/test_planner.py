@@ -130,11 +130,11 @@ def test_simulations_that_are_too_large() -> None:
 
 def test_what_gathers_from_all_is_simulated_at_less() -> None:
     """Where every worker holds something of every other, their product counts."""
-    for method, most in ((at("oktopk", 0.01), 409_600), (at("topk_allgather", 0.01), 40_000)):
+    for method, most in ((at("oktopk", 0.01), 409_600), (at("topk_allgather", 0.01), 10_000)):
         gathered = method.formula(25_000_000, 1024).high / 25_000_000
         short = shortened(25_000_000, 1024, 0.01, 1e9, max(0.0, gathered - 2))
         assert most / 2 < short <= most
-        assert 1024 * short * (16 + 4 * gathered) < 16e9
+        assert 1024 * short * (16 + 4 * gathered) < 8e9
 
 
 def test_gradients() -> None:

@@ -27,8 +27,9 @@ _BYTES_PER_ELEMENT = 16
 _COPIES_OF_GATHERED = 6
 # With fewer entries than this per worker and density, rounding would be measured.
 _ENTRIES_PER_WORKER = 2
-# What may be taken beyond the memory that was allowed, where there is no sense in less.
-_LARGEST = 16e9
+# What may be taken beyond the memory that was allowed, where there is no sense in less; the second for methods that
+# gather from all, whose words are in proportion to k however small it is.
+_LARGEST, _LARGEST_GATHERING = 16e9, 4e9
 
 WHY = {
     "exdyna": "volume follows what is delivered, up to twice k while thresholds settle; unequal partitions cost more",
@@ -124,7 +125,8 @@ def shortened(numel: int, world_size: int, density: float, memory: float, gather
             "choose a higher density, fewer workers, or more memory if there is"
         )
     per_element = world_size * (_BYTES_PER_ELEMENT + _COPIES_OF_GATHERED * WORD * gathered)
-    return min(numel, max(int(memory / per_element), min(meaningful, int(largest / per_element))))
+    worth = int(max(memory, _LARGEST_GATHERING) / per_element) if gathered else meaningful
+    return min(numel, max(int(memory / per_element), min(meaningful, worth)))
 
 
 class _Figures(NamedTuple):
