@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -165,6 +166,77 @@ def narrow_wrappers(rank: int, world_size: int, send) -> None:
                 assert torch.allclose(p.grad, q.grad, rtol=0.02, atol=0.01)
 
 
+def narrow_buckets(rank: int, world_size: int, send) -> None:
+    """A mean that overflows in fp16 is refused by all, with nothing lost; what fits is conserved in either type."""
+    big = 30000.0
+
+    def constant(model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
+        loss = model(torch.ones(1, 20)).sum()
+        return scaler.scale(loss) if scaler else loss * big
+
+    model = DistributedDataParallel(nn.Linear(20, 20, bias=False))
+    state = CommState(algo="topk_allgather", density=0.05, dense_below=0)
+    model.register_comm_hook(state, fp16_compress_wrapper(comm_hook))
+    pending, refused = {}, 0
+    for _ in range(6):
+        model.zero_grad()
+        with suppress(NonFiniteError):
+            constant(model).backward()
+        if state.skipped_steps > refused:
+            refused += 1
+            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+        else:
+            assert model.module.weight.grad.isfinite().all()
+        pending = owed(state)
+    with pytest.raises(NonFiniteError, match=r"overflows in torch\.float16"):  # it owes ever more
+        for _ in range(9):
+            model.zero_grad()
+            constant(model).backward()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1000)
+    model = DistributedDataParallel(nn.Linear(20, 20, bias=False))
+    state = CommState(algo="topk_allgather", density=0.05, dense_below=0, scaler=scaler)
+    model.register_comm_hook(state, fp16_compress_wrapper(comm_hook))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    start, given = model.module.weight.detach().clone(), 0.0
+    for _ in range(12):
+        optimizer.zero_grad()
+        skipped = state.skipped_steps
+        constant(model, scaler).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        given += state.skipped_steps == skipped  # the gradient is one everywhere; a refused pass gives nothing
+    assert 0 < given < 12
+    delivered = (start - model.module.weight.detach()) / 0.5
+    (left,) = owed(state).values()
+    total_owed = total(left).reshape(delivered.shape) / world_size
+    assert torch.allclose(delivered + total_owed, torch.full_like(delivered, given), rtol=2e-3)
+    assert same_everywhere(scaler.get_scale())
+
+
+def small_tensors(rank: int, world_size: int, send) -> None:
+    """Biases and norms travel dense however DDP cuts its buckets; what was chosen is logged once."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("tritoncomm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.0001)  # a bucket for every tensor
+    state = register(model, "topk_allgather", density=0.01, dense_below=10)
+    for step in range(3):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 64, generator=generator)).square().sum().backward()
+    assert {name for name, left in owed(state).items() if not left.any()} == {
+        name for name, parameter in inner.named_parameters() if parameter.dim() <= 1
+    }
+    chosen = [line for line in said if "values, of which 256 in small tensors travel dense" in line]
+    assert len(chosen) == (rank == 0)
+    logger.removeHandler(handler)
+
+
 def loss_scaling(rank: int, world_size: int, send) -> None:
     """Residuals in unscaled units; an overflow on one rank makes gradients NaN on all: all skip, scales stay equal."""
     model, plain = ddp(net()), ddp(net())
@@ -208,12 +280,14 @@ def non_finite(rank: int, world_size: int, send) -> None:
         if rank == 1:
             model.module[0].weight.register_hook(lambda g: g.fill_(float("nan")))
         if policy == "raise":
-            with pytest.raises(NonFiniteError):
+            with pytest.raises(NonFiniteError, match=r"rank 1: 0\.weight \(240 values\)") as caught:
                 loss.backward()
+            assert caught.value.ranks == (1,)
             assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
         else:
             loss.backward()
             assert all(p.grad.isfinite().all() for p in model.parameters())
+            assert state.metrics()["zeroed_values"] == (240 if rank == 1 else 0)
     with pytest.raises(ConfigurationError, match=r"on_nonfinite='skip': a hook cannot"):
         register(ddp(net()), on_nonfinite="skip")
     with pytest.raises(ConfigurationError, match=r"on_nonfinite='pray': choose one of 'raise'"):

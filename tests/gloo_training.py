@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from functools import partial
 
 import pytest
@@ -416,3 +417,31 @@ def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
         assert optimizer.metrics()["skipped_steps"] == 1, policy
         assert optimizer.metrics()["zeroed_values"] == 0, policy
         assert scaler.get_scale() == SMALL / 2
+
+
+def refused_then_right(rank: int, world_size: int, send) -> None:
+    """What one rank refused, or copied for itself, leaves nothing behind: the next attempt trains."""
+    model, extra = tiny_model(), nn.Parameter(torch.ones(6))
+    with pytest.raises((ConfigurationError, ConfigMismatchError)):
+        sgd(model, density=0.0 if rank == 1 else 0.2)
+    optimizer = sgd(model)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        (loss_of(model, rank, step) + extra.sum()).backward()
+        optimizer.step()
+        assert same_everywhere(flat(model))
+
+    train(0)
+    with pytest.raises((ConfigurationError, ConfigMismatchError)):
+        optimizer.add_param_group({"params": [nn.Parameter(extra.detach() * 1j) if rank == 0 else extra]})
+    optimizer.add_param_group({"params": [extra]})
+    train(1)
+    if rank == 2:
+        copy.deepcopy(optimizer)
+        pickle.loads(pickle.dumps(optimizer))  # noqa: S301 - our own
+    optimizer.set_density(0.3)
+    train(2)
+    copies = copy.deepcopy((model, extra, optimizer))  # on all ranks: an exchange of its own
+    model, extra, optimizer = copies
+    train(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 
+import numpy as np
 import pytest
 import torch
 import tritoncomm
@@ -48,6 +49,24 @@ def test_malformed_parts_are_refused(indices: list[int]) -> None:
     wire.check_indices(torch.tensor([1, 5, 2, 3], dtype=torch.int32), 0, 10, [2, 2])
     with pytest.raises(ProtocolMismatchError, match="do not ascend"):
         wire.check_indices(torch.tensor(indices, dtype=torch.int32), 0, 10, [2, 2])
+
+
+def test_every_bit_of_a_message_counts() -> None:
+    """One bit flipped anywhere, signs included, in header or payload: the message is refused."""
+    frame = wire.Frame(7, 3, "reduce", wire.stamp("somebody"))
+    payload = wire.pack(torch.tensor([3, 8], dtype=torch.int32), torch.tensor([2.0, -1e-30]))
+    message = wire.framed(payload, frame)
+
+    def check(arrived: torch.Tensor) -> None:
+        wire.check_payload(arrived[HEADER_WORDS:], wire.check_frame(arrived[:HEADER_WORDS], frame, len(payload)))
+
+    check(message)
+    for word in range(len(message)):
+        for bit in range(32):
+            struck = message.clone()
+            struck[word] ^= int(np.uint32(1 << bit).view(np.int32))
+            with pytest.raises(ProtocolMismatchError):
+                check(struck)
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])

@@ -24,7 +24,7 @@ def test_loss_scaling(ours: bool) -> None:
         [gloo_training.non_finite, gloo_training.names_in_messages, gloo_training.double_reduction],
         [gloo_training.settings_in_between, gloo_training.flushing, gloo_training.weight_decay],
         [gloo_training.no_gradients_under_a_scaler, gloo_training.a_quiet_start, gloo_training.policies_under_a_scaler],
-        [gloo_training.chosen_and_why],
+        [gloo_training.chosen_and_why, gloo_training.refused_then_right],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

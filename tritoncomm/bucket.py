@@ -63,11 +63,8 @@ class BucketLayout:
 
     def fits(self, flat: torch.Tensor) -> bool:
         """False when a value of ``flat`` would overflow in the narrower gradient it belongs to."""
-        return all(
-            bool((part.abs() <= torch.finfo(parameter.dtype).max).all())
-            for parameter, part in zip(self.parameters, self.parts(flat), strict=True)
-            if parameter.dtype == torch.float16
-        )
+        pairs = zip(self.parameters, self.parts(flat), strict=True)
+        return all(fits(part, parameter.dtype) for parameter, part in pairs)
 
     def scatter(self, flat: torch.Tensor) -> None:
         """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing.
@@ -92,3 +89,8 @@ class BucketLayout:
         bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
         cuts = torch.searchsorted(indices.long(), bounds).tolist()
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
+
+
+def fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """False when one of ``values`` (fp32) overflows in ``dtype``; only fp16 reaches less far than fp32."""
+    return dtype != torch.float16 or bool((values.abs() <= torch.finfo(dtype).max).all())

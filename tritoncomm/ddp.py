@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import Recipe
+from tritoncomm.bucket import fits
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
-from tritoncomm.exchange import GradientExchange
+from tritoncomm.exchange import GradientExchange, log_choice
 from tritoncomm.metrics import summed
 from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, is_dense, one_of
+from tritoncomm.sparse import SparseVector
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -37,7 +39,8 @@ class CommState:
     ``on_nonfinite``: when any rank holds a NaN or Inf, ``"raise"`` makes ``backward()`` raise
     :class:`~tritoncomm.NonFiniteError` on all ranks; ``"propagate"`` makes the gradients NaN on all ranks, so that a
     ``GradScaler`` skips the step everywhere; ``"zero"`` takes these values for zero. With a ``scaler``, whose scale
-    residuals are kept free of, ``"propagate"`` is the default. In all cases residuals are as before the step.
+    residuals are kept free of, ``"propagate"`` is the default. In all cases residuals are as before the step. A mean
+    that overflows in the bucket's type, under ``fp16_compress_wrapper``, is such a case too.
 
     ``process_group`` must be that of the DDP module (None: the default one); the exchange has one of its own with
     the same ranks, as it runs beside backward. Pickling leaves out groups and what is owed: :meth:`state_dict`.
@@ -73,6 +76,7 @@ class CommState:
         self._dense_below = dense_below
         self._names: dict[int, str] = {}
         self._shapes: dict[str, int] = {}
+        self._flattened = False
         self._start()
 
     def _start(self) -> None:
@@ -84,7 +88,7 @@ class CommState:
         self._begun: list[GradientExchange] = []
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
-        self.steps = self.skipped_steps = 0
+        self.steps = self.skipped_steps = self.zeroed_values = 0
         self.has_averaged = False  # nothing has been added to the averages since
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,13 +97,14 @@ class CommState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._names, self._shapes = {}, {}
+        self._names, self._shapes, self._flattened = {}, {}, False
         self._start()
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Call ``parameters`` by these names in messages and in :meth:`state_dict`; before the first backward pass."""
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
+        self._flattened = all(parameter.dim() <= 1 for parameter in parameters.values())
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Start the exchange of ``bucket`` on the thread of this state; the averaged buffer, in the future."""
@@ -165,17 +170,33 @@ class CommState:
                 here.copy_(there)
             if scale != 1.0:
                 flat.mul_(1.0 / scale)
-            if self.on_nonfinite == "zero":
-                exchange.zero_non_finite(flat)
-            mean = exchange.begin(flat)
-            self._begun.append(exchange)
-            mean.write_to(flat, workspace=exchange.feedback.workspace)
+            mean = self._deliver(exchange, scale, buffer.dtype)
             for there, here in pairs:
                 there.copy_(here if scale == 1.0 else here * scale)
             exchange.measure(mean, time.perf_counter() - started)
         except BaseException as error:
             self._failure = error
             buffer.fill_(math.nan)
+
+    def _deliver(self, exchange: GradientExchange, scale: float, dtype: torch.dtype) -> SparseVector:
+        """Begin the exchange of ``exchange.flat``, which becomes the mean; ``dtype`` must hold ``scale`` times it."""
+        flat = exchange.flat
+        if self.on_nonfinite == "zero":
+            before = exchange.zeroed
+            exchange.zero_non_finite(flat)
+            self.zeroed_values += exchange.zeroed - before
+        try:
+            mean = exchange.begin(flat)
+        except NonFiniteError as error:
+            raise exchange.explained(error) if self.on_nonfinite == "raise" else error from None
+        self._begun.append(exchange)
+        mean.write_to(flat, workspace=exchange.feedback.workspace)
+        if not fits(flat if scale == 1.0 else flat * scale, dtype):  # on all ranks alike, as the mean is
+            raise NonFiniteError(
+                f"a mean of finite gradients overflows in {dtype}; nothing was applied: use bfloat16, or a "
+                "GradScaler, which lowers its scale"
+            )
+        return mean
 
     def _finish(self) -> None:
         """What the buckets owe changes now that the last one has gone through, or never."""
@@ -189,6 +210,9 @@ class CommState:
             for exchange in self._begun:
                 exchange.rollback()
         else:
+            if not self.steps:
+                first = self._begun[0]
+                log_choice(self.recipe, first.rank, first.world_size, [exchange.part for exchange in self._begun])
             self.steps += 1
             for exchange in self._begun:
                 exchange.commit()
@@ -213,7 +237,9 @@ class CommState:
         for parameter in parameters:  # in the order of the first pass, which is the model's reversed
             self._names.setdefault(id(parameter), f"parameter {len(self._names)}")
         names = [self._names[id(parameter)] for parameter in parameters]
-        exchange = GradientExchange(parameters, self.recipe, self._group, self._timeout, self._dense_below, names)
+        exchange = GradientExchange(
+            parameters, self.recipe, self._group, self._timeout, self._dense_below, names, flattened=self._flattened
+        )
         fields = {
             "version": __version__,
             "recipe": repr(self.recipe),
@@ -225,6 +251,7 @@ class CommState:
             if self._loaded is not None:
                 _fill(exchange, self._loaded, names)
         fingerprint.compare(fields, self._group)
+        exchange.enrol()
         for number, other in enumerate(self._exchanges.values()):
             exchange.take_residuals(other)
             if number == 0:
@@ -247,6 +274,7 @@ class CommState:
             "density_delivered": delivered / max(numel, 1),
             "steps": float(self.steps),
             "skipped_steps": float(self.skipped_steps),
+            "zeroed_values": float(self.zeroed_values),
             "residual_norm": math.hypot(*(float(exchange.feedback.residual.norm()) for exchange in exchanges)),
         }
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import cost, fingerprint, saved_state
-from tritoncomm.algorithms import Dense, DenseTail, Recipe
+from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
@@ -26,14 +26,17 @@ from tritoncomm.sparse import SparseVector
 logger = logging.getLogger("tritoncomm")
 
 
-def by_size(parameters: Sequence[torch.Tensor], dense_below: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def by_size(
+    parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
 
     Small are those of fewer than ``dense_below`` elements, and those of at most one dimension: biases and the
-    scales of norms. The latter only beside others, as a model of flattened shards has nothing else.
-    ``dense_below=0`` makes nothing small.
+    scales of norms. The latter only beside others, as a model of ``flattened`` shards has nothing else; None: when
+    these ``parameters``, which may be a part of the model, have nothing else. ``dense_below=0`` makes nothing small.
     """
-    flattened = all(parameter.dim() <= 1 for parameter in parameters)
+    if flattened is None:
+        flattened = all(parameter.dim() <= 1 for parameter in parameters)
 
     def is_small(parameter: torch.Tensor) -> bool:
         return parameter.numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
@@ -45,6 +48,24 @@ def by_size(parameters: Sequence[torch.Tensor], dense_below: int) -> tuple[list[
     )
 
 
+def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
+    """Say once what was chosen, and what it is predicted to save; a warning when that is nothing.
+
+    ``parts`` of the vector are exchanged by themselves, each with so many values that travel dense.
+    """
+    if rank != 0 or world_size == 1 or not parts:
+        return
+    sparse = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
+    dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
+    logger.log(
+        logging.INFO if sparse < dense or recipe.density == 1 else logging.WARNING,
+        "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
+        "rank instead of %.3g kB, %.3g times fewer",
+        recipe, world_size, sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts),
+        sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
+    )  # fmt: skip
+
+
 def is_initialised() -> bool:
     """True when there is a default process group."""
     return dist.is_available() and dist.is_initialized()
@@ -54,8 +75,8 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector ``flat``. ``names`` are for messages. Without an initialised process group this is one worker.
-    ``last`` holds the figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
+    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``names`` are for messages. Without an initialised process
+    group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
     """
 
     def __init__(
@@ -66,11 +87,13 @@ class GradientExchange:
         timeout: timedelta | None,
         dense_below: int = 0,
         names: Sequence[str] = (),
+        *,
+        flattened: bool | None = None,
     ) -> None:
         self.recipe = recipe
         self.parameters = list(parameters)
         self._names = dict(zip(map(id, parameters), names, strict=False))
-        large, small = by_size(parameters, dense_below)
+        large, small = by_size(parameters, dense_below, flattened=flattened)
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = sum(parameter.numel() for parameter in small)
         self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
@@ -94,6 +117,11 @@ class GradientExchange:
             subgroups = self.recipe.subgroups(world_size)
             scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
         self.group, self._scheduler, self.rank, self.world_size = group, scheduler, rank, world_size
+
+    def enrol(self) -> None:
+        """Tell this exchange from others in its group: all ranks call this, once they know that they are alike."""
+        if self._scheduler is not None:
+            self._scheduler.enrol()
 
     def average(
         self,
@@ -127,7 +155,7 @@ class GradientExchange:
         try:
             mean = self._exchange(flat)
         except NonFiniteError as error:
-            refused = self._explained(error, unfit, overflowed=overflowed)
+            refused = self.explained(error, unfit, overflowed=overflowed)
             if unfit is not None:
                 raise unfit from None
             raise refused from None
@@ -138,18 +166,13 @@ class GradientExchange:
         return mean
 
     def log_choice(self) -> None:
-        """Say once what was chosen, and what it is predicted to save; a warning when that is nothing."""
-        if self.rank != 0 or self.world_size == 1:
-            return
-        sparse = self.feedback.algorithm.ordinary_traffic(self.world_size).received.bytes
-        dense = cost.dense(self.layout.numel, self.world_size).received.bytes
-        logger.log(
-            logging.INFO if sparse < dense or self.recipe.density == 1 else logging.WARNING,
-            "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
-            "rank instead of %.3g kB, %.3g times fewer",
-            self.recipe, self.world_size, self.layout.numel, self.dense_numel,
-            sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
-        )  # fmt: skip
+        """See :func:`log_choice`."""
+        log_choice(self.recipe, self.rank, self.world_size, [self.part])
+
+    @property
+    def part(self) -> tuple[Algorithm, int]:
+        """What :func:`log_choice` needs to know."""
+        return self.feedback.algorithm, self.dense_numel
 
     def flush(self) -> SparseVector:
         """Deliver everything that is owed, dense, and replace every ``.grad`` by the mean of it, which is returned."""
@@ -334,10 +357,10 @@ class GradientExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}"
 
-    def _explained(
-        self, error: NonFiniteError, unfit: ConfigurationError | None, *, overflowed: bool
+    def explained(
+        self, error: NonFiniteError, unfit: ConfigurationError | None = None, *, overflowed: bool = False
     ) -> NonFiniteError:
-        """``error`` with the parameters at fault; all ranks come here together."""
+        """``error`` with the parameters at fault in ``flat``; all ranks come here together."""
         if unfit is not None:
             own = str(unfit)
         else:

@@ -144,6 +144,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if is_initialised():
             fingerprint.compare({"density": density}, self._exchange.group)
         self._exchange.change_recipe(recipe)
+        self._exchange.enrol()
         self.recipe = recipe
 
     def reset_process_group(
@@ -169,6 +170,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             recipe = complete(flat, 0, node_group, process_group)
         agreement.compare(exchange, recipe, self.optimizer, self._options, process_group)
         exchange.move(process_group, recipe)
+        exchange.enrol()
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -336,6 +338,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _compare(self, exchange: GradientExchange) -> None:
         agreement.compare(exchange, self.recipe, self.optimizer, self._options, exchange.group)
+        exchange.enrol()
 
     def _unfit(self) -> ConfigurationError | None:
         for parameter in self._frozen:

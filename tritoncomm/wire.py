@@ -160,4 +160,6 @@ def check_payload(payload: torch.Tensor, total: int) -> None:
 
 
 def _sum(payload: torch.Tensor) -> int:
-    return int(payload.sum(dtype=torch.int64)) & _WORD_MASK
+    """Of all words, wrapped to a signed word: every bit of every word counts."""
+    total = int(payload.sum(dtype=torch.int64)) & 0xFFFFFFFF
+    return total - (1 << 32) if total > _WORD_MASK else total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 
+import numpy as np
 import torch
 
 from tritoncomm import wire
@@ -76,6 +77,6 @@ class Faults:
         elif self.kind == "reorder":
             self._overtaken[pair] = message
         elif self.kind == "corrupt":
-            at, bit = self._random.randrange(message.numel()), self._random.randrange(31)
-            message[at] ^= 1 << bit
+            at, bit = self._random.randrange(message.numel()), self._random.randrange(32)
+            message[at] ^= int(np.uint32(1 << bit).view(np.int32))
             queue.append(message)

@@ -43,8 +43,8 @@ from tritoncomm.scheduler.rounds import (
 _TAGS = 1 << 30
 # Words of a message that are sent with its header; the rest of a longer one is a transfer of its own.
 _BEGINNING = 1 << 12
-# How many exchanges have been set up in a group, by its name, and the groups that were made within groups.
-_made: Counter[str] = Counter()
+# The highest number of an exchange in a group, by its name, and the groups that were made within groups.
+_enrolled: Counter[str] = Counter()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # Where an exchange is before its first word.
 _START = Round("start", {}, {})
@@ -78,8 +78,8 @@ class ProcessGroupScheduler:
         self.step = 0  # exchanges begun
         self._number = 0  # of the word within the exchange
         self._method = stamp.split(" ", 1)[0] or "unnamed"
-        _made[_name(group)] += 1  # several exchanges in one group are told apart by their order
-        self._stamp = wire.stamp(f"{stamp} {_made[_name(group)]}")
+        self._owner = stamp
+        self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -95,8 +95,30 @@ class ProcessGroupScheduler:
         if self._failure is not None:
             raise self._failure
 
+    def enrol(self) -> None:
+        """Agree on a number that tells this exchange from others like it in the group; all ranks call this alike.
+
+        Without it the first :meth:`run` does so. It is not counted when an exchange is made, as an attempt may have
+        been refused on some ranks only, or a copy been made on one.
+        """
+        if self._stamp is None:
+            self._stamp = 0
+            self._adopt(self.run(self._enrolment(), new_step=False))
+
+    def _enrolment(self) -> Pattern[int]:
+        highest = torch.tensor([_enrolled[_name(self.group)]], dtype=torch.int32, device=self.device)
+        everybody = yield AllGather("set-up", highest)
+        return int(everybody.max()) + 1
+
+    def _adopt(self, number: int) -> None:
+        _enrolled[_name(self.group)] = number
+        self._stamp = wire.stamp(f"{self._owner} {number}")
+        for within in self._subgroups.values():
+            within._adopt(number)  # noqa: SLF001 - of the same class
+
     def confirmation(self, trained: str = "") -> Pattern[None]:
         """Every rank has come to the end of the same step of the same exchange, and trains the same (``trained``)."""
+        assert self._stamp is not None
         sign = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
         total = yield AllReduce("confirm", torch.tensor([sign], dtype=torch.int64, device=self.device))
         if int(total) != sign * self.world_size:
@@ -114,6 +136,7 @@ class ProcessGroupScheduler:
         is closed then. After the first three the group is of no more use.
         """
         self.check()
+        self.enrol()
         self.meter = Meter()
         if new_step:
             self.step += 1
@@ -217,6 +240,7 @@ class ProcessGroupScheduler:
         return found
 
     def _post(self, round_: Round) -> Ticket:
+        assert self._stamp is not None
         frame = wire.Frame(self.step, self._number, round_.phase, self._stamp)
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
