@@ -76,7 +76,8 @@ class GradientExchange:
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
     vector ``flat``; ``flattened`` is :func:`by_size`'s. ``names`` are for messages. Without an initialised process
-    group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all, ``steps`` how many were committed.
+    group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
+    ``steps`` how many were committed.
     """
 
     def __init__(
