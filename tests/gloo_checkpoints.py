@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint, saved_state
 
 import laws
 from gloo_training import flat, residual, same_everywhere
@@ -84,58 +85,85 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
     assert same_everywhere(flat(model))
 
 
+class Attempts:
+    """A saved run, whose file of rank 1 is spoiled in one way after the other; loading must fail and change nothing."""
+
+    def __init__(self, rank: int, world_size: int, folder: str) -> None:
+        self.rank, self.folder = rank, folder
+        self.model = tiny_model()
+        self.optimizer = wrap(self.model, density=0.1)
+        train(self.model, self.optimizer, rank, 0, 3)
+        checkpoint.save(self.optimizer, folder)
+        self.file = Path(folder) / f"rank-1-of-{world_size}.pt"
+        self.whole = self.file.read_bytes()
+        train(self.model, self.optimizer, rank, 3, 5)
+        self.before = self.now()
+
+    def now(self) -> tuple:
+        """Everything that loading could change."""
+        return flat(self.model), residual(self.optimizer).tolist(), str(self.optimizer.state_dict()["state"])
+
+    def load(self, named: str) -> None:
+        """Fails on all ranks, and names the file and the reason."""
+        dist.barrier()
+        error = ConfigurationError if self.rank == 1 else ConfigMismatchError
+        with pytest.raises(error, match=r"rank-1-of-3\.pt cannot be loaded: .*" + named):
+            checkpoint.load(self.optimizer, self.folder)
+        assert self.now() == self.before
+        dist.barrier()
+
+    def put(self, content: bytes) -> None:
+        """In the place of the file."""
+        if self.rank == 1:
+            self.file.write_bytes(content)
+
+    def take(self, of_rank: int, change: Callable[[dict], object]) -> None:
+        """The file of a rank, after ``change``."""
+        self.put(self.whole)
+        if self.rank == 1:
+            state = torch.load(Path(self.folder) / f"rank-{of_rank}-of-3.pt")
+            change(state)
+            torch.save(state, self.file)
+
+
 def damaged(rank: int, world_size: int, send, folder: str) -> None:
-    """Corrupt, truncated, foreign, missing or another rank's: file and reason are named, nothing changes anywhere."""
-    model = tiny_model()
-    optimizer = wrap(model, density=0.1)
-    train(model, optimizer, rank, 0, 3)
-    checkpoint.save(optimizer, folder)
-    file = Path(folder) / f"rank-1-of-{world_size}.pt"
-    whole = file.read_bytes()
-    train(model, optimizer, rank, 3, 5)
-    before, owed = flat(model), residual(optimizer)
-    state = str(optimizer.state_dict()["state"])
-
-    def attempt(named: str) -> None:
-        dist.barrier()
-        error = ConfigurationError if rank == 1 else ConfigMismatchError
-        with pytest.raises(error, match=named):
-            checkpoint.load(optimizer, folder)
-        assert flat(model) == before
-        assert laws.same_bits(residual(optimizer), owed)
-        assert str(optimizer.state_dict()["state"]) == state
-        dist.barrier()
-
-    def put(content: bytes) -> None:
-        if rank == 1:
-            file.write_bytes(content)
-
-    put(whole[: len(whole) // 2])
-    attempt(r"rank-1-of-3\.pt cannot be loaded")
-    put(b"nothing of the kind")
-    attempt(r"rank-1-of-3\.pt cannot be loaded")
-    if rank == 1:
-        other = torch.load(Path(folder) / "rank-0-of-3.pt")
-        torch.save(other, file)
-    attempt("written with rank=0, here it is 1")
-    if rank == 1:
-        file.write_bytes(whole)
-        changed = torch.load(file)
-        changed["tritoncomm"]["residuals"][0][0] += 1
-        torch.save(changed, file)
-    attempt("corrupt: its checksum")
-    if rank == 1:
-        torch.save({"epoch": 3}, file)
-    attempt("no state of a wrapped optimizer")
-    if rank == 1:
-        changed = torch.load(Path(folder) / "rank-2-of-3.pt")
-        changed["param_groups"][0]["params"].pop()
-        torch.save(changed, file)
-    attempt("corrupt: the checksum of the optimizer")
-    put(whole)
+    """Corrupt, truncated or missing: file and reason are named, nothing changes anywhere."""
+    attempts = Attempts(rank, world_size, folder)
+    attempts.put(attempts.whole[: len(attempts.whole) // 2])
+    attempts.load("")
+    attempts.put(b"nothing of the kind")
+    attempts.load("")
+    attempts.take(1, lambda state: state["tritoncomm"]["residuals"][0][0].add_(1))
+    attempts.load("corrupt: its checksum")
+    attempts.take(1, lambda state: state["param_groups"][0]["params"].pop())
+    attempts.load("corrupt: the checksum of the optimizer")
+    attempts.put(attempts.whole)
     dist.barrier()
-    checkpoint.load(optimizer, folder)
-    assert optimizer.metrics()["residual_norm"] != float(owed.norm())
+    checkpoint.load(attempts.optimizer, folder)
+    assert attempts.now()[1] != attempts.before[1]
+
+
+def foreign(rank: int, world_size: int, send, folder: str) -> None:
+    """Another rank's, method's, model's or optimizer's, or something else: file and reason are named."""
+    attempts = Attempts(rank, world_size, folder)
+
+    def signed(**fields) -> Callable[[dict], object]:
+        def change(state: dict) -> None:
+            ours = {name: value for name, value in (state["tritoncomm"] | fields).items() if name != "checksum"}
+            state["tritoncomm"] = ours | {"checksum": saved_state.checksum(ours)}
+
+        return change
+
+    attempts.take(0, lambda state: None)
+    attempts.load("written with rank=0, here it is 1")
+    attempts.take(1, signed(recipe="exdyna"))
+    attempts.load("written with recipe='exdyna', here it is 'oktopk': wrap with algo='exdyna'")
+    attempts.take(1, signed(residuals=[torch.zeros(3)]))
+    attempts.load("a model with other parameters")
+    attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))
+    attempts.load("written for SGD, this optimizer is AdamW")
+    attempts.take(1, lambda state: state.clear())
+    attempts.load("no state of a wrapped optimizer")
 
 
 def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from tritoncomm import ConfigMismatchError, ConfigurationError
+from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
 from tritoncomm import fsdp as front
+from tritoncomm.amp import GradScaler
 
 import laws
 
@@ -101,6 +105,7 @@ def conservation(rank: int, world_size: int, send) -> None:
         metrics = state.metrics()
         assert metrics["steps"] == 4
         assert 0.05 < metrics["density_delivered"] < 0.9
+        assert min(metrics[name] for name in ("bytes_sent", "bytes_received", "messages_sent", "seconds_exchange")) > 0
         owed, small = [], 0.0
         for exchange in state.exchanges:
             parts = exchange.feedback.residual.split([piece.padded for piece in exchange.pieces])
@@ -161,6 +166,129 @@ def unused_and_narrow(rank: int, world_size: int, send) -> None:
     front.register(narrow, grid["replicate"].get_group(), "dense")
     loss_of(narrow, rank, 0).backward()
     assert torch.allclose(grads(narrow), plain_grads(rank, world_size, 0), rtol=0.1, atol=0.05)
+
+
+def owed(state: front.State, model: nn.Module) -> torch.Tensor:
+    """What both replicas of this rank's shards owe together, in the order of :func:`shards`."""
+    parts = {
+        piece.name: part
+        for exchange in state.exchanges
+        for piece, part in zip(
+            exchange.pieces, exchange.feedback.residual.split([piece.padded for piece in exchange.pieces]), strict=True
+        )
+    }
+    pending = torch.cat([parts[name][: p.to_local().numel()] for name, p in model.named_parameters()])
+    dist.all_reduce(pending, group=state.group)
+    return pending
+
+
+def loss_scaling(rank: int, world_size: int, send) -> None:
+    """Residuals in unscaled units: whatever the scale does, delivered plus owed is the dense sum; all skip alike."""
+    grid = mesh()
+    model, group = sharded(Net(), grid["shard"]), grid["replicate"].get_group()
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    state = front.register(model, group, "topk_allgather", density=0.1, dense_below=0, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    delivered, given, scales = 0.0, 0.0, set()
+    for step in range(7):
+        optimizer.zero_grad()
+        overflow, pending = step == 4, owed(state, model)
+        factor = float("inf") if overflow and rank == 1 else 1.0
+        scaler.scale(loss_of(model, rank, step) * factor).backward()
+        scaler.unscale_(optimizer)
+        if overflow:
+            assert laws.same_bits(owed(state, model), pending)
+        else:
+            delivered = delivered + shards(model)
+            given = given + local(plain_grads(rank, world_size, step), model)
+        scaler.step(optimizer)
+        scaler.update()
+        everywhere = [0.0] * world_size
+        dist.all_gather_object(everywhere, scaler.get_scale())
+        assert len(set(everywhere)) == 1
+        scales.add(everywhere[0])
+    assert len(scales) > 2
+    assert state.metrics()["skipped_steps"] == 1
+    assert torch.allclose(delivered + owed(state, model) / 2, given, atol=1e-5)
+
+
+def narrow_reduction(rank: int, world_size: int, send) -> None:
+    """What overflows in an fp16 reduction becomes NaN on all replicas, and is not lost."""
+    grid = mesh()
+    model = fully_shard(
+        nn.Linear(10, 10, bias=False),
+        mesh=grid["shard"],
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16),
+    )
+    state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.05, dense_below=0)
+    for _ in range(5):
+        model.zero_grad()
+        pending, skipped = owed(state, model), state.skipped_steps
+        (model(torch.ones(1, 10)).sum() * 20000.0).backward()
+        gradient = shards(model)
+        assert not gradient.isinf().any()
+        if state.skipped_steps > skipped:
+            assert laws.same_bits(owed(state, model), pending)
+        else:
+            assert gradient.isfinite().all()
+    assert state.skipped_steps > 0
+
+
+def sparse_accumulation(rank: int, world_size: int, send) -> None:
+    """Micro-batches held back by ``set_requires_all_reduce`` are exchanged with the last one."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.1, dense_below=0)
+    delivered, dense = 0.0, 0.0
+    for step in range(3):
+        model.zero_grad()
+        for micro in range(2):
+            model.set_requires_all_reduce(micro == 1)
+            loss_of(model, rank, 2 * step + micro).backward()
+        delivered = delivered + shards(model)
+        dense = dense + local(plain_grads(rank, world_size, step, micro=2), model)
+    assert torch.allclose(delivered + owed(state, model) / 2, dense, atol=1e-5)
+    assert state.metrics()["steps"] == 3
+
+
+def killed(rank: int, world_size: int, send) -> None:
+    """A rank dies in its last exchange of a pass: an error on every survivor out of backward, which names it."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    group = grid["replicate"].get_group()
+    state = front.register(model, group, density=0.2, dense_below=0, timeout=timedelta(seconds=5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before = torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]).clone()
+    residuals = [exchange.feedback.residual.clone() for exchange in state.exchanges]
+    loss = loss_of(model, rank, 2)
+    if rank == 1:
+        scheduler = last_scheduler(state)
+        perform = scheduler._perform
+
+        def fatal(word):
+            if word.phase != "counts":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return perform(word)
+
+        scheduler._perform = fatal
+    with pytest.raises(PeerLostError, match="rank 1") as caught:
+        loss.backward()  # so that no rank comes to its step
+    assert caught.value.peers == (1,)
+    assert torch.equal(before, torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]))
+    assert all(laws.same_bits(e.feedback.residual, r) for e, r in zip(state.exchanges, residuals, strict=True))
+    send((rank, "named"))
+    os._exit(0)
+
+
+def last_scheduler(state: front.State):
+    """Of the parameter group whose gradients come last in backward: the first layer's."""
+    (exchange,) = [e for e in state.exchanges if e.pieces[0].name.startswith("layers.0")]
+    return exchange._scheduler
 
 
 def non_finite(rank: int, world_size: int, send) -> None:

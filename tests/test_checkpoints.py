@@ -76,9 +76,10 @@ def test_another_number_of_ranks(recipe: str, before: int, after: int, tmp_path:
     assert pending[1] == pytest.approx(pending[0], rel=1e-5, abs=1e-6)
 
 
-def test_damaged_checkpoints(tmp_path: Path) -> None:
-    """All ranks refuse, and say why."""
-    run_workers(gloo_checkpoints.damaged, 3, str(tmp_path))
+@pytest.mark.parametrize("situation", [gloo_checkpoints.damaged, gloo_checkpoints.foreign])
+def test_checkpoints_that_are_refused(situation, tmp_path: Path) -> None:
+    """By all ranks, which say why."""
+    run_workers(situation, 3, str(tmp_path))
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:

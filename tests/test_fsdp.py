@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
+
 import pytest
+from tritoncomm.demo.launch import WorkerError
 
 import gloo_fsdp
 from gloo_training import several
@@ -16,6 +20,7 @@ from workers import run_workers
         [gloo_fsdp.accumulation, gloo_fsdp.unused_and_narrow],
         [gloo_fsdp.non_finite, gloo_fsdp.resume],
         [gloo_fsdp.refusals, gloo_fsdp.nodes],
+        [gloo_fsdp.loss_scaling, gloo_fsdp.narrow_reduction, gloo_fsdp.sparse_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -24,3 +29,11 @@ def test_situations(situations: list) -> None:
     done: list[str] = []
     run_workers(several, 4, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
+
+
+def test_killed_rank() -> None:
+    """All survivors are told in the same pass, before any of them steps."""
+    heard: list[tuple[int, str]] = []
+    with suppress(WorkerError):
+        run_workers(gloo_fsdp.killed, 4, listen=heard.append, grace=timedelta(seconds=30))
+    assert sorted(heard) == [(0, "named"), (2, "named"), (3, "named")]

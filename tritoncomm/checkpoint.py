@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,19 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
     with fingerprint.refusing(group):
         saved_by = _saved_by(folder)
         if saved_by == size:
-            state = _read(_file(folder, rank, size))
+            file = _file(folder, rank, size)
+            state = _read(file)
         else:  # a rank needs the states of those whose residuals it gets, and all have to fit together
-            states = [_read(_file(folder, r, saved_by)) for r in range(saved_by)]
-            ours = reshard([state["tritoncomm"] for state in states], size)[rank]
-            state = states[0] | {"tritoncomm": ours}
-            if len({other["saved"]["id"] for other in states}) > 1:
-                raise ConfigurationError(f"{folder} holds files of several saves: one was cut short")
-        mark, name = state["saved"], type(optimizer.optimizer).__name__
-        if mark["optimizer"] != name:
-            raise ConfigurationError(f"{folder} was written for {mark['optimizer']}, this optimizer is {name}")
+            file = folder
+            state = _resharded([_read(_file(folder, r, saved_by)) for r in range(saved_by)], folder, rank, size)
+        mark, name = state.pop("saved"), type(optimizer.optimizer).__name__
+        with _named(file):
+            if mark["optimizer"] != name:
+                raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
+            optimizer.loadable(state)
     if is_initialised():
         fingerprint.compare({"checkpoint, of one save": mark["id"]}, group)
-    optimizer.load_state_dict({key: value for key, value in state.items() if key != "saved"})
+    optimizer.load_state_dict(state)
 
 
 def _inner(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,12 +104,27 @@ def _saved_by(folder: Path) -> int:
     return int(sizes[0])
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _resharded(states: list[dict[str, Any]], folder: Path, rank: int, size: int) -> dict[str, Any]:
+    """What ``rank`` of ``size`` takes from the ``states`` of another number of ranks."""
+    if len({state["saved"]["id"] for state in states}) > 1:
+        raise ConfigurationError(f"{folder} holds files of several saves: one was cut short")
+    with _named(folder):
+        return states[0] | {"tritoncomm": reshard([state["tritoncomm"] for state in states], size)[rank]}
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Say which file it is that does not fit; a damaged one fails in many ways."""
     try:
+        yield
+    except Exception as error:
+        raise ConfigurationError(f"{file} cannot be loaded: {error}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with _named(file):
         state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         _check(state)
-    except Exception as error:  # a damaged file fails in many ways
-        raise ConfigurationError(f"{file} cannot be loaded: {error}") from error
     return state
 
 

@@ -18,9 +18,13 @@ from torch import nn
 
 from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import DenseTail, Recipe
+from tritoncomm.bucket import fits
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.exchange import log_choice
+from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose
 from tritoncomm.version import __version__
 
@@ -53,6 +57,7 @@ class ShardExchange:
         self.numel = sum(piece.padded for piece in pieces)
         tail = sum(piece.padded for piece in pieces if piece.small)
         whole = DenseTail(recipe=recipe, tail=tail)
+        self.dense_numel = tail
         self.feedback = ErrorFeedback(whole.build(self.numel), scheduler.device)
         self.flat = torch.zeros(self.numel, device=scheduler.device)
         self.delivered = 0.0
@@ -79,23 +84,42 @@ class ShardExchange:
             shard.add_(self._held)
             self._held = None
         self._owner.enter(self)
+        scale = self._owner.scale()
         for piece, part in self._parts():
             part.copy_(shard[piece.start : piece.start + piece.padded])
-        scheduler = self._scheduler
+        self.flat.mul_(1.0 / scale)
         try:
-            mean = scheduler.run(self.feedback.begin(self.flat, scheduler.rank, scheduler.world_size))
+            self._deliver(scale, shard.dtype)
         except NonFiniteError as error:
-            logger.warning("gradients become NaN: %s", error)
+            bad = [piece.name for piece, part in self._parts() if not part.isfinite().all()]
+            logger.warning("gradients become NaN: %s; on rank %d in %s", error, dist.get_rank(), bad or "none")
             self._owner.refused = True
             shard.fill_(math.nan)
             return
-        except BaseException:
-            self._owner.abandon()
+        except BaseException as error:
+            self._owner.abandon(error)
             raise
-        self.delivered = mean.density
-        mean.write_to(self.flat, workspace=self.feedback.workspace)
         for piece, part in self._parts():
             shard[piece.start : piece.start + piece.padded].copy_(part)
+
+    @property
+    def meter(self) -> Meter:
+        """The traffic and waiting time of the last backward pass."""
+        return self._scheduler.meter
+
+    def enrol(self) -> None:
+        """See :meth:`ProcessGroupScheduler.enrol`."""
+        self._scheduler.enrol()
+
+    def _deliver(self, scale: float, dtype: torch.dtype) -> None:
+        """Exchange ``flat``, which becomes ``scale`` times the mean, and must fit into ``dtype``."""
+        scheduler = self._scheduler
+        mean = scheduler.run(self.feedback.begin(self.flat, scheduler.rank, scheduler.world_size))
+        self.delivered = mean.density
+        mean.write_to(self.flat, workspace=self.feedback.workspace)
+        self.flat.mul_(scale)
+        if not fits(self.flat, dtype):  # on all replicas alike, as the mean is
+            raise NonFiniteError(f"a mean of finite gradients overflows in {dtype}; nothing was applied")
 
     def _parts(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         return zip(self.pieces, torch.split(self.flat, [piece.padded for piece in self.pieces]), strict=True)
@@ -104,48 +128,66 @@ class ShardExchange:
 class State:
     """What :func:`register` returns: the exchanges of all parameter groups, and what they owe.
 
-    A backward pass is adopted at the beginning of the next one, or when somebody asks for the state, when all ranks
-    know that none refused it; until then residuals are as before it.
+    A backward pass is adopted at its end, when all ranks know that none refused it; until then residuals are as before.
     """
 
-    def __init__(self, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: dist.ProcessGroup | None,
+        scaler: torch.amp.GradScaler | None = None,
+        timeout: timedelta | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.recipe = recipe
         self.group = group
+        self.scaler = scaler
         self.exchanges: list[ShardExchange] = []
         self.refused = False
         self.steps = self.skipped_steps = 0
         self._begun: list[ShardExchange] = []
-        self._in_pass = False
-        self._everybody = dist.new_group()
+        self._everybody = dist.new_group(timeout=timeout)
+        self._agreement = ProcessGroupScheduler(self._everybody, timeout, device, f"fsdp {recipe!r}")
+        self._agreement.enrol()
+
+    def scale(self) -> float:
+        """What gradients have been multiplied by."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def enter(self, exchange: ShardExchange) -> None:
-        """``exchange`` is about to begin; the first in a backward pass settles the one before."""
-        if not self._in_pass:
-            self.settle()
-            self._in_pass = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - the only way
+        """``exchange`` is about to begin; the first in a backward pass arranges for its end."""
+        if exchange in self._begun:  # the pass before came to no end
+            self.rollback()
+        if not self._begun:
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)  # noqa: SLF001 - the only way
         self._begun.append(exchange)
 
-    def _leave(self) -> None:
-        self._in_pass = False
-
-    def abandon(self) -> None:
-        """Forget the backward pass: it cannot be finished."""
+    def rollback(self) -> None:
+        """Forget the backward pass."""
         for exchange in self._begun:
             exchange.feedback.rollback()
-        self._begun, self._in_pass = [], False
-
-    def settle(self) -> None:
-        """Adopt the last backward pass, or forget it when any rank refused a part of it. All ranks call this."""
-        flags = torch.tensor([float(self.refused), float(bool(self._begun))], device=self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._everybody)
-        refused, anything = (bool(flag) for flag in flags.tolist())
-        for exchange in self._begun:
-            exchange.feedback.rollback() if refused else exchange.feedback.commit()
-        if anything:
-            self.skipped_steps += refused
-            self.steps += not refused
         self._begun, self.refused = [], False
+
+    def abandon(self, error: BaseException) -> None:
+        """The backward pass cannot be finished: forget it, and tell those who wait for its end."""
+        self.rollback()
+        if isinstance(error, Exception):
+            self._agreement.fail(error)
+
+    def _settle(self) -> None:
+        """Adopt the backward pass, or forget it when any rank refused a part of it. All ranks come here."""
+        try:
+            refused = self._agreement.run(_any(self.refused, self._device))
+        except BaseException:
+            self.rollback()
+            raise
+        if refused:
+            self.rollback()
+        for exchange in self._begun:
+            exchange.feedback.commit()
+        self._begun = []
+        self.skipped_steps += refused
+        self.steps += not refused
 
     @property
     def _device(self) -> torch.device:
@@ -156,20 +198,23 @@ class State:
         return repr([[tuple(piece) for piece in exchange.pieces] for exchange in self.exchanges])
 
     def metrics(self) -> dict[str, float]:
-        """What the last backward pass did on this rank; all ranks call this."""
-        self.settle()
+        """What the last backward pass did on this rank."""
         numel = sum(exchange.numel for exchange in self.exchanges)
+        meters = [exchange.meter for exchange in self.exchanges]
         return {
             "density": self.recipe.density,
             "density_delivered": sum(e.delivered * e.numel for e in self.exchanges) / max(numel, 1),
             "steps": float(self.steps),
             "skipped_steps": float(self.skipped_steps),
+            "bytes_sent": float(sum(meter.sent.bytes for meter in meters)),
+            "bytes_received": float(sum(meter.received.bytes for meter in meters)),
+            "messages_sent": float(sum(meter.sent.messages for meter in meters)),
+            "seconds_exchange": sum(meter.waited for meter in meters),
             "residual_norm": math.hypot(*(float(e.feedback.residual.norm()) for e in self.exchanges)),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, by parameter group, and the states of the method; all ranks call this."""
-        self.settle()
+        """What this rank owes, by parameter group, and the states of the method."""
         return saved_state.written(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -187,7 +232,6 @@ class State:
         Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
         another rank, world size, method, model or sharding.
         """
-        self.settle()
         with fingerprint.refusing(self._everybody):
             saved_state.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
             if state["settings"] != self._sharding:
@@ -199,6 +243,12 @@ class State:
         self.steps = state["steps"]
 
 
+def _any(flag: bool, device: torch.device) -> Pattern[bool]:
+    """Whether any rank has set ``flag``."""
+    total = yield AllReduce("settle", torch.tensor([int(flag)], dtype=torch.int32, device=device))
+    return bool(total)
+
+
 def register(
     model: nn.Module,
     replicate_group: dist.ProcessGroup,
@@ -207,6 +257,7 @@ def register(
     density: float = DEFAULT_DENSITY,
     warmup_steps: int = 0,
     node_group: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
@@ -218,28 +269,32 @@ def register(
     ``mesh["replicate"].get_group()``. Call it on all ranks, after all of ``fully_shard`` and before the first forward
     pass. The method is chosen as :func:`tritoncomm.wrap` does. Residuals need as much memory as the shard, in fp32.
 
-    When any replica holds a NaN or Inf, the shard becomes NaN on all, as in a dense run, and nothing that is owed
-    changes, in no module. The optimizer sees averaged gradients that are zero where nothing was delivered. Raises
-    :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
+    When any replica holds a NaN or Inf, or a mean overflows in an fp16 ``reduce_dtype``, the shard becomes NaN on all,
+    as in a dense run, and nothing that is owed changes, in no module. Give the ``scaler`` that scales the loss, if
+    there is one: residuals are kept in unscaled units. A backward pass ends with a word from every rank, so that none
+    steps when another has failed. The optimizer sees averaged gradients that are zero where nothing was delivered.
+    Raises :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
     :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
     """
-    recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
-    check_timeout(timeout)
-    check_dense_below(dense_below)
-    found = list(_parameter_groups(model))
-    for module, group in found:
-        _check_group(module, group, replicate_group)
-    if not found:
-        raise ConfigurationError("no module of this model was given to fully_shard: do that first, or use wrap()")
+    with fingerprint.refusing(None):
+        recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
+        check_timeout(timeout)
+        check_dense_below(dense_below)
+        found = list(_parameter_groups(model))
+        for module, group in found:
+            _check_group(module, group, replicate_group)
+        if not found:
+            raise ConfigurationError("no module of this model was given to fully_shard: do that first, or use wrap()")
+    fingerprint.compare({"version": __version__}, None)
     without_gaps = getattr(model, "set_reduce_scatter_unused_params", None)
     if callable(without_gaps):  # older ones give a shorter shard when a parameter is unused, which is refused then
         without_gaps(True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = State(recipe, replicate_group)
+    device = found[0][1].fsdp_params[0].sharded_param.device
+    state = State(recipe, replicate_group, scaler, timeout, device)
     for number, (module, group) in enumerate(found):
         pieces = _pieces(group, names, dense_below)
         if pieces:
-            device = group.fsdp_params[0].sharded_param.device
             stamp = f"{recipe.name} {recipe!r}, {pieces}"
             subgroups = recipe.subgroups(dist.get_world_size(replicate_group))
             scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp, subgroups)
@@ -247,9 +302,13 @@ def register(
             state.exchanges.append(ShardExchange(number, group, pieces, recipe, scheduler, state))
             module.set_all_reduce_hook(state.exchanges[-1])
     local = [parameter.to_local() for parameter in model.parameters() if hasattr(parameter, "to_local")]
-    fields = {"version": __version__, "recipe": repr(recipe), "pieces": [repr(e.pieces) for e in state.exchanges]}
+    fields = {"recipe": repr(recipe), "pieces": [repr(e.pieces) for e in state.exchanges]}
     fields |= {"shard values": [fingerprint.digest(shard) for shard in local]}
     fingerprint.compare(fields, replicate_group)
+    for exchange in state.exchanges:
+        exchange.enrol()
+    size = dist.get_world_size(replicate_group)
+    log_choice(recipe, dist.get_rank(), size, [(e.feedback.algorithm, e.dense_numel) for e in state.exchanges])
     return state
 
 

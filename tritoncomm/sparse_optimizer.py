@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tritoncomm import agreement, fingerprint
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.double_reduction import check_not_reduced
+from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.exchange import GradientExchange, is_initialised
 from tritoncomm.settings import (
@@ -308,10 +309,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with fingerprint.refusing(self._exchange.group):
-            agreement.check_groups(state_dict, self.optimizer)
-            ours = state_dict.get("tritoncomm")
-            inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
-            feedback = self._exchange.feedback if ours is None else self._exchange.loaded(ours)
+            feedback = self.loadable(state_dict)
+        ours = state_dict.get("tritoncomm")
+        inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_initialised():
             fingerprint.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
         self.optimizer.load_state_dict(inner)
@@ -321,6 +321,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._reset()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback:
+        """What is owed by ``state_dict``, for :meth:`load_state_dict`; for this rank alone, and nothing changes.
+
+        Raises :class:`~tritoncomm.ConfigurationError` when it cannot be loaded here.
+        """
+        agreement.check_groups(state_dict, self.optimizer)
+        ours = state_dict.get("tritoncomm")
+        return self._exchange.feedback if ours is None else self._exchange.loaded(ours)
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         self._frozen = [p for p, _ in agreement.named_parameters(self.optimizer) if not p.requires_grad]

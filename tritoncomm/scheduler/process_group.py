@@ -95,6 +95,11 @@ class ProcessGroupScheduler:
         if self._failure is not None:
             raise self._failure
 
+    def fail(self, error: Exception) -> None:
+        """Let the ranks of this group know, who may wait for this one, that it has failed elsewhere."""
+        if self._failure is None:
+            self._failed(_START, error)
+
     def enrol(self) -> None:
         """Agree on a number that tells this exchange from others like it in the group; all ranks call this alike.
 
