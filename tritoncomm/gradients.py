@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -27,11 +28,8 @@ class LayeredGradients:
     """Heavy-tailed (Laplace), with a scale per layer: a signal common to all ranks, and noise of each rank and step."""
 
     def __init__(self, numel: int, rank: int, *, seed: int = 0) -> None:
-        common, own = (torch.Generator().manual_seed(1_000_003 * seed + part) for part in (0, 1 + rank))
-        scale = torch.logspace(0, -DECADES, LAYERS, base=10)[torch.randperm(LAYERS, generator=common)]
-        self.scale = scale.repeat_interleave(-(-numel // LAYERS))[:numel]
-        self.signal = SIGNAL * _two_sided_exponential(numel, common)
-        self.noise = _two_sided_exponential(numel, own)
+        self.scale, self.signal = _common(numel, seed)
+        self.noise = _two_sided_exponential(numel, torch.Generator().manual_seed(1_000_003 * seed + 1 + rank))
 
     def at(self, step: int) -> torch.Tensor:
         """See :meth:`Gradients.at`; the noise is the same stretch of numbers, elsewhere each time."""
@@ -90,6 +88,15 @@ def load_recording(path: Path) -> torch.Tensor:
     if not recording.is_floating_point() or not bool(recording.isfinite().all()):
         raise ConfigurationError(f"{path} holds {recording.dtype} values, not all of them finite: record it anew")
     return recording
+
+
+@lru_cache(maxsize=1)
+def _common(numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and signal, of which all ranks in a process share one copy."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed)
+    scale = torch.logspace(0, -DECADES, LAYERS, base=10)[torch.randperm(LAYERS, generator=generator)]
+    signal = SIGNAL * _two_sided_exponential(numel, generator)
+    return scale.repeat_interleave(-(-numel // LAYERS))[:numel], signal
 
 
 def _two_sided_exponential(numel: int, generator: torch.Generator) -> torch.Tensor:

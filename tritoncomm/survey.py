@@ -20,8 +20,8 @@ from tritoncomm.simulation import SimulatedWorld
 Source = Callable[[int, int], Gradients]  # of (numel, rank)
 
 STEPS = 4  # the fourth is the first that reuses Ok-Topk's thresholds
-# Residual, sum, gradient and one vector of scratch, fp32.
-_BYTES_PER_ELEMENT = 16
+# Residual, sum, gradient, its noise and one vector of scratch, fp32.
+_BYTES_PER_ELEMENT = 20
 # Times that a worker holds what it gathered from all others, in buffers and while merging it; some methods gather
 # a few times as much as their formula says.
 _COPIES_OF_GATHERED = 6
@@ -141,10 +141,9 @@ class _Figures(NamedTuple):
 
 def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: Source, steps: int) -> _Figures:
     world = SimulatedWorld(method, world_size, numel, link=link)
-    delivered = 0
+    sources, delivered = [source(numel, rank) for rank in range(world_size)], 0
     for step in range(steps):
-        # Made anew for every step: holding them would take as much memory again.
-        means = world.step(torch.stack([source(numel, rank).at(step) for rank in range(world_size)]))
+        means = world.step(torch.stack([gradients.at(step) for gradients in sources]))
         delivered = len(means[0])
     received = world.received
     return _Figures(
