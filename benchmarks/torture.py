@@ -8,6 +8,7 @@ says what is wrong, and nothing that was owed is lost.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
+import tritoncomm.agreement
 import tritoncomm.checkpoint
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -215,15 +217,7 @@ def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) ->
     long, short = torch.ones(100), torch.zeros(10)
     try:
         if library == "tritoncomm":
-            from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-            from tritoncomm.scheduler.rounds import AllReduce, Round
-
-            def talk() -> Any:
-                sends = {VICTIM: torch.arange(100, dtype=torch.int32)} if trainer.rank == 0 else {}
-                yield Round("lists", sends, {0: 10} if trainer.rank == VICTIM else {})
-                yield AllReduce("after", torch.ones(1))
-
-            ProcessGroupScheduler(timeout=timedelta(seconds=TIMEOUT)).run(talk())
+            _send_words(trainer.rank, sent=100, expected=10)
         elif trainer.rank == 0:  # what a hook of one's own would do
             dist.isend(long, VICTIM).wait(timedelta(seconds=TIMEOUT))
         elif trainer.rank == VICTIM:
@@ -231,6 +225,183 @@ def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) ->
         dist.barrier()
     except RuntimeError as error:
         send(f"error, {'says' if '100' in str(error) else 'does not say'} what does not fit")
+
+
+def _send_words(rank: int, sent: int, expected: int) -> None:
+    """A round in which one rank sends something else than the other expects."""
+    from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+    from tritoncomm.scheduler.rounds import AllReduce, Round
+
+    def talk() -> Any:
+        sends = {VICTIM: torch.arange(sent, dtype=torch.int32)} if rank == 0 else {}
+        yield Round("lists", sends, {0: expected} if rank == VICTIM else {})
+        yield AllReduce("after", torch.ones(1))
+
+    ProcessGroupScheduler(timeout=timedelta(seconds=TIMEOUT)).run(talk())
+
+
+def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """A message is shorter than its receiver expects."""
+    try:
+        if library == "tritoncomm":
+            _send_words(trainer.rank, sent=10, expected=100)
+        elif trainer.rank == 0:
+            dist.isend(torch.ones(10), VICTIM).wait(timedelta(seconds=TIMEOUT))
+        elif trainer.rank == VICTIM:
+            buffer = torch.full((100,), -1.0)
+            dist.irecv(buffer, 0).wait(timedelta(seconds=TIMEOUT))
+            send("takes what was in memory for the rest" if (buffer == -1).any() else "whole")
+            return
+        dist.barrier()
+    except RuntimeError as error:
+        send(
+            f"error, {'says' if '10 words' in str(error) or ' 10,' in str(error) else 'does not say'} what does not fit"
+        )
+    else:
+        send("not noticed")
+
+
+def skipped(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """One rank takes no part in a step and comes no more."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        time.sleep(3 * TIMEOUT)
+        return
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        send(f"error, {'names' if f'rank {VICTIM}' in str(error) else 'does not name'} the rank")
+
+
+def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """Two layers of one shape stand in another order in one rank's optimizer and model."""
+    torch.manual_seed(trainer.rank)  # DDP makes them alike, in the order that it finds
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    order = list(layers) if trainer.rank != VICTIM else list(reversed(layers))
+    model = nn.ModuleDict({name: layers[name] for name in order})
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            optimizer.step()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers["second"](torch.relu(self.layers["first"](x)))
+
+    net: nn.Module = Net()
+    try:
+        if library == "tritoncomm":
+            torch.manual_seed(5)
+            for parameter in net.parameters():
+                nn.init.normal_(parameter)
+            optimizer: Any = torch.optim.SGD(net.named_parameters(), lr=0.1)
+            train(net, tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT)))
+        else:
+            inner, net = net, DistributedDataParallel(net)
+            if library == "PowerSGD":
+                net.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1), powerSGD_hook)
+            train(net, torch.optim.SGD(inner.parameters(), lr=0.1))
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'order' in str(error) else 'does not say'} what differs")
+        return
+    everybody: list[Any] = [None] * WORKERS
+    dist.all_gather_object(everybody, layers["first"].weight.tolist())
+    send("not noticed" + ("" if all(w == everybody[0] for w in everybody) else ": ranks train different models"))
+
+
+def other_dtype(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank's model is in double precision."""
+    model = trainer.model.double() if trainer.rank == VICTIM else trainer.model
+    try:
+        if library == "tritoncomm":
+            tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=TIMEOUT))
+        else:
+            net = DistributedDataParallel(model)
+            if library == "PowerSGD":
+                net.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1), powerSGD_hook)
+            dtype = next(model.parameters()).dtype
+            for _ in range(3):
+                net(torch.ones(4, 16, dtype=dtype)).sum().backward()
+    except RuntimeError as error:
+        said = "dtype" in str(error) or "float64" in str(error)
+        send(f"error at start, {'says' if said else 'does not say'} what differs")
+    else:
+        send("not noticed")
+
+
+def other_method(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank has chosen another method: without the hook that the others have, or with it."""
+    victim = trainer.rank == VICTIM
+    try:
+        if library == "tritoncomm":
+            Trainer(library, trainer.rank, algo="spardl" if victim else "oktopk")
+        else:
+            with_hook = victim == (library == "DDP")
+            mixed = Trainer("PowerSGD" if with_hook else "DDP", trainer.rank)
+            for step in range(4):
+                mixed.step(step)
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'algorithm' in str(error) else 'does not say'} what differs")
+    else:
+        send("not noticed" if mixed.alike() else "not noticed, ranks differ")
+
+
+def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank runs another release of what exchanges gradients."""
+    try:
+        if library == "tritoncomm":
+            if trainer.rank == VICTIM:
+                tritoncomm.agreement.__version__ = "0.0.1"
+            Trainer(library, trainer.rank)
+        else:
+            if trainer.rank == VICTIM:
+                torch.__version__ = "2.6.0"
+            Trainer(library, trainer.rank).step(0)
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'version' in str(error) else 'does not say'} what differs")
+    else:
+        send("not looked at")
+
+
+def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
+    """One bit of one rank's checkpoint has flipped on the disk."""
+    trainer.optimizer.param_groups[0]["momentum"] = 0.9
+    for step in range(3):
+        trainer.step(step)
+    path, ours = Path(folder) / "checkpoint", isinstance(trainer.optimizer, tritoncomm.SparseOptimizer)
+    if ours:
+        tritoncomm.checkpoint.save(trainer.optimizer, path)
+        file = path / f"rank-{VICTIM}-of-{WORKERS}.pt"
+    else:
+        file = Path(folder) / f"{trainer.rank}.pt"
+        torch.save(trainer.optimizer.state_dict(), file)
+    dist.barrier()
+    if trainer.rank == VICTIM:
+        content = bytearray(file.read_bytes())
+        some = next(iter(trainer.optimizer.state.values()))["momentum_buffer"]
+        at = content.find(some.numpy().tobytes())
+        content[at + 3] ^= 0x40  # the exponent of a value
+        file.write_bytes(content)
+    dist.barrier()
+    try:
+        if ours:
+            tritoncomm.checkpoint.load(trainer.optimizer, path)
+        else:
+            trainer.optimizer.load_state_dict(torch.load(file))
+    except RuntimeError as error:
+        send(f"error on all ranks, {'names' if file.name in str(error) else 'does not name'} the file")
+    except tritoncomm.ConfigurationError as error:
+        send(f"error on all ranks, {'names' if file.name in str(error) else 'does not name'} the file")
+    else:
+        trainer.step(4)
+        send("not noticed" + ("" if trainer.alike() else ", ranks differ"))
 
 
 def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
@@ -274,13 +445,20 @@ def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
 SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
     "a rank is killed": (killed, "names the rank, parameters kept, the others go on"),
     "a rank is slower than the time-out": (slow, "error, names"),
+    "a rank skips a step": (skipped, "error, names the rank"),
     "NaN on one rank, no scaler": (nan_on_one_rank, "skipped by all"),
     "GradScaler, overflow on one rank": (overflow_under_scaler, "all skip, scales equal"),
     "the loss scale halves": (scale_halves, "units of the gradient"),
     "settings differ on one rank": (other_settings, "error at start, says"),
+    "another method on one rank": (other_method, "error at start, says"),
+    "another version on one rank": (other_version, "error at start, says"),
+    "parameters in another order on one rank": (other_order, "error at start, says"),
+    "another dtype on one rank": (other_dtype, "error at start, says"),
     "a message is too long": (wrong_length, "error, says"),
+    "a message is too short": (too_short, "error, says"),
     "no gradient on one rank": (no_gradient, "counts as zero"),
     "save and load": (resumed, "its own back"),
+    "a bit of a checkpoint flips": (damaged, "error on all ranks, names"),
 }
 
 
@@ -289,8 +467,9 @@ def act(rank: int, world_size: int, send: Callable[[Any], None], situation: str,
     assert world_size == WORKERS
     action, _ = SITUATIONS[situation]
     trainer = Trainer(library, rank)
-    extra = {"other_settings": [library], "wrong_length": [library], "resumed": [folder]}.get(action.__name__, [])
-    action(trainer, lambda text: send((rank, text)), *extra)
+    wanted = inspect.signature(action).parameters
+    extra = {name: value for name, value in (("library", library), ("folder", folder)) if name in wanted}
+    action(trainer, lambda text: send((rank, text)), **extra)
     os._exit(0)
 
 
@@ -307,7 +486,8 @@ def observe(situation: str, library: str, folder: str) -> Row:
         )  # fmt: skip
     except WorkerError as error:
         died = str(error)
-    expected = [r for r in range(WORKERS) if not (situation == "a rank is killed" and r == VICTIM)]
+    absent = situation in {"a rank is killed", "a rank skips a step"}
+    expected = [r for r in range(WORKERS) if not (absent and r == VICTIM)]
     texts = list(dict.fromkeys(heard[rank] for rank in sorted(heard)))
     silent = [rank for rank in expected if rank not in heard]
     if "still running" in died:
@@ -318,7 +498,8 @@ def observe(situation: str, library: str, folder: str) -> Row:
         texts.append(f"rank {', '.join(map(str, silent))}: nothing said")
     good = SITUATIONS[situation][1]
     fine = not silent and all(
-        all(part in text for part in good.split(", ")) or text == "nothing is owed" for text in texts
+        (all(part in text for part in good.split(", ")) and "does not n" not in text) or text == "nothing is owed"
+        for text in texts
     )
     return Row(situation, library, "; ".join(texts), fine)
 
@@ -341,7 +522,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
                 rows.append(observe(situation, library, folder))
                 row = rows[-1]
-                print(f"{row.situation:36}{row.library:12}{'good' if row.good else 'BAD ':6}{row.seen}", flush=True)
+                print(f"{row.situation:40}{row.library:12}{'good' if row.good else 'BAD ':6}{row.seen}", flush=True)
     if options.json:
         machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}, gloo"
         content = {"machine": machine, "workers": WORKERS, "rows": [asdict(row) for row in rows]}

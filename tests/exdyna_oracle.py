@@ -223,14 +223,15 @@ def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], boo
 def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_step: int) -> int:
     """How many blocks the border after partition ``i`` would go to the left."""
     size, total = len(kappa), sum(kappa)
-    excess = sum(kappa[: i + 1]) - (i + 1) * total / size
-    u = (i + 1) / size
-    if abs(excess / (total / size)) <= max(0.05, size * math.sqrt(u * (1 - u) / total)):
+    u = Fraction(i + 1, size)
+    excess = sum(kappa[: i + 1]) - u * total
+    off = abs(excess) * size / total
+    if off <= Fraction(1, 20) or off**2 <= size**2 * u * (1 - u) / total:
         return 0
     shrinks = i if excess > 0 else i + 1
     # An empty partition cannot shrink: its move is cancelled later.
-    per_block = max(kappa[shrinks], 1) / max(layout.counts[shrinks], 1)
-    blocks = min(max(math.floor(gain * abs(excess) / per_block), 1), max_step)
+    per_block = Fraction(max(kappa[shrinks], 1), max(layout.counts[shrinks], 1))
+    blocks = min(max(math.floor(Fraction(gain) * abs(excess) / per_block), 1), max_step)
     return blocks if excess > 0 else -blocks
 
 

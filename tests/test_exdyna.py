@@ -46,6 +46,28 @@ def test_golden_layouts() -> None:
     assert micro.bounds(micro.layout(4), micro.layout(4).blocks) == [0, 3, 6, 8, 10]
 
 
+ORACLES = {
+    "paper": oracle.rebalance_paper,
+    "pair_ratio": oracle.rebalance_pair_ratio,
+    "prefix": oracle.rebalance_prefix,
+}
+
+
+@given(st.data(), st.sampled_from(sorted(ORACLES)))
+@settings(max_examples=300)
+def test_moves(data: st.DataObject, rule: str) -> None:
+    """Every rule against its plain description, on partitions and counts of all sorts, too few to tell among them."""
+    size = data.draw(st.integers(1, 12))
+    blocks = data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
+    kappa = data.draw(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000)), min_size=size, max_size=size))
+    starts = list(itertools.accumulate(blocks, initial=0))
+    block, least = data.draw(st.integers(1000, 9000)), data.draw(st.integers(0, 6))
+    numel = block * starts[-1]
+    layout = oracle.Layout(block, blocks, starts[:-1], numel, least=least)
+    ours = moved(Layout(block, tuple(blocks), least), tuple(blocks), kappa, numel, rule)
+    assert ours == tuple(ORACLES[rule](layout, kappa).counts)
+
+
 def test_golden_moves() -> None:
     """Sequences of borders after given counts, the plateau that stalls among them."""
     layout, blocks = algorithm(100_000, mode="paper").layout(4), (256,) * 4

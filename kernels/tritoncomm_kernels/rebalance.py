@@ -44,7 +44,8 @@ def rebalance(
     one is 5 % above and the other 5 % below the mean. ``rule="pair_ratio"``: the same, but one exceeds the
     other by more than a tenth, so that load crosses partitions near the mean. ``rule="prefix"``: every
     border on its own by how far the prefix sum is from its ideal, up to ``max_step`` blocks, noise of one
-    standard deviation ignored. No partition shrinks below ``min_blocks``. One launch on a GPU, no host sync.
+    standard deviation ignored. With fewer than one entry per partition borders stay. No partition shrinks below
+    ``min_blocks``. One launch on a GPU, no host sync.
     Raises ``ValueError`` naming the argument that does not fit.
     """
     check_vector("blocks", blocks, dtypes=(torch.int32,))
@@ -127,6 +128,8 @@ def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: st
 def _prefix(load: list[int], sizes: list[int], least: int, max_step: int) -> None:
     """The prefix rule in place. A positive move takes blocks from the left side of a border."""
     partitions, total, prefix = len(load), sum(load), 0
+    if total < partitions:  # says nothing about who has too much
+        return
     moves = []
     for i in range(partitions - 1):
         prefix += load[i]

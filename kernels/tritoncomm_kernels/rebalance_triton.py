@@ -43,7 +43,7 @@ def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: t
     distance = tl.where(ahead < 0, -ahead, ahead)
     bounded = tl.minimum(distance, 1 << 31)
     noise = total * (lane + 1).to(tl.int64) * (partitions - 1 - lane).to(tl.int64)
-    still = (20 * distance <= total) | (bounded * bounded <= noise) | (lane >= partitions - 1)
+    still = (20 * distance <= total) | (bounded * bounded <= noise) | (lane >= partitions - 1) | (total < partitions)
     source = tl.minimum(tl.where(ahead > 0, lane, lane + 1), PARTITIONS - 1)
     crowd = tl.maximum(tl.gather(load, source, axis=0), 1)
     width = tl.gather(blocks, source, axis=0).to(tl.int64)
