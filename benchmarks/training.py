@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
     parser.add_argument("--unaware", type=float, nargs="*", default=[0.01], help="densities to train plain AdamW at")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="instead of what flattens the dense run")
+    parser.add_argument("--steps", type=int, help="instead of the task's own 400")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")

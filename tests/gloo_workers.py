@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+import tritoncomm.automatic
 from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
@@ -20,7 +21,9 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
+from tritoncomm.cost import Link
 from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.planner import TRUSTED
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, measure_link
 
 import laws
@@ -326,6 +329,16 @@ def automatic(rank: int, world_size: int, send) -> None:
     dist.all_gather_object(everybody, repr(optimizer.recipe))
     assert len(set(everybody)) == 1
     assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
+    slow = Link(latency=1e-6, bandwidth=1e3)  # seconds per kilobyte
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tritoncomm.automatic, "measure_link", lambda *_: slow)
+        model = tiny_model()
+        sparse = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "auto", density=0.05, dense_below=0)
+        if world_size > 1:
+            assert sparse.recipe.name in TRUSTED
+            assert sparse.recipe.density == 0.05
+        loss_of(model, rank, 0).backward()
+        sparse.step()
     with pytest.raises(ConfigurationError, match="leave out teams"):
         tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
     dist.barrier()

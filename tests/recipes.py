@@ -30,6 +30,7 @@ def under_test(density: float) -> dict[str, Recipe]:
         "spardl-4-teams": SparDL(density=density, teams=4),
         "spardl-auto": SparDL(density=density, teams="auto", sag="bruck"),
         "exdyna-paper": ExDyna(density=density, mode="paper"),
+        "exdyna-paper-layout": ExDyna(density=density, mode="paper", blocks=16),
         "exdyna-pair-ratio": ExDyna(density=density, rebalance="pair_ratio", threshold_rule="ref_fixed", blocks=24),
         "random-block-wrap": RandomBlock(density=density, mode="wrap", reduced_lr=True),
         "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),

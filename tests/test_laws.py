@@ -52,9 +52,18 @@ def test_equivalence(name: str, case: laws.Case, density: float) -> None:
     obeys(laws.equivalence, name, case, density)
 
 
+@pytest.mark.parametrize("world_size", range(1, 18))
+@pytest.mark.parametrize("name", NAMES)
+def test_equivalence_at_every_world_size(name: str, world_size: int) -> None:
+    """One case for each, whatever hypothesis draws; long enough for the layout of ExDyna's paper."""
+    case = laws.Case(world_size, 640, ("random", "disjoint", "one-region", "random"))
+    obeys(laws.equivalence, name, case, 0.05)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @given(case=laws.cases(), density=DENSITIES)
 @example(case=BIG[0], density=0.02)
+@example(case=BIG[1], density=0.1)
 @brief
 def test_equivalence_of_settings(name: str, case: laws.Case, density: float) -> None:
     """The same for settings that reach the corners of a method."""

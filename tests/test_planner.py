@@ -48,7 +48,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The ranking, and the line of code; on a fast network, plainly that dense is faster."""
     assert main(["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]) == 0
     out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='exdyna', density=0.05)" in out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.05)" in out
     assert "oktopk" in out
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
     assert "Stay dense" in capsys.readouterr().out

@@ -40,8 +40,9 @@ def wrap(
 
     ``algo`` is a name from :func:`tritoncomm.algorithms`, configured by ``density`` and further
     ``recipe_fields``, or a recipe, which carries its own settings; ``"auto"`` measures the network and takes what
-    the cost formulas predict to be fastest for this model, dense included. The first ``warmup_steps`` exchanges
-    are dense. Without an initialised process group this is one worker. Gradients must not be averaged
+    the cost formulas predict to be fastest for this model at ``density``, dense included, of methods that have been
+    found to train well; computation that would hide a dense exchange is not counted. The first ``warmup_steps``
+    exchanges are dense. Without an initialised process group this is one worker. Gradients must not be averaged
     by anything else (no ``DistributedDataParallel`` around the model). ``node_group``, the ranks of this rank's node,
     makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
