@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import os
 import pickle
+import signal
 import threading
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import tritoncomm
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm import ConfigurationError, NonFiniteError
+from tritoncomm import ConfigurationError, NonFiniteError, PeerLostError
 from tritoncomm.ddp import CommState, comm_hook, register
 
 import laws
@@ -211,6 +214,32 @@ def narrow_buckets(rank: int, world_size: int, send) -> None:
     total_owed = total(left).reshape(delivered.shape) / world_size
     assert torch.allclose(delivered + total_owed, torch.full_like(delivered, given), rtol=2e-3)
     assert same_everywhere(scaler.get_scale())
+
+
+def killed(rank: int, world_size: int, send) -> None:
+    """A rank dies in the exchange of a bucket: backward raises on the others and names it; nothing is owed anew."""
+    model = ddp(net())
+    state = register(model, density=0.1, dense_below=0, timeout=timedelta(seconds=5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before, pending = flat(model), owed(state)
+    if rank == 1:
+        scheduler = next(iter(state._exchanges.values()))._scheduler
+        scheduler._perform = lambda word: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=r"step \d+, round \d+, phase .* of oktopk.*lost rank 1") as caught:
+        loss_of(model, rank, 2).backward()
+    assert caught.value.peers == (1,)
+    assert flat(model) == before
+    assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+    optimizer.zero_grad()
+    with pytest.raises(PeerLostError):  # and again, instead of a hang
+        loss_of(model, rank, 3).backward()
+    send((rank, "named"))
+    os._exit(0)
 
 
 def small_tensors(rank: int, world_size: int, send) -> None:

@@ -64,7 +64,8 @@ def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
 def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
     """A rank dies in a round of the third step; survivors keep all they had, regroup and train to the end."""
     model = tiny_model()
-    optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01), algo=algo)
+    fields = {"algo": algo} if algo != "hierarchical" else {"node_group": dist.new_subgroups(2)[0]}
+    optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01), **fields)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()

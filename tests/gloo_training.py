@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -53,6 +54,14 @@ def sgd(model: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
     return sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **fields)
 
 
+def finish_gradients(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, route: str) -> None:
+    """Clip this rank's gradient, or the average, or neither."""
+    if route == "synchronize":
+        optimizer.synchronize()
+    if route != "step":
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)) > 0.01  # it does clip
+
+
 def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> None:
     """Overflow on one rank: all skip, residuals stay in unscaled units; the run is that without this batch."""
     model, plain = tiny_model(), tiny_model()
@@ -72,10 +81,7 @@ def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> No
         before, owed = flat(model), residual(optimizer)
         if route != "step":
             scaler.unscale_(optimizer)
-        if route == "synchronize":
-            optimizer.synchronize()
-        if route != "step":
-            nn.utils.clip_grad_norm_(model.parameters(), 1e6)  # far away: the unscaled run is not clipped
+        finish_gradients(optimizer, model, route)
         scaler.step(optimizer)
         scaler.update()
         if overflow:
@@ -85,6 +91,7 @@ def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> No
         else:
             unscaled.zero_grad()
             loss_of(plain, rank, step).backward()
+            finish_gradients(unscaled, plain, route)
             unscaled.step()
         assert same_everywhere(flat(model))
         assert not ours or same_everywhere(scaler.get_scale())
@@ -215,6 +222,11 @@ def gradients(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     return layout.gather(torch.empty(layout.numel))
 
 
+def flat_values(model: nn.Module) -> torch.Tensor:
+    """All parameters that are trained."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+
+
 def settings_in_between(rank: int, world_size: int, send) -> None:
     """Learning rate, density and frozen parameters may change between steps, and nothing owed is lost."""
     for algo in ("oktopk", "spardl", "exdyna", "dgc", "random_k"):
@@ -233,7 +245,12 @@ def settings_in_between(rank: int, world_size: int, send) -> None:
                 frozen = model[2].weight.detach().clone()
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
+            before = flat_values(model)
             optimizer.step()
+            if algo != "dgc" and step < 5:  # whose updates are not the averaged gradients
+                mean = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.requires_grad])
+                rate = 0.01 if step >= 2 else 0.1
+                assert torch.allclose(before - flat_values(model), rate * mean, atol=1e-6), (algo, step)
             delivered = optimizer.metrics()["density_delivered"]
             assert (delivered == 1) == (step == 0), (algo, step, delivered)
             if step == 4:
@@ -316,11 +333,13 @@ def chosen_and_why(rank: int, world_size: int, send) -> None:
     logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.01)
-    tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.9) if rank < 0 else None
+    tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.9)
     if rank:
         assert not lines
         return
-    ((level, text),) = lines
+    (level, text), (other_level, other_text) = lines
+    assert other_level == logging.WARNING  # five times nine tenths of the entries are more than all
+    assert "density=0.9" in other_text
     assert level == logging.INFO
     assert "OkTopk(density=0.01" in text
     assert "over 3 ranks: 90300 values, of which 300 in small tensors travel dense" in text
@@ -400,7 +419,7 @@ def a_quiet_start(rank: int, world_size: int, send) -> None:
 
 
 def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
-    """What a scaler of ours has found in unscale_ is skipped, whatever on_nonfinite says."""
+    """What a scaler of ours has found in unscale_ is skipped, whatever on_nonfinite says; torch's cannot tell of it."""
     for policy in ("zero", "raise", "skip"):
         model = tiny_model()
         optimizer = sgd(model, on_nonfinite=policy)
@@ -417,6 +436,18 @@ def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
         assert optimizer.metrics()["skipped_steps"] == 1, policy
         assert optimizer.metrics()["zeroed_values"] == 0, policy
         assert scaler.get_scale() == SMALL / 2
+        scaler = torch.amp.GradScaler("cpu", init_scale=SMALL)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        if rank == 1:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        with pytest.raises(NonFiniteError) if policy == "raise" else nullcontext():
+            optimizer.synchronize()
+        if policy != "raise":
+            scaler.step(optimizer)
+        assert same_everywhere(flat(model))
+        assert (flat(model) == before) == (policy != "zero")
 
 
 def refused_then_right(rank: int, world_size: int, send) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, saved_state
 from tritoncomm.checkpoint import reshard
+from tritoncomm.demo.launch import WorkerError
 
 import gloo_checkpoints
 from workers import run_workers
@@ -60,9 +61,16 @@ def test_states_that_do_not_belong_together() -> None:
         reshard([three[0], other[1], three[2]], 4)
 
 
-def test_every_recipe(tmp_path: Path) -> None:
-    """Kill and resume equals never killed."""
-    run_workers(gloo_checkpoints.every_recipe, 3, str(tmp_path))
+def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+    """To the bit, for every recipe and on every rank: parameters, what is owed, what the method has learnt."""
+    straight: list[tuple[str, int, str]] = []
+    run_workers(gloo_checkpoints.never_killed, 3, str(tmp_path), listen=straight.append)
+    with pytest.raises(WorkerError):
+        run_workers(gloo_checkpoints.until_killed, 3, str(tmp_path))
+    resumed: list[tuple[str, int, str]] = []
+    run_workers(gloo_checkpoints.resumed, 3, str(tmp_path), listen=resumed.append)
+    assert sorted(resumed) == sorted(straight)
+    assert len(straight) > 3 * 25
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
+
 import pytest
+from tritoncomm.demo.launch import WorkerError
 
 import gloo_ddp
 from gloo_training import several
@@ -31,3 +35,11 @@ def test_situations(situations: list, world_size: int) -> None:
 def test_nodes() -> None:
     """Two nodes of two ranks."""
     run_workers(gloo_ddp.nodes, 4)
+
+
+def test_killed_rank() -> None:
+    """The survivors are told out of backward()."""
+    heard: list[tuple[int, str]] = []
+    with suppress(WorkerError):
+        run_workers(gloo_ddp.killed, 3, listen=heard.append, grace=timedelta(seconds=30))
+    assert sorted(heard) == [(0, "named"), (2, "named")]

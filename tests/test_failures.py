@@ -21,7 +21,7 @@ def reports(function, world_size: int, *args) -> dict[int, tuple]:
     return {report[0]: report[1:] for report in heard}
 
 
-@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense"])
+@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_killed_rank(algo: str, number: int) -> None:
     """Wherever it dies, the survivors name it, lose nothing, regroup, and train to the end."""
