@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -66,6 +67,91 @@ def test_moves(data: st.DataObject, rule: str) -> None:
     layout = oracle.Layout(block, blocks, starts[:-1], numel, least=least)
     ours = moved(Layout(block, tuple(blocks), least), tuple(blocks), kappa, numel, rule)
     assert ours == tuple(ORACLES[rule](layout, kappa).counts)
+
+
+@given(st.data(), st.sampled_from(sorted(ORACLES)))
+def test_topology(data: st.DataObject, rule: str) -> None:
+    """Blocks are moved, never made; few at a time, none below the floor; replicas agree; even counts change nothing."""
+    size = data.draw(st.integers(2, 12))
+    blocks = tuple(data.draw(st.lists(st.integers(2, 40), min_size=size, max_size=size)))
+    least, total = data.draw(st.integers(0, 2)), sum(blocks)
+    layout = Layout(100, blocks, least)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    topology = replica = blocks
+    for _ in range(10):
+        kappa = torch.randint(0, 500, (size,), generator=generator).tolist()
+        before = topology
+        topology, replica = (moved(layout, now, kappa, 100 * total, rule) for now in (topology, replica))
+        assert topology == replica
+        assert sum(topology) == total
+        assert min(topology) >= least
+        assert all(abs(new - old) <= 2 for new, old in zip(topology, before, strict=True))
+        if rule == "prefix":  # by itself at every border, so that left and right do not matter
+            mirrored = moved(layout, before[::-1], kappa[::-1], 100 * total, rule)
+            assert mirrored == topology[::-1]
+    assert moved(layout, topology, [data.draw(st.integers(0, 900))] * size, 100 * total, rule) == topology
+
+
+@pytest.mark.parametrize("rule", sorted(ORACLES))
+@given(seed=st.integers(0, 999))
+def test_two_partitions_are_repaired(rule: str, seed: int) -> None:
+    """The busier of two shrinks, block by block, until they differ by about a block, or it is at the floor."""
+    weights = torch.randint(50, 150, (40,), generator=torch.Generator().manual_seed(seed))
+    weights[: seed % 20] *= 5
+    layout, blocks, total = Layout(1000, (20, 20), 1), (20, 20), int(weights.sum())
+    imbalance = []
+    for _ in range(60):
+        kappa = [int(weights[: blocks[0]].sum()), int(weights[blocks[0] :].sum())]
+        imbalance.append(max(kappa) * 2 / total)
+        now = moved(layout, blocks, kappa, 40_000, rule)
+        if now != blocks:
+            assert (now[0] < blocks[0]) == (kappa[0] > kappa[1])
+        blocks = now
+    largest = float(weights.max()) * 2 / total
+    assert all(after <= before + largest for before, after in itertools.pairwise(imbalance))
+    assert imbalance[-1] <= 1.1 + largest or 1 in blocks
+
+
+@pytest.mark.parametrize(("rule", "low", "high"), [("ref", 0.9, 0.96), ("ref_fixed", 0.98, 1.02), ("prop", 0.98, 1.02)])
+def test_stationary(rule: str, low: float, high: float) -> None:
+    """Accumulators that are always new draws of one distribution: where each rule settles."""
+    mode = {"mode": "paper"} if rule != "prop" else {}
+    world = SimulatedWorld(ExDyna(density=0.05, threshold_rule=rule, **mode), 2, 24_000)
+    generator, k, passed = torch.Generator().manual_seed(0), 1200, []
+    for worker in world.workers:  # near what is to be found, as the paper's rules take long
+        worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
+    noise = torch.empty(2, 24_000).exponential_(generator=generator)
+    for step in range(1500):
+        for worker in world.workers:
+            worker.residual.zero_()
+        world.step(noise.roll(step * 7919 % 24_000, 1))
+        passed.append(world.workers[0].algorithm.report["passed"] / k)
+    assert low < sum(passed[-500:]) / 500 < high
+
+
+@pytest.mark.parametrize(("density", "steps", "window", "off"), [(0.01, 3000, 500, 0.1), (0.001, 4000, 1500, 0.15)])
+def test_stationary_with_residuals(density: float, steps: int, window: int, off: float) -> None:
+    """What is not sent grows, and the count stays near k all the same."""
+    passed, _ = run(ExDyna(density=density), 2, 24_000, steps)
+    assert abs(sum(passed[-window:]) / window - 1) < off
+
+
+def test_extreme_thresholds() -> None:
+    """Below everything it is dense averaging and nothing is owed; above everything nothing travels and all is owed."""
+    gradient = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
+    for threshold, delivered in ((1e-30, 600), (1e30, 0)):
+        world = SimulatedWorld(ExDyna(density=0.4, threshold_rule="off", capacity=3.0), 3, 600)
+        for worker in world.workers:
+            blocks = worker.algorithm.layout(3).blocks
+            worker.algorithm.state = ExDynaState(world_size=3, threshold=threshold, settled=True, blocks=blocks)
+        for step in range(3):
+            mean = world.step(gradient)[0]
+            assert len(mean) == delivered
+            if delivered:
+                assert torch.allclose(mean.to_dense(), gradient.mean(0), atol=1e-6)
+                assert not world.residuals.any()
+            else:
+                assert torch.allclose(world.residuals, gradient * (step + 1))
 
 
 def test_golden_moves() -> None:

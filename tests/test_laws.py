@@ -7,9 +7,11 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tritoncomm import Recipe, algorithms
+from tritoncomm import Recipe, Warmup, algorithms
+from tritoncomm.algorithms import DenseTail
 
 import laws
 from recipes import NAMES, under_test
@@ -58,6 +60,25 @@ def test_equivalence_at_every_world_size(name: str, world_size: int) -> None:
     """One case for each, whatever hypothesis draws; long enough for the layout of ExDyna's paper."""
     case = laws.Case(world_size, 640, ("random", "disjoint", "one-region", "random"))
     obeys(laws.equivalence, name, case, 0.05)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_equivalence_around_every_method(name: str, world_size: int) -> None:
+    """A warm-up, and small tensors, which travel in one all-reduce, go with every method."""
+    inner = under_test(0.1)[name]
+    case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
+    laws.equivalence(Warmup(recipe=inner, steps=2), case)
+    tailed = DenseTail(recipe=Warmup(recipe=inner, steps=1), tail=9)
+    laws.equivalence(tailed, case)
+    laws.conservation(tailed, case)
+    world = laws.world_of(tailed, case)
+    for gradient in case.gradients():
+        rounds: list[str] = []
+        means = world.step(gradient, before_round=lambda _, words, rounds=rounds: rounds.append(words[0].phase))
+        assert rounds.count("small tensors") == (world_size > 1)
+        assert not world.residuals[:, -9:].any()
+        assert torch.equal(means[0].to_dense()[-9:], gradient[:, -9:].mean(0))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
