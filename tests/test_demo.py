@@ -80,3 +80,18 @@ def test_model_and_text() -> None:
     assert len(validation_batches(text.validation, 4, 64, 3)) == 3
     torch.manual_seed(0)
     assert ByteGPT(Shape())(first).item() == pytest.approx(5.55, abs=0.15)
+
+
+def test_recording(tmp_path: Path) -> None:
+    """Real accumulators of every worker, which a simulation then takes its gradients from."""
+    path = tmp_path / "recording"
+    done = demo("demo", "--steps", "6", "--workers", "2", "--record", str(path))
+    assert done.returncode == 0, done.stderr
+    recording = torch.load(path, weights_only=True)
+    assert recording["gradients"].shape == recording["accumulators"].shape
+    assert recording["gradients"].shape[1] == 2
+    assert not torch.equal(recording["gradients"][:, 0], recording["gradients"][:, 1])
+    arguments = ["--algo", "oktopk", "--workers", "3", "--numel", "5e4", "--gradients", str(path)]
+    simulated = demo("simulate", *arguments)
+    assert simulated.returncode == 0, simulated.stderr
+    assert "oktopk" in simulated.stdout

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import tritoncomm
+from tritoncomm.__main__ import main
 
 import laws
+import recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +32,24 @@ def test_write_a_method() -> None:
         law(recipe, case)
     for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism):
         law(recipe, case)
+
+
+def test_one_line_puts_a_method_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Into ``algo=``, under the laws, into ``plan`` and ``simulate``."""
+    (code,) = blocks("docs/how-to/add-an-algorithm.md")
+    names: dict[str, object] = {"__name__": "page"}
+    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    monkeypatch.setitem(sys.modules["tritoncomm.algorithms"]._BY_NAME, "first_entries", names["FirstEntries"])
+    assert "first_entries" in tritoncomm.algorithms()
+    ours = recipes.under_test(0.3)["first_entries"]
+    assert ours == tritoncomm.recipe("first_entries", density=0.3)
+    case = laws.Case(4, 90, ("random", "disjoint", "random"))
+    for law in (laws.budget, laws.overflow, laws.faults):
+        law(ours, case)
+    assert main(["plan", "--numel", "1e7", "--workers", "16"]) == 0
+    assert "first_entries" in capsys.readouterr().out
+    assert main(["simulate", "--algo", "first_entries", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
+    assert "first_entries" in capsys.readouterr().out
 
 
 def test_simulate() -> None:
