@@ -30,6 +30,8 @@ from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 from tritoncomm.exchange import by_size
 
+from power_sgd import PowerSGD, PowerSGDWorld
+
 WORKERS = 4
 DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02
@@ -119,7 +121,7 @@ def digits(steps: int | None) -> Task:
 TASKS = {"gpt": gpt, "digits": digits}
 
 
-def train(task: Task, recipe: tritoncomm.Recipe, seed: int, *, aware: bool) -> tuple[float, float]:
+def train(task: Task, recipe: tritoncomm.Recipe | PowerSGD, seed: int, *, aware: bool) -> tuple[float, float]:
     """Final score, and bytes that the busiest worker sends per step."""
     torch.manual_seed(seed)
     model = task.model()
@@ -130,9 +132,14 @@ def train(task: Task, recipe: tritoncomm.Recipe, seed: int, *, aware: bool) -> t
     step_rule = StalenessAwareAdam(optimizer) if aware else None
     large, small = by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*large, *small])
-    warmed = tritoncomm.Warmup(recipe=recipe, steps=int(task.steps * WARMUP_SHARE))
-    whole = DenseTail(recipe=warmed, tail=sum(parameter.numel() for parameter in small))
-    world = tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
+    warmup = int(task.steps * WARMUP_SHARE)
+    world: tritoncomm.SimulatedWorld | PowerSGDWorld
+    if isinstance(recipe, PowerSGD):
+        world = PowerSGDWorld(recipe, WORKERS, [parameter.shape for parameter in layout.parameters], warmup)
+    else:
+        warmed = tritoncomm.Warmup(recipe=recipe, steps=warmup)
+        whole = DenseTail(recipe=warmed, tail=sum(parameter.numel() for parameter in small))
+        world = tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
     gradients = torch.empty(WORKERS, layout.numel)
     sent = 0
     for step in range(task.steps):
@@ -158,9 +165,11 @@ def train(task: Task, recipe: tritoncomm.Recipe, seed: int, *, aware: bool) -> t
         return task.score(model), sent / task.steps
 
 
-def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Recipe, bool]]:
+def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Recipe | PowerSGD, bool]]:
     """What is trained, dense first."""
     yield tritoncomm.Dense(), False
+    for rank in options.power_sgd:
+        yield PowerSGD(rank), False
     for density in options.density:
         for algo in options.algo:
             if algo == "dense" or (algo == "dgc" and name == "gpt"):  # DGC does not go with Adam
@@ -181,7 +190,7 @@ def show(row: Row, dense: Row, *, lower_is_better: bool) -> None:
     else:
         gaps = [f"{score - base:+.1f}" for score, base in zip(row.scores, dense.scores, strict=True)]
     scores = "  ".join(f"{score:.3f} ({gap})" for score, gap in zip(row.scores, gaps, strict=True))
-    density = "" if row is dense else f"{row.density:.2%}"
+    density = "" if row.density == 1 else f"{row.density:.2%}"
     print(f"{row.task:7}{row.method:16}{density:>8} {row.staleness:6}{row.kilobytes:10.1f} kB   {scores}", flush=True)
 
 
@@ -224,6 +233,7 @@ def main() -> None:
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
     parser.add_argument("--unaware", type=float, nargs="*", default=[0.01], help="densities to train plain AdamW at")
+    parser.add_argument("--power-sgd", type=int, nargs="*", default=[1, 4], metavar="RANK", help="beside the methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's own 400")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -240,7 +250,10 @@ def main() -> None:
             results = [train(task, recipe, seed, aware=aware) for seed in options.seeds]
             staleness = "" if name != "gpt" or dense is None else "aware" if aware else "off"
             kilobytes = statistics.fmean(size for _, size in results) / 1e3
-            row = Row(name, recipe.name, recipe.density, staleness, [score for score, _ in results], kilobytes)
+            label, density = recipe.name, getattr(recipe, "density", 1.0)
+            if isinstance(recipe, PowerSGD):
+                label, staleness = f"powersgd, {recipe.rank}", ""
+            row = Row(name, label, density, staleness, [score for score, _ in results], kilobytes)
             dense = dense or row
             rows.append(row)
             show(row, dense, lower_is_better=task.lower_is_better)

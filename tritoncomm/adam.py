@@ -105,7 +105,7 @@ class StalenessAwareAdam:
             epsilon=float(group["eps"]),
             max_catch_up=self.catch_up(steps),
             device=device,
-            bias_correction=self.bias_correction,
+            bias_correction=self.corrects(steps),
             coupled_decay=coupled,
             maximize=group["maximize"],
         )
@@ -113,6 +113,10 @@ class StalenessAwareAdam:
     def catch_up(self, steps: int) -> float:
         """For how many dense steps one delivery counts at most, at step ``steps``."""
         return self.max_catch_up
+
+    def corrects(self, steps: int) -> bool:
+        """Whether the moments are divided by ``1 - beta**steps`` at step ``steps``."""
+        return self.bias_correction
 
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[parameter]
