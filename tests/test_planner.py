@@ -15,6 +15,8 @@ from tritoncomm.gradients import AdversarialGradients, LayeredGradients, Recorde
 from tritoncomm.planner import TRUSTED, at, choose, options
 from tritoncomm.survey import shortened, survey
 
+from test_cost import SPARDL_TABLE
+
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
 
@@ -119,6 +121,33 @@ def test_continued_figures_make_sense(name: str) -> None:
     assert row.busiest >= row.words > 0
     assert row.milliseconds > direct.milliseconds
     assert row.words / row.k == pytest.approx(direct.words / direct.k, rel=0.25)
+
+
+@pytest.mark.parametrize(("world_size", "teams"), [key for key in SPARDL_TABLE if key[0] <= 16])
+def test_the_constants_of_spardl_are_simulated(world_size: int, teams: int) -> None:
+    """What the code sends is SparDL's table: R-SAG to the rounding, B-SAG within its range; latencies are messages."""
+    latencies, low, high, recursive = SPARDL_TABLE[world_size, teams]
+    for sag, least, most in (("bruck", low, high), ("recursive", recursive, recursive)):
+        if least is None:
+            continue
+        method = SparDL(density=0.01, teams=teams, sag=sag)
+        (row,) = survey([method], [world_size], 400_000, SLOW, LayeredGradients)
+        assert row.messages == latencies
+        # Headers of 8 words, the counts of B-SAG, and budgets in whole entries.
+        assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
+
+
+def test_fields_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line sets what a recipe has, and names what it has not."""
+    arguments = ["simulate", "--workers", "8", "--numel", "1e5", "--algo"]
+    assert main([*arguments, "spardl:teams=2:sag=recursive", "oktopk:strict_volume=True", "spardl"]) == 0
+    out = capsys.readouterr().out
+    assert "spardl teams=2 sag=recursive " in out
+    assert "oktopk strict_volume=True " in out
+    for wrong, named in (("spardl:team=2", "no field 'team'"), ("spardl:teams=0", "teams=0"), ("sparkle", "unknown")):
+        with pytest.raises(SystemExit):
+            main([*arguments, wrong])
+        assert named in capsys.readouterr().err
 
 
 def test_simulations_that_are_too_large() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,8 +112,10 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "of a step, the balance, and the virtual time, beside the formula of the paper.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    names = ["all", *tritoncomm.algorithms()]
-    simulate.add_argument("--algo", nargs="+", default=["all"], choices=names, metavar="NAME", help="which methods")
+    simulate.add_argument(
+        "--algo", nargs="+", type=_method, default=["all"], metavar="NAME[:FIELD=VALUE...]",
+        help="which methods; fields set what their recipes have, as in spardl:teams=2:sag=bruck",
+    )  # fmt: skip
     simulate.add_argument("--workers", type=_numbers, default="8,64", help="comma-separated")
     simulate.add_argument("--numel", type=_count, default="25e6", help="length of the vector")
     simulate.add_argument("--density", type=_density, default=0.01, help="share of entries to deliver")
@@ -127,8 +133,8 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    names = tritoncomm.algorithms() if "all" in options.algo else options.algo
-    recipes = [planner.at(name, options.density) for name in names]
+    methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
+    recipes = [replace(planner.at(name, options.density), **fields) for name, fields in methods]
     rows: list[Row] = []
     for row in survey(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
@@ -142,6 +148,29 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.plot:
         picture(rows, options.plot)
     return 0
+
+
+def _method(text: str) -> str | tuple[str, dict[str, Any]]:
+    """``all``, or a name and the fields of its recipe."""
+    name, *assignments = text.split(":")
+    if text == "all":
+        return text
+    fields = {field: _value(value) for field, _, value in (part.partition("=") for part in assignments)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tritoncomm.recipe(name, **fields)
+    except tritoncomm.ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name, fields
+
+
+def _value(text: str) -> Any:
+    """A number, True or False, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _source(kind: str) -> Source:

@@ -105,9 +105,20 @@ def survey(
                 figures = _continued(figures, half, short, numel, link)
             formula = method.formula(numel, world_size)
             yield Row(
-                method.name, world_size, numel, short, method.density, figures.words, figures.busiest, figures.messages,
-                figures.seconds * 1e3, figures.delivered, formula.low, formula.high, formula.seconds(link)[1] * 1e3,
+                label(method), world_size, numel, short, method.density, figures.words, figures.busiest,
+                figures.messages, figures.seconds * 1e3, figures.delivered,
+                formula.low, formula.high, formula.seconds(link)[1] * 1e3,
             )  # fmt: skip
+
+
+def label(recipe: Recipe) -> str:
+    """The method's name, and what is set otherwise than usual."""
+    changed = [
+        f"{field.name}={getattr(recipe, field.name)}"
+        for field in dataclasses.fields(recipe)
+        if field.name not in ("density", "reduced_lr") and getattr(recipe, field.name) != field.default
+    ]
+    return " ".join([recipe.name, *changed])
 
 
 def shortened(numel: int, world_size: int, density: float, memory: float, gathered: float = 0.0) -> int:
@@ -179,22 +190,23 @@ def table(rows: Sequence[Row], link: Link) -> str:
         "method", "workers", "simulated", "delivered/k", "words/k", "busiest", "formula", "messages", "max/mean", "ms",
         "formula ms",
     )  # fmt: skip
+    wide = max([16, *(len(row.method) + 2 for row in rows)])
     lines = [
         f"words per rank in multiples of k, frames and counts included; {network}",
-        "{:16}{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head),
+        f"{{:{wide}}}" + "{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head),
     ]
     for row in rows:
         low, high = row.formula_low / row.k, row.formula_high / row.k
         formula = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
         mark = "" if row.as_predicted else " *"
         lines.append(
-            f"{row.method:16}{row.workers:8}{row.simulated:11}{row.delivered:12.2f}"
+            f"{row.method:{wide}}{row.workers:8}{row.simulated:11}{row.delivered:12.2f}"
             f"{row.words / row.k:9.2f}{row.busiest / row.k:9.2f}{formula:>16}{mark:2}"
             f"{row.messages:9.0f}{row.load:9.2f}{row.milliseconds:10.3f}"
             f"{row.formula_milliseconds:11.3f}"
         )
     different = sorted({row.method for row in rows if not row.as_predicted})
-    lines += [f"* {method}: {WHY.get(method, 'counts and frames come on top')}" for method in different]
+    lines += [f"* {method}: {WHY.get(method.split()[0], 'counts and frames come on top')}" for method in different]
     if any(row.simulated < row.numel for row in rows):
         lines.append("simulated: shorter vectors, continued along a straight line")
     return "\n".join(lines)
