@@ -242,6 +242,36 @@ def killed(rank: int, world_size: int, send) -> None:
     os._exit(0)
 
 
+def settings_in_between(rank: int, world_size: int, send) -> None:
+    """The density may change and everything owed be sent; delivered plus owed is the dense sum all the while."""
+    model, plain = ddp(net()), ddp(net())
+    state = register(model, "topk_allgather", density=0.05, dense_below=0)
+    names = [name for name, _ in model.module.named_parameters()]
+    delivered, dense, shares = 0.0, 0.0, []
+    for step in range(6):
+        if step == 3:
+            pending = owed(state)
+            state.set_density(0.5)
+            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+        model.zero_grad()
+        plain.zero_grad()
+        loss_of(model, rank, step).backward()
+        loss_of(plain, rank, step).backward()
+        delivered = delivered + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+        shares.append(state.metrics()["density_delivered"])
+    assert max(shares[:3]) < 0.3 < min(shares[3:])
+    left = total(torch.cat([owed(state)[name].reshape(-1) for name in names])) / world_size
+    assert torch.allclose(delivered + left, dense, atol=1e-5)
+    state.flush()
+    rest = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert torch.allclose(rest, left, atol=1e-6)
+    assert not any(now.any() for now in owed(state).values())
+    with pytest.raises(tritoncomm.ConfigMismatchError, match="density"):
+        state.set_density(0.1 if rank else 0.2)
+    assert state.recipe.density == 0.5
+
+
 def small_tensors(rank: int, world_size: int, send) -> None:
     """Biases and norms travel dense however DDP cuts its buckets; what was chosen is logged once."""
     said = []

@@ -22,7 +22,16 @@ from tritoncomm.bucket import fits
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.exchange import GradientExchange, log_choice
 from tritoncomm.metrics import summed
-from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, is_dense, one_of
+from tritoncomm.settings import (
+    DEFAULT_DENSITY,
+    DENSE_BELOW,
+    check_dense_below,
+    check_timeout,
+    choose,
+    is_dense,
+    one_of,
+    with_density,
+)
 from tritoncomm.sparse import SparseVector
 from tritoncomm.version import __version__
 
@@ -277,6 +286,30 @@ class CommState:
             "zeroed_values": float(self.zeroed_values),
             "residual_norm": math.hypot(*(float(exchange.feedback.residual.norm()) for exchange in exchanges)),
         }
+
+    def set_density(self, density: float) -> None:
+        """Deliver this share of the entries from the next pass on, on every rank alike. What is owed stays.
+
+        Raises :class:`~tritoncomm.ConfigurationError` for a density that cannot be, and
+        :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
+        """
+        with fingerprint.refusing(self.process_group):
+            recipe = with_density(self.recipe, density)
+        fingerprint.compare({"density": density}, self.process_group)
+        for exchange in self._exchanges.values():
+            exchange.change_recipe(recipe)
+            exchange.enrol()
+        self.recipe = recipe
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Put the mean of everything that the ranks still owe into ``.grad``, dense, for one last optimizer step.
+
+        Gradients are not looked at. All ranks call this, between passes; nothing is owed then.
+        """
+        for exchange in self._exchanges.values():
+            exchange.flush()
+        self.has_averaged = True
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owes, by parameter, and how far the method's schedule is; thresholds are learnt again.
