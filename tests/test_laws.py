@@ -144,6 +144,14 @@ def test_overflow(name: str, case: laws.Case, density: float) -> None:
     obeys(laws.overflow, name, case, density)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_there_are_messages_to_strike(name: str) -> None:
+    """In every method but those that are one collective."""
+    case = laws.Case(5, 120, ("random", "disjoint"))
+    struck = laws.faults(under_test(0.1)[name], case)
+    assert (struck == 0) == (name in {"dense", "random_block", "random_k"})
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
 @settings(max_examples=2, deadline=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import torch
@@ -16,22 +16,25 @@ KINDS = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class Faults:
-    """Does ``kind`` to one message, drawn by ``seed``, of round ``number``, and counts in ``done`` whether it did.
+    """Does ``kind`` to one of the first ``messages`` of round ``number``, drawn by ``seed``, and counts it in ``done``.
+
+    ``seen`` counts the messages of every round.
 
     ``drop``: it never arrives. ``delay``: it arrives late, but before the time-out. ``duplicate``: it arrives twice.
     ``reorder``: the next message between the two ranks overtakes it. ``corrupt``: one bit of it flips. Messages are
     framed and checked as on a real network.
     """
 
-    def __init__(self, kind: str, number: int, seed: int) -> None:
+    def __init__(self, kind: str, number: int, seed: int, messages: int = 1) -> None:
         if kind not in KINDS:
             raise ConfigurationError(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
         self.kind = kind
         self.number = number
         self.seed = seed
         self.done = 0
+        self.seen: Counter[int] = Counter()
         self._random = random.Random(seed)  # noqa: S311 - not for secrets
-        self._before = self._random.randrange(3)  # messages of the round that are spared
+        self._before = self._random.randrange(messages)  # of the round that are spared
         # What has been sent and not yet taken, between each pair of ranks.
         self._under_way: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._overtaken: dict[tuple[int, int], torch.Tensor] = {}
@@ -49,6 +52,7 @@ class Faults:
         pair, message = (source, peer), wire.framed(payload, frame)
         queue = self._under_way[pair]
         overtaken = self._overtaken.pop(pair, None)
+        self.seen[number] += 1
         self._before -= number == self.number
         if self._before < 0 and not self.done:
             self.done += 1
