@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
 from tritoncomm import fsdp as front
 from tritoncomm.amp import GradScaler
@@ -232,6 +233,46 @@ def narrow_reduction(rank: int, world_size: int, send) -> None:
         else:
             assert gradient.isfinite().all()
     assert state.skipped_steps > 0
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, with or without computing it again in backward."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.recompute = nn.Linear(6, 6), nn.Linear(6, 2), recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two layers of the same weights."""
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x))
+        return self.head(x)
+
+
+def used_twice(rank: int, world_size: int, send) -> None:
+    """A group that is reduced twice in a pass is refused, with the fix, which works, recomputation included."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    parts = Twice(recompute=False)
+    fully_shard(parts.layer, mesh=grid["shard"])
+    state = front.register(fully_shard(parts, mesh=grid["shard"]), group, density=0.3, dense_below=0)
+    before = state.state_dict()["residuals"]
+    with pytest.raises(ConfigurationError, match=r"layer\.weight is used twice in a forward pass"):
+        parts(x).sum().backward()
+    assert all(map(laws.same_bits, state.state_dict()["residuals"], before))
+    for recompute in (False, True):
+        whole = fully_shard(Twice(recompute=recompute), mesh=grid["shard"])
+        state = front.register(whole, group, "dense", dense_below=0)
+        reference = Twice(recompute=False)
+        whole(x).sum().backward()
+        for r in range(world_size):
+            other = torch.randn(4, 6, generator=torch.Generator().manual_seed(r))
+            (reference(other).sum() / world_size).backward()
+        for p, q in zip(whole.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
+        assert state.steps == 1
 
 
 def sparse_accumulation(rank: int, world_size: int, send) -> None:

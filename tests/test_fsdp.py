@@ -19,7 +19,7 @@ from workers import run_workers
         [gloo_fsdp.dense_training, gloo_fsdp.conservation],
         [gloo_fsdp.accumulation, gloo_fsdp.unused_and_narrow],
         [gloo_fsdp.non_finite, gloo_fsdp.resume],
-        [gloo_fsdp.refusals, gloo_fsdp.nodes],
+        [gloo_fsdp.refusals, gloo_fsdp.nodes, gloo_fsdp.used_twice],
         [gloo_fsdp.loss_scaling, gloo_fsdp.narrow_reduction, gloo_fsdp.sparse_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),

@@ -146,6 +146,7 @@ class State:
         self.refused = False
         self.steps = self.skipped_steps = 0
         self._begun: list[ShardExchange] = []
+        self._backward = -1
         self._everybody = dist.new_group(timeout=timeout)
         self._agreement = ProcessGroupScheduler(self._everybody, timeout, device, f"fsdp {recipe!r}")
         self._agreement.enrol()
@@ -156,8 +157,16 @@ class State:
 
     def enter(self, exchange: ShardExchange) -> None:
         """``exchange`` is about to begin; the first in a backward pass arranges for its end."""
-        if exchange in self._begun:  # the pass before came to no end
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way
+        again = exchange in self._begun
+        if again:
             self.rollback()
+        if again and backward == self._backward:
+            raise ConfigurationError(
+                f"{exchange.pieces[0].name} is used twice in a forward pass, so that FSDP reduces its gradient in two "
+                "parts: give the module that uses it to fully_shard instead of the part that is used twice"
+            )
+        self._backward = backward  # another one: the pass before came to no end
         if not self._begun:
             torch.autograd.Variable._execution_engine.queue_callback(self._settle)  # noqa: SLF001 - the only way
         self._begun.append(exchange)
