@@ -229,6 +229,7 @@ def settings(rank: int, world_size: int, send) -> None:
     loss_of(model, rank, 0).backward()
     if rank == VICTIM:
         optimizer._exchange.change_recipe(tritoncomm.TopkAllgather(density=0.2000001))
+        optimizer._exchange._scheduler._adopt(1)  # as if that had been agreed on
     told(send, rank, optimizer.step)
     leave()
 
