@@ -11,6 +11,7 @@ import signal
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +149,25 @@ def accumulation(rank: int, world_size: int, send) -> None:
     model.zero_grad()  # after the forward pass, as many do
     loss.backward()
     assert state.metrics()["steps"] == 4
+
+
+def raw_accumulation(rank: int, world_size: int, send) -> None:
+    """The raw pair without no_sync, where DDP averages what is averaged already: delivered plus owed is the sum."""
+    model, plain = ddp(net()), ddp(net())
+    state = CommState(algo="topk_allgather", density=0.1, dense_below=0)
+    model.register_comm_hook(state, comm_hook)
+    delivered, dense = 0.0, 0.0
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        for micro in range(3):
+            loss_of(model, rank, 3 * step + micro).backward()
+            loss_of(plain, rank, 3 * step + micro).backward()
+        delivered = delivered + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+    by_parameter = {id(p): left for e in state._exchanges.values() for p, left in e.owed().items()}
+    left = torch.cat([by_parameter[id(p)].reshape(-1) for p in model.module.parameters()])
+    assert torch.allclose(delivered + total(left) / world_size, dense, atol=1e-5)
 
 
 def narrow_wrappers(rank: int, world_size: int, send) -> None:
@@ -416,9 +436,33 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
         def __call__(self, state, bucket):
             return bucket
 
-    for hook, error in ((misnamed, KeyError), (as_text, ValueError), (Callable_(), AttributeError)):
+    partly = partial(comm_hook)
+    for hook, error in (
+        (misnamed, KeyError), (as_text, ValueError), (Callable_(), AttributeError), (partly, AttributeError),
+    ):  # fmt: skip
         with pytest.raises(error):
             ddp(net()).register_comm_hook(None, hook)
+
+    class Owner:
+        """Has a hook as a method, which is accepted."""
+
+        def hook(self, state, bucket):
+            return comm_hook(state, bucket)
+
+    bound, plain = ddp(net()), ddp(net())
+    bound.register_comm_hook(CommState(algo="dense"), Owner().hook)
+    for model in (bound, plain):
+        loss_of(model, rank, 0).backward()
+    for p, q in zip(bound.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, atol=1e-6)
+    wrapped = bf16_compress_wrapper(comm_hook)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)bf16"):  # by its name alone
+        ddp(net()).register_comm_hook(CommState(), wrapped)
+    work = dist.isend(torch.ones(1), (rank + 1) % world_size)
+    with pytest.raises(RuntimeError):  # so that the hook has to make a future of its own
+        work.get_future()
+    dist.recv(torch.ones(1), (rank - 1) % world_size)
+    work.wait()
     model = ddp(net())
     register(model)
     with pytest.raises(RuntimeError, match="only be called once"):

@@ -20,7 +20,7 @@ from workers import run_workers
         [gloo_ddp.training, gloo_ddp.beside_backward, gloo_ddp.accumulation, gloo_ddp.narrow_wrappers],
         [gloo_ddp.loss_scaling, gloo_ddp.resume],
         [gloo_ddp.non_finite, gloo_ddp.narrow_buckets, gloo_ddp.small_tensors, gloo_ddp.settings_in_between],
-        [gloo_ddp.disagreement, gloo_ddp.what_torch_refuses],
+        [gloo_ddp.disagreement, gloo_ddp.what_torch_refuses, gloo_ddp.raw_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
