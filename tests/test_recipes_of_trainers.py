@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import tritoncomm
 
 from test_docs import blocks
 
@@ -44,3 +47,34 @@ def test_page(page: str, needs: str, launcher: list[str], tmp_path: Path) -> Non
     assert sorted(reported) == ["0", "1"], done.stdout
     for text in reported.values():
         assert not re.search(r"\b0 bytes|\b0\.000 delivered|loss nan", text), text
+
+
+def test_accelerate_prepares_a_wrapped_optimizer() -> None:
+    """The real thing around ours: steps, clips, schedules, and its state goes out and in."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 1)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.1), density=0.3, dense_below=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
+
+    def step() -> float:
+        prepared.zero_grad()
+        loss = (model(torch.ones(4, 6)) - 3).square().mean()
+        accelerator.backward(loss)
+        prepared.step()
+        schedule.step()
+        return float(loss.detach())
+
+    losses = [step() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert optimizer.metrics()["steps"] == 6
+    assert prepared.param_groups[0]["lr"] < 0.1
+    saved = copy.deepcopy(prepared.state_dict())
+    parameters = copy.deepcopy(model.state_dict())
+    first = step()
+    prepared.load_state_dict(saved)
+    model.load_state_dict(parameters)
+    assert step() == first
+    assert optimizer.metrics()["steps"] == 7
