@@ -73,6 +73,16 @@ class Accumulator:
         )
         return head, tail
 
+    def divided(self, scale: torch.Tensor) -> Accumulator:
+        """The same in units of ``scale`` (fp32 ``[n]``), for :meth:`take_back`; before anything else is asked for."""
+        assert not self._added
+        return Accumulator(self._residual / scale, self._gradient / scale, self._scratch, self.workspace)
+
+    def take_back(self, divided: Accumulator, scale: torch.Tensor) -> None:
+        """Owe what is left of ``divided``, which :meth:`divided` made with the same ``scale``."""
+        self._timed(lambda: self._scratch.mul_(scale))
+        self.absorb(divided)
+
     def absorb(self, *parts: Accumulator) -> None:
         """Count what the accumulators of parts of the vector have done as done here."""
         self._added = True

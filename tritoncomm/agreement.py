@@ -11,7 +11,8 @@ from tritoncomm import fingerprint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.exchange import GradientExchange, is_initialised
-from tritoncomm.settings import Options
+from tritoncomm.settings import Options, is_dense
+from tritoncomm.stepper import takes_aware_step
 from tritoncomm.version import __version__
 
 
@@ -28,6 +29,8 @@ def build(
     optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options, group: dist.ProcessGroup | None
 ) -> GradientExchange:
     """An exchange of the gradients of everything that is trained."""
+    by_step = options.preconditioner == "auto" and takes_aware_step(optimizer, options)
+    preconditioned = not is_dense(recipe) and (by_step or options.preconditioner == "factored")
     trained = [(parameter, name) for parameter, name in named_parameters(optimizer) if parameter.requires_grad]
     return GradientExchange(
         [parameter for parameter, _ in trained],
@@ -36,6 +39,7 @@ def build(
         options.timeout,
         options.dense_below,
         [name for _, name in trained],
+        preconditioned=preconditioned,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import cost, fingerprint, saved_state
-from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe
+from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
@@ -75,7 +75,8 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``names`` are for messages. Without an initialised process
+    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``preconditioned`` chooses among the others in units of
+    the root of their second moment. ``names`` are for messages. Without an initialised process
     group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
     ``steps`` how many were committed.
     """
@@ -90,12 +91,15 @@ class GradientExchange:
         names: Sequence[str] = (),
         *,
         flattened: bool | None = None,
+        preconditioned: bool = False,
     ) -> None:
         self.recipe = recipe
+        self._preconditioned = preconditioned
         self.parameters = list(parameters)
         self._names = dict(zip(map(id, parameters), names, strict=False))
         large, small = by_size(parameters, dense_below, flattened=flattened)
         self.layout = BucketLayout([*large, *small])
+        self._large = len(large)
         self.dense_numel = sum(parameter.numel() for parameter in small)
         self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
         self._timeout = timeout
@@ -324,10 +328,15 @@ class GradientExchange:
     @property
     def settings(self) -> str:
         """The recipe and what else decides what travels."""
-        return f"{self.recipe!r}, {self.dense_numel} values dense"
+        units = ", preconditioned" if self._preconditioned else ""
+        return f"{self.recipe!r}, {self.dense_numel} values dense{units}"
 
     def _fresh(self) -> ErrorFeedback:
-        whole = DenseTail(recipe=self.recipe, tail=self.dense_numel)
+        chosen = self.recipe
+        if self._preconditioned:
+            large = self.layout.parameters[: self._large]
+            chosen = Preconditioned(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
+        whole = DenseTail(recipe=chosen, tail=self.dense_numel)
         return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 
     def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:

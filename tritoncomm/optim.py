@@ -29,6 +29,7 @@ def wrap(
     node_group: dist.ProcessGroup | None = None,
     warmup_steps: int = 0,
     staleness: str = "aware",
+    preconditioner: str = "auto",
     max_catch_up: float = 20.0,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
@@ -47,7 +48,9 @@ def wrap(
     makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting
-    for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``on_nonfinite``: when
+    for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``preconditioner="factored"`` selects
+    entries in units of the root of their second moment, of which rows and columns are kept; ``"off"`` in units of the
+    gradient; ``"auto"`` is ``"factored"`` where the staleness-aware step is taken. ``on_nonfinite``: when
     any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
     :class:`~tritoncomm.NonFiniteError` on all, and ``"zero"`` takes these values for zero; a step that a
     ``GradScaler`` found to overflow is always skipped. ``max_grad_norm`` clips the averaged gradient.
@@ -77,6 +80,7 @@ def wrap(
             chosen = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         options = Options(
             staleness=staleness,
+            preconditioner=preconditioner,
             max_catch_up=max_catch_up,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,

@@ -47,6 +47,11 @@ class Progress:
         self.exchanged, self.mean, self.written, self.found_in_unscale = False, None, [], None
 
 
+def takes_aware_step(optimizer: torch.optim.Optimizer, options: Options) -> bool:
+    """True when late deliveries to ``optimizer`` are taken for late."""
+    return options.staleness == "aware" and is_adam(optimizer)
+
+
 class Stepper:
     """The step of ``optimizer``: its own, or the staleness-aware one of Adam and AdamW.
 
@@ -60,7 +65,7 @@ class Stepper:
         self.grad_norm = 0.0
         if not late or options.staleness == "off":
             return
-        if is_adam(optimizer):
+        if takes_aware_step(optimizer, options):
             self._adam = StalenessAwareAdam(optimizer, options.max_catch_up)
         elif not isinstance(optimizer, _LINEAR):
             logger.warning(

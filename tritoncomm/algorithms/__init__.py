@@ -13,6 +13,7 @@ from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.preconditioned import Preconditioned
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.random_k import RandomK
 from tritoncomm.algorithms.spardl import SparDL
@@ -52,6 +53,7 @@ __all__ = [
     "Hierarchical",
     "MiCRO",
     "OkTopk",
+    "Preconditioned",
     "RandomBlock",
     "RandomK",
     "Recipe",
