@@ -37,8 +37,8 @@ FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "rando
 
 def same_as_simulation(rank: int, world_size: int, send) -> None:
     """Every recipe on real processes gives the bits, residuals and traffic of its simulation."""
-    case = laws.Case(world_size, 211, FAMILIES, seed=world_size)
     for name, recipe in possible(0.07, world_size).items():
+        case = laws.fitted(laws.Case(world_size, 211, FAMILIES, seed=world_size), recipe)
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         simulated = SimulatedWorld(recipe, world_size, case.numel)
         feedback = ErrorFeedback(recipe.build(case.numel))
@@ -67,9 +67,10 @@ def laws_on_processes(rank: int, world_size: int, send) -> None:
     """Conservation, agreement, refusal and determinism, measured with collectives of their own."""
     for name, recipe in possible(0.05, world_size).items():
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
-        runs = [ErrorFeedback(recipe.build(300)) for _ in range(2)]
+        numel = laws.fitted(laws.Case(world_size, 300, ()), recipe).numel
+        runs = [ErrorFeedback(recipe.build(numel)) for _ in range(2)]
         for step in range(5):
-            gradient = torch.randn(300, generator=torch.Generator().manual_seed(100 * step + rank))
+            gradient = torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
             held = total(runs[0].residual.double() + gradient.double())
             means: list[SparseVector] = []
             for feedback in runs:

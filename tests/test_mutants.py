@@ -8,9 +8,11 @@ from typing import ClassVar
 import pytest
 from tritoncomm import wire
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
+from tritoncomm.algorithms.preconditioned import Preconditioned, PreconditionedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.collectives import bruck_all_gather
 from tritoncomm.cost import Forecast
+from tritoncomm.factored import Matrices
 from tritoncomm.sparse import SparseVector
 
 import laws
@@ -87,6 +89,39 @@ class TalksTooMuch(TopkAllgatherAlgorithm):
         return Forecast({})
 
 
+class OwesScaled(PreconditionedAlgorithm):
+    """Leaves the residual in units of the scale."""
+
+    def reduce(self, acc, rank, world_size):
+        acc.take_back = lambda divided, scale: acc.absorb(divided)
+        return (yield from super().reduce(acc, rank, world_size))
+
+
+class ScalesByItsOwn(PreconditionedAlgorithm):
+    """Takes the moment of what this rank still owes, which no other rank knows."""
+
+    def reduce(self, acc, rank, world_size):
+        mean = yield from super().reduce(acc, rank, world_size)
+        self._moment = self._after(SparseVector.full(acc.dense()))
+        return mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenPreconditioned(Preconditioned):
+    """A recipe for a broken preconditioner."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[PreconditionedAlgorithm] = PreconditionedAlgorithm
+
+    def build(self, numel):
+        return self.kind(self, Matrices(self.shapes))
+
+
+def preconditioned(kind: type[PreconditionedAlgorithm]) -> BrokenPreconditioned:
+    """Around a sound Ok-Topk, for vectors of the cases above."""
+    return BrokenPreconditioned(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokenOkTopk(OkTopk):
     """A recipe for a broken Ok-Topk."""
@@ -125,6 +160,9 @@ def kernels_k(numel: int, density: float) -> int:
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=TalksTooMuch), CASE),
+        (laws.conservation, preconditioned(OwesScaled), CASE),
+        (laws.equivalence, preconditioned(OwesScaled), CASE),
+        (laws.conservation, preconditioned(ScalesByItsOwn), CASE),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
@@ -132,8 +170,12 @@ def test_the_laws_bite(law, recipe, case: laws.Case) -> None:
     """A broken method breaks the law, and the sound one it derives from does not."""
     with pytest.raises(AssertionError):
         law(recipe, case)
-    sound = OkTopk(density=recipe.density) if isinstance(recipe, OkTopk) else TopkAllgather(density=recipe.density)
-    law(sound, case)
+    sounds = {
+        OkTopk: OkTopk(density=recipe.density),
+        TopkAllgather: TopkAllgather(density=recipe.density),
+        Preconditioned: preconditioned(PreconditionedAlgorithm),
+    }
+    law(next(sound for kind, sound in sounds.items() if isinstance(recipe, kind)), case)
 
 
 def test_refusal_bites() -> None:
