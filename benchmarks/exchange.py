@@ -22,10 +22,13 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from tritoncomm import planner
+from tritoncomm.algorithms import Rescaled
 from tritoncomm.demo.launch import Send, run_workers
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.gradients import LayeredGradients
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+
+COLUMNS = 1000
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,14 @@ class Row:
     delivered: list[int]
 
 
-def methods(names: list[str], density: float) -> list[tuple[str, tritoncomm.Recipe]]:
-    """What is compared at one density."""
+def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tritoncomm.Recipe]]:
+    """What is compared at one density; rescaled, the vector is taken for a matrix."""
     found = [(name, planner.at(name, density)) for name in names if name != "dense"]
     if "oktopk" in names:
         found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
+        shapes = ((numel // COLUMNS, COLUMNS), (numel % COLUMNS,))
+        inner = tritoncomm.OkTopk(density=density)
+        found.append(("oktopk rescaled", Rescaled(recipe=inner, shapes=shapes)))
     return found
 
 
@@ -59,7 +65,7 @@ def work(
     """One worker: every method in turn; rank 0 reports."""
     gradients = LayeredGradients(numel, rank)
     table = [("dense", 1.0, tritoncomm.Dense())]
-    table += [(name, density, recipe) for density in densities for name, recipe in methods(names, density)]
+    table += [(name, density, recipe) for density in densities for name, recipe in methods(names, density, numel)]
     for name, density, recipe in table:
         row = measure(name, density, recipe, gradients, rank, world_size, steps)
         if rank == 0:
@@ -170,7 +176,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
-        options.numel, options.steps = 2e5, 12
+        options.numel, options.steps = 2e5, 24  # the scale begins after 20
     numel, world_size = int(options.numel), options.workers
     print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
     rows: list[Row] = []

@@ -16,7 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import tritoncomm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tritoncomm.adam import StalenessAwareAdam
-from tritoncomm.algorithms import DenseTail, Preconditioned
+from tritoncomm.algorithms import DenseTail, Rescaled
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
@@ -133,15 +133,17 @@ def digits(steps: int | None) -> Task:
 TASKS = {"gpt": gpt, "digits": digits}
 
 
-def train(task: Task, recipe: tritoncomm.Recipe | PowerSGD, seed: int, step_rule: str = "") -> Outcome:
-    """One run by one of :data:`STEPS`; none is the optimizer's own."""
+def train(
+    task: Task, recipe: tritoncomm.Recipe | PowerSGD, seed: int, step_rule: str = "", catch_up: float = 20.0
+) -> Outcome:
+    """One run by one of :data:`STEPS`; none is the optimizer's own. ``catch_up`` is ``wrap``'s ``max_catch_up``."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(list(model.parameters()), task.lr)
     if isinstance(recipe, tritoncomm.DGC):  # has the momentum itself
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
-    adam = StalenessAwareAdam(optimizer) if step_rule in (DEFAULT, UNSCALED) else None
+    adam = StalenessAwareAdam(optimizer, catch_up) if step_rule in (DEFAULT, UNSCALED) else None
     large, small = by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*large, *small])
     warmup = int(task.steps * WARMUP_SHARE)
@@ -149,7 +151,7 @@ def train(task: Task, recipe: tritoncomm.Recipe | PowerSGD, seed: int, step_rule
     if isinstance(recipe, PowerSGD):
         world = PowerSGDWorld(recipe, WORKERS, [parameter.shape for parameter in layout.parameters], warmup)
     else:
-        whole = around(recipe, warmup, large, small, preconditioned=step_rule == DEFAULT)
+        whole = around(recipe, warmup, large, small, by_update=step_rule == DEFAULT)
         world = tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
     gradients = torch.empty(WORKERS, layout.numel)
     sent, late = 0, math.nan
@@ -180,12 +182,12 @@ def train(task: Task, recipe: tritoncomm.Recipe | PowerSGD, seed: int, step_rule
 
 
 def around(
-    recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, preconditioned: bool
+    recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, by_update: bool
 ) -> tritoncomm.Recipe:
     """``recipe`` with all that ``wrap`` puts around it."""
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
-    if preconditioned:
-        inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
+    if by_update and recipe.compares_entries():
+        inner = Rescaled(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
     return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small))
 
 
@@ -259,11 +261,15 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
-    parser.add_argument("--unscaled", type=float, nargs="*", default=[0.01], help="densities without preconditioner")
+    parser.add_argument(
+        "--unscaled", type=float, nargs="*", default=[0.01], help="densities at which to select by gradient too"
+    )
     parser.add_argument("--unaware", type=float, nargs="*", default=[0.01], help="densities to train plain AdamW at")
     parser.add_argument("--power-sgd", type=int, nargs="*", default=[1, 4], metavar="RANK", help="beside the methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's own")
+    parser.add_argument("--lr", type=float, help="learning rate, instead of the task's own")
+    parser.add_argument("--catch-up", type=float, default=20.0, help="max_catch_up of the staleness-aware step")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
@@ -274,8 +280,9 @@ def main() -> None:
     started = time.perf_counter()
     for name in options.task:
         task, dense = TASKS[name](options.steps), None
+        task = replace(task, lr=options.lr or task.lr)
         for recipe, step_rule in runs(name, options):
-            results = [train(task, recipe, seed, step_rule) for seed in options.seeds]
+            results = [train(task, recipe, seed, step_rule, options.catch_up) for seed in options.seeds]
             label, density = recipe.name, getattr(recipe, "density", 1.0)
             if isinstance(recipe, PowerSGD):
                 label = f"powersgd, {recipe.rank}"

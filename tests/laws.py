@@ -24,7 +24,7 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.algorithms import Preconditioned
+from tritoncomm.algorithms import Rescaled
 from tritoncomm.scheduler.faults import KINDS, Faults
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
@@ -95,7 +95,7 @@ def cases(
 
 def fitted(case: Case, recipe: Recipe) -> Case:
     """``case`` with as many workers as ``recipe`` needs for equally large teams or nodes, and as many elements."""
-    if isinstance(recipe, Preconditioned):
+    if isinstance(recipe, Rescaled):
         case = dataclasses.replace(case, numel=sum(map(math.prod, recipe.shapes)))
     while hasattr(recipe, "recipe") and not hasattr(recipe, "node_size"):
         recipe = recipe.recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
     """Parameters after ``steps``; ``gradient(t)`` is delivered at ``delivered(t)`` (indices, or None for all)."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(numel))
-    catch_up = options.pop("max_catch_up", 20)
+    catch_up, walk = options.pop("max_catch_up", 20), options.pop("max_walk", 3.0)
     optimizer = kind([parameter], **({"lr": 0.02} | options))
-    aware = StalenessAwareAdam(optimizer, catch_up)
+    aware = StalenessAwareAdam(optimizer, catch_up, walk)
     for t in range(1, steps + 1):
         parameter.grad = gradient(t)
         aware.step([parameter], [delivered(t)])
@@ -53,11 +54,12 @@ def test_density_one_is_torch(kind, options: dict[str, object], everything: torc
     assert torch.allclose(got, parameter.detach(), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("tau", [2, 5, 10])
+@pytest.mark.parametrize("tau", [2, 5, 10, 40])
 @pytest.mark.parametrize("catch_up", [1, 4, 20])
-def test_late_deliveries_catch_up(tau: int, catch_up: int) -> None:
-    """A constant gradient delivered every tau steps moves min(tau, max_catch_up)/tau of dense."""
-    steps, share = 20 * tau, min(tau, catch_up) / tau
+@pytest.mark.parametrize("walk", [1.5, 3.0, math.inf])
+def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
+    """A constant gradient delivered every tau steps moves min(tau, max_catch_up, max_walk sqrt(tau))/tau of dense."""
+    steps, share = 20 * tau, min(tau, catch_up, walk * math.sqrt(tau)) / tau
     adam = torch.optim.AdamW
     dense, _ = run(adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(12), weight_decay=0)
     late, _ = run(
@@ -66,6 +68,7 @@ def test_late_deliveries_catch_up(tau: int, catch_up: int) -> None:
         delivered=lambda t: torch.arange(12) if t % tau == 0 else torch.arange(0),
         gradient=lambda t: torch.full((12,), float(tau)) if t % tau == 0 else torch.zeros(12),
         max_catch_up=catch_up,
+        max_walk=walk,
         weight_decay=0,
     )
     torch.manual_seed(0)

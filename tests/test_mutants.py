@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from tritoncomm import wire
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
-from tritoncomm.algorithms.preconditioned import Preconditioned, PreconditionedAlgorithm
+from tritoncomm.algorithms.rescaled import Rescaled, RescaledAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.collectives import bruck_all_gather
 from tritoncomm.cost import Forecast
@@ -89,7 +89,7 @@ class TalksTooMuch(TopkAllgatherAlgorithm):
         return Forecast({})
 
 
-class OwesScaled(PreconditionedAlgorithm):
+class OwesScaled(RescaledAlgorithm):
     """Leaves the residual in units of the scale."""
 
     def reduce(self, acc, rank, world_size):
@@ -97,7 +97,7 @@ class OwesScaled(PreconditionedAlgorithm):
         return (yield from super().reduce(acc, rank, world_size))
 
 
-class ScalesByItsOwn(PreconditionedAlgorithm):
+class ScalesByItsOwn(RescaledAlgorithm):
     """Takes the moment of what this rank still owes, which no other rank knows."""
 
     def reduce(self, acc, rank, world_size):
@@ -107,19 +107,19 @@ class ScalesByItsOwn(PreconditionedAlgorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenPreconditioned(Preconditioned):
+class BrokenRescaled(Rescaled):
     """A recipe for a broken preconditioner."""
 
     name: ClassVar[str] = "broken"
-    kind: type[PreconditionedAlgorithm] = PreconditionedAlgorithm
+    kind: type[RescaledAlgorithm] = RescaledAlgorithm
 
     def build(self, numel):
         return self.kind(self, Matrices(self.shapes))
 
 
-def preconditioned(kind: type[PreconditionedAlgorithm]) -> BrokenPreconditioned:
+def rescaled(kind: type[RescaledAlgorithm]) -> BrokenRescaled:
     """Around a sound Ok-Topk, for vectors of the cases above."""
-    return BrokenPreconditioned(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
+    return BrokenRescaled(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +160,9 @@ def kernels_k(numel: int, density: float) -> int:
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=TalksTooMuch), CASE),
-        (laws.conservation, preconditioned(OwesScaled), CASE),
-        (laws.equivalence, preconditioned(OwesScaled), CASE),
-        (laws.conservation, preconditioned(ScalesByItsOwn), CASE),
+        (laws.conservation, rescaled(OwesScaled), CASE),
+        (laws.equivalence, rescaled(OwesScaled), CASE),
+        (laws.conservation, rescaled(ScalesByItsOwn), CASE),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
@@ -173,7 +173,7 @@ def test_the_laws_bite(law, recipe, case: laws.Case) -> None:
     sounds = {
         OkTopk: OkTopk(density=recipe.density),
         TopkAllgather: TopkAllgather(density=recipe.density),
-        Preconditioned: preconditioned(PreconditionedAlgorithm),
+        Rescaled: rescaled(RescaledAlgorithm),
     }
     law(next(sound for kind, sound in sounds.items() if isinstance(recipe, kind)), case)
 

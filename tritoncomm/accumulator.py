@@ -35,6 +35,7 @@ class Accumulator:
         self._gradient = gradient
         self._scratch = scratch
         self.workspace = workspace if workspace is not None else Workspace()
+        self._scale: torch.Tensor | None = None
         self._added = False
         self.seconds = 0.0
         self.selected = 0
@@ -52,12 +53,12 @@ class Accumulator:
     @property
     def gradient(self) -> torch.Tensor:
         """This step's gradient ``[n]``; read-only."""
-        return self._gradient
+        return self._gradient if self._scale is None else self._gradient / self._scale
 
     @property
     def residual(self) -> torch.Tensor:
         """What was owed before this step ``[n]``; read-only."""
-        return self._residual
+        return self._residual if self._scale is None else self._residual / self._scale
 
     def feed(self, update: torch.Tensor) -> None:
         """Take ``update`` (fp32 ``[n]``) in place of the gradient; before anything else is asked for."""
@@ -76,7 +77,11 @@ class Accumulator:
     def divided(self, scale: torch.Tensor) -> Accumulator:
         """The same in units of ``scale`` (fp32 ``[n]``), for :meth:`take_back`; before anything else is asked for."""
         assert not self._added
-        return Accumulator(self._residual / scale, self._gradient / scale, self._scratch, self.workspace)
+        self._add()
+        self._timed(lambda: self._scratch.div_(scale))
+        divided = Accumulator(self._residual, self._gradient, self._scratch, self.workspace)
+        divided._scale, divided._added = scale, True
+        return divided
 
     def take_back(self, divided: Accumulator, scale: torch.Tensor) -> None:
         """Owe what is left of ``divided``, which :meth:`divided` made with the same ``scale``."""

@@ -33,13 +33,15 @@ class StalenessAwareAdam:
     The optimizer keeps its own state (``step``, ``exp_avg``, ``exp_avg_sq``) and gains
     ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery, and
     ``last_aware``: the last step that was taken here.
-    ``max_catch_up`` limits one delivery to so many dense steps. With every coordinate delivered every
+    ``max_catch_up`` limits one delivery to so many dense steps, ``max_walk`` to so many times the square root of the
+    steps it stands for, which is how far noise would have carried it in them. With every coordinate delivered every
     step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay.
     ``foreach`` and ``fused`` only choose among torch's own loops and have no meaning here.
     """
 
     optimizer: torch.optim.Optimizer
     max_catch_up: float = 20.0
+    max_walk: float = 3.0
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class StalenessAwareAdam:
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
             max_catch_up=self.catch_up(steps),
+            max_walk=self.max_walk,
             device=device,
             bias_correction=self.corrects(steps),
             coupled_decay=coupled,

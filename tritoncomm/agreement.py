@@ -29,8 +29,6 @@ def build(
     optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options, group: dist.ProcessGroup | None
 ) -> GradientExchange:
     """An exchange of the gradients of everything that is trained."""
-    by_step = options.preconditioner == "auto" and takes_aware_step(optimizer, options)
-    preconditioned = not is_dense(recipe) and (by_step or options.preconditioner == "factored")
     trained = [(parameter, name) for parameter, name in named_parameters(optimizer) if parameter.requires_grad]
     return GradientExchange(
         [parameter for parameter, _ in trained],
@@ -39,8 +37,17 @@ def build(
         options.timeout,
         options.dense_below,
         [name for _, name in trained],
-        preconditioned=preconditioned,
+        by_update=selects_by_update(optimizer, recipe, options),
     )
+
+
+def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options) -> bool:
+    """What ``select_by`` means for this optimizer and recipe."""
+    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
+        return False
+    if options.select_by == "update" and not recipe.compares_entries():
+        raise ConfigurationError(f"select_by='update': {recipe!r} does not compare entries, leave select_by out")
+    return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 
 def compare(

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm import cost, fingerprint, saved_state
-from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
+from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe, Rescaled
+from tritoncomm.algorithms.rescaled import without_scale
 from tritoncomm.bucket import BucketLayout
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
@@ -75,8 +76,8 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``preconditioned`` chooses among the others in units of
-    the root of their second moment. ``names`` are for messages. Without an initialised process
+    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``by_update`` chooses among the
+    others as :class:`~tritoncomm.algorithms.Rescaled` does. ``names`` are for messages. Without an initialised process
     group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
     ``steps`` how many were committed.
     """
@@ -91,10 +92,10 @@ class GradientExchange:
         names: Sequence[str] = (),
         *,
         flattened: bool | None = None,
-        preconditioned: bool = False,
+        by_update: bool = False,
     ) -> None:
         self.recipe = recipe
-        self._preconditioned = preconditioned
+        self._by_update = by_update
         self.parameters = list(parameters)
         self._names = dict(zip(map(id, parameters), names, strict=False))
         large, small = by_size(parameters, dense_below, flattened=flattened)
@@ -318,24 +319,32 @@ class GradientExchange:
         if "migrated" in state or state["settings"] != self.settings:
             # What a method has learnt belongs to its settings and world size; what is owed does not.
             if "migrated" in state:
-                feedback.algorithm.migrate(**state["migrated"])
+                migrated = state["migrated"]
+                own, common = map(self._readable, migrated["states"]), self._readable(migrated["common"])
+                feedback.algorithm.migrate(list(own), migrated["share"], common)
             else:
                 logger.warning("the checkpoint was written with %s: the method starts anew", state["settings"])
             algorithm = feedback.algorithm.state_dict()
-        feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
+        readable = self._readable(algorithm)
+        feedback.load_state_dict({"residual": residual, "algorithm": readable})
+        if readable is not algorithm:
+            feedback.algorithm.forget_magnitudes()
         return feedback
+
+    def _readable(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``state`` of an algorithm, without the scale that it was saved with if this exchange has none."""
+        return state if self._by_update else without_scale(state)
 
     @property
     def settings(self) -> str:
         """The recipe and what else decides what travels."""
-        units = ", preconditioned" if self._preconditioned else ""
-        return f"{self.recipe!r}, {self.dense_numel} values dense{units}"
+        return f"{self.recipe!r}, {self.dense_numel} values dense"
 
     def _fresh(self) -> ErrorFeedback:
         chosen = self.recipe
-        if self._preconditioned:
+        if self._by_update:
             large = self.layout.parameters[: self._large]
-            chosen = Preconditioned(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
+            chosen = Rescaled(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
         whole = DenseTail(recipe=chosen, tail=self.dense_numel)
         return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 

@@ -29,7 +29,7 @@ def wrap(
     node_group: dist.ProcessGroup | None = None,
     warmup_steps: int = 0,
     staleness: str = "aware",
-    preconditioner: str = "auto",
+    select_by: str = "auto",
     max_catch_up: float = 20.0,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
@@ -47,17 +47,17 @@ def wrap(
     by anything else (no ``DistributedDataParallel`` around the model). ``node_group``, the ranks of this rank's node,
     makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
-    ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting
-    for at most ``max_catch_up`` steps; ``"off"`` runs the optimizer as it is. ``preconditioner="factored"`` selects
-    entries in units of the root of their second moment, of which rows and columns are kept; ``"off"`` in units of the
-    gradient; ``"auto"`` is ``"factored"`` where the staleness-aware step is taken. ``on_nonfinite``: when
-    any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
+    ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting for at most
+    ``max_catch_up`` steps and three square roots of the steps it has waited; ``"off"`` runs the optimizer as it is.
+    ``select_by="update"`` chooses entries by their gradient over the root of its second moment, which is what Adam
+    steps by, ``"gradient"`` by their gradient; ``"auto"`` is ``"update"`` where the staleness-aware step is taken and
+    ``algo`` compares entries with each other.
+    ``on_nonfinite``: when any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
     :class:`~tritoncomm.NonFiniteError` on all, and ``"zero"`` takes these values for zero; a step that a
     ``GradScaler`` found to overflow is always skipped. ``max_grad_norm`` clips the averaged gradient.
-    ``timeout`` limits each wait for a peer; None leaves it
-    to the process group. Tensors of fewer than ``dense_below`` elements or of at most one dimension (biases,
-    norms) travel dense, all in one all-reduce, unless ``dense_below=0``; a model of one-dimensional shards goes
-    by the number of elements alone.
+    ``timeout`` limits each wait for a peer; None leaves it to the process group. Tensors of fewer than ``dense_below``
+    elements or of at most one dimension (biases, norms) travel dense, all in one all-reduce, unless ``dense_below=0``;
+    a model of one-dimensional shards goes by the number of elements alone.
 
     Every rank must call this alike: parameters, optimizer, recipe and options are compared, and a
     difference, or an argument that is wrong on some rank, is a
@@ -80,7 +80,7 @@ def wrap(
             chosen = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         options = Options(
             staleness=staleness,
-            preconditioner=preconditioner,
+            select_by=select_by,
             max_catch_up=max_catch_up,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,

@@ -23,7 +23,7 @@ class Options:
     """What :func:`tritoncomm.wrap` was told, beyond the recipe."""
 
     staleness: str = "aware"
-    preconditioner: str = "auto"
+    select_by: str = "auto"
     max_catch_up: float = 20.0
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
@@ -32,7 +32,7 @@ class Options:
 
     def __post_init__(self) -> None:
         one_of("staleness", self.staleness, ("aware", "off"))
-        one_of("preconditioner", self.preconditioner, ("auto", "factored", "off"))
+        one_of("select_by", self.select_by, ("auto", "update", "gradient"))
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(

@@ -40,8 +40,8 @@ class AdamControl:
 
     To replay a captured step, write the next numbers into ``scalars`` outside the graph.
 
-    ``scalars`` (fp64 ``[6]``): step count, learning rate over the first bias correction, square root of
-    the second, epsilon, the limit on tau for the distance, coupled weight decay.
+    ``scalars`` (fp64 ``[7]``): step count, learning rate over the first bias correction, square root of
+    the second, epsilon, the limit on tau for the distance, coupled weight decay, and the limit in square roots of tau.
     """
 
     scalars: torch.Tensor
@@ -62,10 +62,11 @@ class AdamControl:
         bias_correction: bool = True,
         coupled_decay: float = 0.0,
         maximize: bool = False,
+        max_walk: float = 3.0,
     ) -> AdamControl:
         """Fill in the formulas."""
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
-        scalars = [steps, learning_rate / correct1, math.sqrt(correct2), epsilon, max_catch_up, coupled_decay]
+        scalars = [steps, learning_rate / correct1, math.sqrt(correct2), epsilon, max_catch_up, coupled_decay, max_walk]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
         return cls(on_device, betas, maximize, coupled_decay != 0)
 
@@ -133,7 +134,7 @@ def _update(
 ) -> None:
     """The reference, in torch operators, one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    _, rate, root, epsilon, limit, decay = control.scalars.to(at.dtype).unbind()
+    _, rate, root, epsilon, limit, decay, walk = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
@@ -155,7 +156,7 @@ def _update(
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)
     denominator = _square_root(second) / root + epsilon
-    distance = waited.minimum(limit) * (first / denominator)
+    distance = waited.minimum(limit).minimum(walk * _square_root(waited)) * (first / denominator)
     at.write(parameter, values - rate * distance)
 
 

@@ -47,6 +47,7 @@ def adam_kernel(
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
     limit = tl.load(control_ptr + 4).to(tl.float32)
+    walk = tl.load(control_ptr + 6).to(tl.float32)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
@@ -68,7 +69,7 @@ def adam_kernel(
         second = tl.where((maximum > second) | (maximum != maximum), maximum, second)
         tl.store(maximum_ptr + at, second, mask=inside)
     denominator = tl.div_rn(tl.sqrt_rn(second), root) + epsilon
-    distance = tl.minimum(waited, limit) * tl.div_rn(first, denominator)
+    distance = tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited)) * tl.div_rn(first, denominator)
     tl.store(parameter_ptr + at, parameter - rate * distance, mask=inside)
 
 

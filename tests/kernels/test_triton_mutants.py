@@ -86,6 +86,12 @@ SCATTERING = {
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant("adam", "tl.int32) + steps,", "tl.int32),", scatter.test_adam),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
+    "no limit on walking": Mutant(
+        "adam",
+        "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))",
+        "tl.minimum(waited, limit)",
+        scatter.test_adam,
+    ),
 }
 MUTANTS = SELECTING | SCATTERING
 

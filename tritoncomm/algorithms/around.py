@@ -31,6 +31,10 @@ class RecipeAround(Recipe):
         """See :meth:`Recipe.subgroups`."""
         return self.recipe.subgroups(world_size)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`."""
+        return self.recipe.compares_entries()
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`Recipe.check_optimizer`."""
         self.recipe.check_optimizer(optimizer)
@@ -52,6 +56,10 @@ class AlgorithmAround(Algorithm):
     @state.setter
     def state(self, state: Any) -> None:
         self.inner.state = state
+
+    def forget_magnitudes(self) -> None:
+        """See :meth:`Algorithm.forget_magnitudes`."""
+        self.inner.forget_magnitudes()
 
     def inherit(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.inherit`."""

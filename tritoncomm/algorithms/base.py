@@ -65,6 +65,9 @@ class Algorithm(ABC):
         """What to hand to the optimizer for coordinates that travel dense beside the vector, from their mean."""
         return mean
 
+    def forget_magnitudes(self) -> None:  # noqa: B027 - most remember none
+        """The vector is in other units from the next step on: find anew whatever magnitudes were compared with."""
+
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
 
@@ -119,6 +122,10 @@ class Recipe(ABC):
     def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
         """Groups of ranks among which the method exchanges by itself; most have none."""
         return []
+
+    def compares_entries(self) -> bool:
+        """True when entries are chosen by how large they are beside others, so that their units decide."""
+        return True
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with any
         """Raise :class:`ConfigurationError` when ``optimizer`` would undo what the method does."""

@@ -26,6 +26,10 @@ class Dense(Recipe):
         words = 2 * numel * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`: everything is delivered."""
+        return False
+
     def build(self, numel: int) -> DenseAlgorithm:
         """See :meth:`Recipe.build`."""
         return DenseAlgorithm(numel)

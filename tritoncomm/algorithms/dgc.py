@@ -58,6 +58,10 @@ class DGC(Recipe):
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(cost.log2(world_size), words, words)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`: the momentum is summed up in units of the gradient."""
+        return False
+
     def build(self, numel: int) -> DGCAlgorithm:
         """See :meth:`Recipe.build`."""
         return DGCAlgorithm(self, numel)

@@ -351,6 +351,10 @@ class OkTopkAlgorithm(Algorithm):
         """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
         return {field: value for field, value in self.state_dict().items() if field != "local_threshold"}
 
+    def forget_magnitudes(self) -> None:
+        """See :meth:`Algorithm.forget_magnitudes`: thresholds are evaluated anew."""
+        self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""
         return self._forecast(world_size, *self._due(self._state_for(world_size)))

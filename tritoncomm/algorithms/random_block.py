@@ -73,6 +73,10 @@ class RandomBlock(Recipe):
         line = 1 if self.mode == "wrap" else self.alignment
         return min(numel, -(-size // line) * line)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`: they are drawn."""
+        return False
+
     def build(self, numel: int) -> RandomBlockAlgorithm:
         """See :meth:`Recipe.build`."""
         return RandomBlockAlgorithm(self, numel)

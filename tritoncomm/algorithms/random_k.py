@@ -39,6 +39,10 @@ class RandomK(Recipe):
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`: they are drawn."""
+        return False
+
     def build(self, numel: int) -> RandomKAlgorithm:
         """See :meth:`Recipe.build`."""
         return RandomKAlgorithm(self, numel)

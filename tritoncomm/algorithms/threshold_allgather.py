@@ -50,6 +50,10 @@ class HardThreshold(Recipe):
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
+    def compares_entries(self) -> bool:
+        """See :meth:`Recipe.compares_entries`: the threshold is in units of the gradient."""
+        return False
+
     def build(self, numel: int) -> HardThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
         return HardThresholdAlgorithm(numel, entries_to_keep(numel, self.density), self.threshold or 0.0)
