@@ -38,7 +38,7 @@ FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "rando
 def same_as_simulation(rank: int, world_size: int, send) -> None:
     """Every recipe on real processes gives the bits, residuals and traffic of its simulation."""
     for name, recipe in possible(0.07, world_size).items():
-        case = laws.fitted(laws.Case(world_size, 211, FAMILIES, seed=world_size), recipe)
+        case = laws.Case(world_size, laws.length(recipe, 211), FAMILIES, seed=world_size)
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         simulated = SimulatedWorld(recipe, world_size, case.numel)
         feedback = ErrorFeedback(recipe.build(case.numel))
@@ -67,7 +67,7 @@ def laws_on_processes(rank: int, world_size: int, send) -> None:
     """Conservation, agreement, refusal and determinism, measured with collectives of their own."""
     for name, recipe in possible(0.05, world_size).items():
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
-        numel = laws.fitted(laws.Case(world_size, 300, ()), recipe).numel
+        numel = laws.length(recipe, 300)
         runs = [ErrorFeedback(recipe.build(numel)) for _ in range(2)]
         for step in range(5):
             gradient = torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))

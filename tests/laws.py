@@ -95,13 +95,17 @@ def cases(
 
 def fitted(case: Case, recipe: Recipe) -> Case:
     """``case`` with as many workers as ``recipe`` needs for equally large teams or nodes, and as many elements."""
-    if isinstance(recipe, Rescaled):
-        case = dataclasses.replace(case, numel=sum(map(math.prod, recipe.shapes)))
+    case = dataclasses.replace(case, numel=length(recipe, case.numel))
     while hasattr(recipe, "recipe") and not hasattr(recipe, "node_size"):
         recipe = recipe.recipe
     teams = getattr(recipe, "node_size", None) or getattr(recipe, "teams", 1)
     surplus = -case.world_size % teams if isinstance(teams, int) else 0
     return dataclasses.replace(case, world_size=case.world_size + surplus)
+
+
+def length(recipe: Recipe, otherwise: int) -> int:
+    """How many elements vectors for ``recipe`` have to have, if it says."""
+    return sum(map(math.prod, recipe.shapes)) if isinstance(recipe, Rescaled) else otherwise
 
 
 def world_of(recipe: Recipe, case: Case) -> SimulatedWorld:
