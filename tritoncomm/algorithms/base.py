@@ -65,7 +65,7 @@ class Algorithm(ABC):
         """What to hand to the optimizer for coordinates that travel dense beside the vector, from their mean."""
         return mean
 
-    def forget_magnitudes(self) -> None:  # noqa: B027 - most remember none
+    def forget_magnitudes(self) -> None:  # noqa: B027 - most remember none, or follow by themselves
         """The vector is in other units from the next step on: find anew whatever magnitudes were compared with."""
 
     def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit

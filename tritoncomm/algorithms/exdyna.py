@@ -325,11 +325,6 @@ class ExDynaAlgorithm(Algorithm):
         room = self.recipe.capacity * self.k
         return self.numel if self.recipe.parity or math.isinf(room) else min(self.numel, math.ceil(room))
 
-    def forget_magnitudes(self) -> None:
-        """See :meth:`Algorithm.forget_magnitudes`: the threshold is looked for; the paper has only its scaling."""
-        if not self.recipe.parity:
-            self.state = replace(self.state, threshold=0.0)
-
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: as much as may be delivered, all of it from one worker."""
         if self.k >= self.numel:
