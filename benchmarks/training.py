@@ -227,6 +227,7 @@ def picture(rows: list[Row], path: Path) -> None:
     """Scores against bytes: mean and spread over seeds, the spread of dense shaded."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     tasks = list(dict.fromkeys(row.task for row in rows))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -249,6 +250,9 @@ def picture(rows: list[Row], path: Path) -> None:
                     capsize=2, color=colours[number % len(colours)], label=method,
                 )  # fmt: skip
             axes.set(xscale="log", xlabel="kB per step and worker", title=task)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_ylabel("validation loss" if task == "gpt" else "test accuracy, %")
             axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

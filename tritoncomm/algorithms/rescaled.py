@@ -33,7 +33,7 @@ class Rescaled(RecipeAround):
     """``recipe`` for vectors in which tensors of ``shapes`` lie one after the other.
 
     The second moment decays by ``decay`` per step; the scale is made of it every ``renew_every`` steps, and is 1 until
-    then. What is owed stays in units of the gradient. It takes the memory of the vector once more, and three passes.
+    then. What is owed stays in units of the gradient. It takes the memory of the vector once more, and two passes.
     """
 
     name: ClassVar[str] = "rescaled"
