@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check
+from tritoncomm.cost import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +88,19 @@ class AlgorithmAround(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.load_state_dict`."""
         self.inner.load_state_dict(state)
+
+
+class AlgorithmAroundWhole(AlgorithmAround):
+    """Gives ``inner`` the whole vector, so that what that does to all of it is done here too."""
+
+    def prepare(self, acc: Accumulator, world_size: int) -> None:
+        """See :meth:`Algorithm.prepare`."""
+        self.inner.prepare(acc, world_size)
+
+    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Algorithm.dense_update`; the inner algorithm's step has been counted already."""
+        return self.inner.dense_update(mean)
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`."""
+        return self.inner.predicted_traffic(world_size)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.around import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_number
 from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
@@ -106,7 +106,7 @@ class Moment:
         return Moment(self.steps, rows, columns, used)
 
 
-class RescaledAlgorithm(AlgorithmAround):
+class RescaledAlgorithm(AlgorithmAroundWhole):
     """The inner algorithm on a scaled vector, and the moment that the scale is made of."""
 
     def __init__(self, recipe: Rescaled, matrices: Matrices) -> None:
@@ -166,18 +166,6 @@ class RescaledAlgorithm(AlgorithmAround):
         )
         steps = before.steps + 1
         return Moment(steps, rows, columns, (rows, columns) if steps % self.recipe.renew_every == 0 else before.used)
-
-    def prepare(self, acc: Accumulator, world_size: int) -> None:
-        """See :meth:`Algorithm.prepare`."""
-        self.inner.prepare(acc, world_size)
-
-    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`."""
-        return self.inner.dense_update(mean)
-
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: the inner algorithm's."""
-        return self.inner.predicted_traffic(world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`: the inner algorithm's."""

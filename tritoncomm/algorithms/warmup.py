@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.around import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.cost import Forecast
 from tritoncomm.errors import ConfigurationError
@@ -58,7 +56,7 @@ class Warmup(RecipeAround):
         return 0 if self.schedule == "dense" else taken * self.stages // self.steps
 
 
-class WarmupAlgorithm(AlgorithmAround):
+class WarmupAlgorithm(AlgorithmAroundWhole):
     """Counts the steps; everything else is the algorithm's of the present stage."""
 
     def __init__(self, recipe: Warmup, numel: int) -> None:
@@ -102,18 +100,6 @@ class WarmupAlgorithm(AlgorithmAround):
         if self.inner is not before:
             self.inner.follow(before)
         return mean
-
-    def prepare(self, acc: Accumulator, world_size: int) -> None:
-        """See :meth:`Algorithm.prepare`."""
-        self.inner.prepare(acc, world_size)
-
-    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`; the step has been counted already."""
-        return self.inner.dense_update(mean)
-
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
-        return self.inner.predicted_traffic(world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`: after the warm-up."""
