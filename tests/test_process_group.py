@@ -59,6 +59,11 @@ def test_process_group_after_wrap() -> None:
     assert run_workers(gloo_workers.late_group, 2) == [None] * 2
 
 
+def test_collectives_of_a_backward_pass_end_here() -> None:
+    """No thread of gloo lets go of what autograd left in a collective: at the interpreter's end it would abort."""
+    assert run_workers(gloo_workers.collectives_in_backward, 1) == [None]
+
+
 def test_subgroups() -> None:
     """Two groups exchange at once; a rank outside of its group is refused."""
     refused: list[str] = []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,10 @@ class ProcessGroupScheduler:
     it is, method first; every message carries it. ``meter`` holds
     the traffic and waiting time of the last pattern that was run.
     """
+
+    # Held until the next one of this process is over. Made in a backward pass it keeps a Python object, and a thread of
+    # gloo that lets go of it last, when the interpreter is ending, ends the process with SIGABRT.
+    _last_collective: ClassVar[Any] = None
 
     def __init__(
         self,
@@ -322,17 +326,19 @@ class ProcessGroupScheduler:
         size, itemsize = tensor.numel(), tensor.element_size()
         if isinstance(word, AllReduce):
             result = tensor.clone()
-            self._finish(dist.all_reduce(result, group=self.group, async_op=True))
+            work = dist.all_reduce(result, group=self.group, async_op=True)
             traffic = cost.all_reduce(size, itemsize, self.world_size)
         elif isinstance(word, AllToAll):
             result = torch.empty_like(tensor)
-            self._finish(dist.all_to_all_single(result, tensor, group=self.group, async_op=True))
+            work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
             traffic = cost.all_to_all(1, itemsize, self.world_size)
         else:
             assert isinstance(word, AllGather)
             result = tensor.new_empty(self.world_size, size)
-            self._finish(dist.all_gather(list(result), tensor, group=self.group, async_op=True))
+            work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
+        self._finish(work)
+        ProcessGroupScheduler._last_collective = work
         self.meter.count(word.phase, traffic, traffic)
         return result
 
