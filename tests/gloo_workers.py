@@ -28,7 +28,8 @@ from tritoncomm import (
 from tritoncomm.cost import Link
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.planner import TRUSTED
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, measure_link
+from tritoncomm.scheduler.link import measure_link
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 
 import laws

@@ -13,7 +13,7 @@ from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.exchange import is_initialised
 from tritoncomm.planner import choose
-from tritoncomm.scheduler.process_group import measure_link
+from tritoncomm.scheduler.link import measure_link
 
 logger = logging.getLogger("tritoncomm")
 

@@ -10,6 +10,28 @@ import torch
 from tritoncomm.errors import ConfigurationError
 
 
+def by_size(
+    parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
+
+    Small are those of fewer than ``dense_below`` elements, and those of at most one dimension: biases and the
+    scales of norms. The latter only beside others, as a model of ``flattened`` shards has nothing else; None: when
+    these ``parameters``, which may be a part of the model, have nothing else. ``dense_below=0`` makes nothing small.
+    """
+    if flattened is None:
+        flattened = all(parameter.dim() <= 1 for parameter in parameters)
+
+    def is_small(parameter: torch.Tensor) -> bool:
+        return parameter.numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
+
+    small = [is_small(parameter) for parameter in parameters]
+    return (
+        [parameter for parameter, holds in zip(parameters, small, strict=True) if not holds],
+        [parameter for parameter, holds in zip(parameters, small, strict=True) if holds],
+    )
+
+
 class BucketLayout:
     """Where each parameter lies in one flat fp32 vector, in the order given, without padding.
 

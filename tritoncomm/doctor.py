@@ -19,7 +19,8 @@ from tritoncomm.cost import Link
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.exchange import is_initialised
 from tritoncomm.gradients import LayeredGradients
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, measure_link
+from tritoncomm.scheduler.link import measure_link
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.selection import entries_to_keep
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)

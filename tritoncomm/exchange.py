@@ -12,59 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import cost, fingerprint, saved_state
+from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe, Rescaled
 from tritoncomm.algorithms.rescaled import without_scale
-from tritoncomm.bucket import BucketLayout
+from tritoncomm.bucket import BucketLayout, by_size
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.settings import log_choice
 from tritoncomm.sparse import SparseVector
 
 logger = logging.getLogger("tritoncomm")
-
-
-def by_size(
-    parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
-
-    Small are those of fewer than ``dense_below`` elements, and those of at most one dimension: biases and the
-    scales of norms. The latter only beside others, as a model of ``flattened`` shards has nothing else; None: when
-    these ``parameters``, which may be a part of the model, have nothing else. ``dense_below=0`` makes nothing small.
-    """
-    if flattened is None:
-        flattened = all(parameter.dim() <= 1 for parameter in parameters)
-
-    def is_small(parameter: torch.Tensor) -> bool:
-        return parameter.numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
-
-    small = [is_small(parameter) for parameter in parameters]
-    return (
-        [parameter for parameter, holds in zip(parameters, small, strict=True) if not holds],
-        [parameter for parameter, holds in zip(parameters, small, strict=True) if holds],
-    )
-
-
-def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
-    """Say once what was chosen, and what it is predicted to save; a warning when that is nothing.
-
-    ``parts`` of the vector are exchanged by themselves, each with so many values that travel dense.
-    """
-    if rank != 0 or world_size == 1 or not parts:
-        return
-    sparse = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
-    dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
-    logger.log(
-        logging.INFO if sparse < dense or recipe.density == 1 else logging.WARNING,
-        "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
-        "rank instead of %.3g kB, %.3g times fewer",
-        recipe, world_size, sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts),
-        sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
-    )  # fmt: skip
 
 
 def is_initialised() -> bool:

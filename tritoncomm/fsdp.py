@@ -21,11 +21,10 @@ from tritoncomm.algorithms import DenseTail, Recipe
 from tritoncomm.bucket import fits
 from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.exchange import log_choice
 from tritoncomm.metrics import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose
+from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, log_choice
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import fingerprint
-from tritoncomm.algorithms import Dense, Hierarchical, Recipe, Warmup, recipe
+from tritoncomm import cost, fingerprint
+from tritoncomm.algorithms import Algorithm, Dense, Hierarchical, Recipe, Warmup, recipe
 from tritoncomm.errors import ConfigurationError
+
+logger = logging.getLogger("tritoncomm")
 
 DEFAULT_DENSITY = 0.01
 DENSE_BELOW = 1024
@@ -126,3 +130,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
+
+
+def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
+    """Say once what was chosen, and what it is predicted to save; a warning when that is nothing.
+
+    ``parts`` of the vector are exchanged by themselves, each with so many values that travel dense.
+    """
+    if rank != 0 or world_size == 1 or not parts:
+        return
+    sparse = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
+    dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
+    logger.log(
+        logging.INFO if sparse < dense or recipe.density == 1 else logging.WARNING,
+        "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
+        "rank instead of %.3g kB, %.3g times fewer",
+        recipe, world_size, sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts),
+        sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
+    )  # fmt: skip

@@ -81,12 +81,8 @@ class OkTopk(Recipe):
         check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width", whole=True)
         check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
         check_at_least(self, 0, "drift_low", "drift_high")
-        check(
-            self,
-            "exact_select",
-            self.exact_select in ("auto", "gather", "histogram"),
-            "choose auto, gather or histogram",
-        )
+        known = self.exact_select in ("auto", "gather", "histogram")
+        check(self, "exact_select", known, "choose auto, gather or histogram")
         check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
         check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")
