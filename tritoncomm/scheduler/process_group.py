@@ -58,7 +58,7 @@ class ProcessGroupScheduler:
     the traffic and waiting time of the last pattern that was run.
     """
 
-    # Held until the next one of this process is over. Made in a backward pass it keeps a Python object, and a thread of
+    # Held until the next one of this process begins. Made in a backward pass it keeps a Python object, and a thread of
     # gloo that lets go of it last, when the interpreter is ending, ends the process with SIGABRT.
     _last_collective: ClassVar[Any] = None
 
@@ -334,8 +334,8 @@ class ProcessGroupScheduler:
             result = tensor.new_empty(self.world_size, size)
             work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
+        ProcessGroupScheduler._last_collective = work  # before it may fail: who fails is likely to end next
         self._finish(work)
-        ProcessGroupScheduler._last_collective = work
         self.meter.count(word.phase, traffic, traffic)
         return result
 
