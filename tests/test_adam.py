@@ -12,6 +12,8 @@ from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.adam import StalenessAwareAdam
 
+from tritoncomm_kernels import root_mean_square
+
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
 OPTIONS = [
     {},
@@ -29,9 +31,9 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
     """Parameters after ``steps``; ``gradient(t)`` is delivered at ``delivered(t)`` (indices, or None for all)."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(numel))
-    catch_up, walk = options.pop("max_catch_up", 20), options.pop("max_walk", 3.0)
+    limits = {name: options.pop(name) for name in ("max_catch_up", "max_walk", "max_change") if name in options}
     optimizer = kind([parameter], **({"lr": 0.02} | options))
-    aware = StalenessAwareAdam(optimizer, catch_up, walk)
+    aware = StalenessAwareAdam(optimizer, **limits)
     for t in range(1, steps + 1):
         parameter.grad = gradient(t)
         aware.step([parameter], [delivered(t)])
@@ -44,7 +46,10 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
 def test_density_one_is_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
     """With everything delivered every step the trajectory is torch's own, to rounding."""
     gradients = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
-    got, _ = run(kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), **options)
+    gradients[40] *= 100  # torch's step is several learning rates long here
+    got, _ = run(
+        kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), max_change=0.0, **options
+    )  # which limits catching up, and there is nothing to catch up with
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(12))
     optimizer = kind([parameter], **({"lr": 0.02} | options))
@@ -69,11 +74,47 @@ def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
         gradient=lambda t: torch.full((12,), float(tau)) if t % tau == 0 else torch.zeros(12),
         max_catch_up=catch_up,
         max_walk=walk,
+        max_change=math.inf,
         weight_decay=0,
     )
     torch.manual_seed(0)
     start = torch.randn(12)
     assert torch.allclose((late - start) / (dense - start), torch.tensor(share), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-4, 4e-4, 1e-3, 3e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("size", [0.0, 0.02])
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.01])
+def test_no_tensor_is_turned_over(rate: float, size: float, share: float) -> None:
+    """What arrives at once changes a tensor by a fifth of its norm or by a learning rate per coordinate, at most."""
+    parameter = nn.Parameter(size * torch.ones(10_000))
+    aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0))
+    sign = torch.randint(0, 2, (10_000,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    for t in range(1, 18):
+        parameter.grad = sign * (1 if t == 1 else 16)
+        aware.optimizer.param_groups[0]["lr"] = rate if t == 17 else 0.0
+        everything = {1: 1.0, 17: share}.get(t, 0.0)
+        aware.step([parameter], [torch.arange(int(10_000 * everything))])
+    each = min(12.0, max(1.0, 0.2 * size / rate) / share**0.5)  # 12 is three square roots of 16
+    delivered = parameter.detach()[: int(10_000 * share)]
+    assert torch.allclose((size - delivered) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
+
+
+def test_a_magnitude_has_one_value() -> None:
+    """The root mean square of a parameter: right, and the same bits in whatever order and dtype it is summed."""
+    values = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0)).bfloat16().float() * 0.02
+    found = root_mean_square(values)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(values.double().square().mean().sqrt()), rel=1e-5)
+    backwards, whole = values.flip(0), values[:3_000_000].view(1000, 3000)
+    assert torch.equal(found, root_mean_square(backwards))
+    assert torch.equal(root_mean_square(whole), root_mean_square(whole.t()))
+    half = values.bfloat16()
+    assert torch.equal(root_mean_square(half), root_mean_square(half.float()))
+    assert root_mean_square(values.double()) == pytest.approx(float(found), rel=1e-6)
+    assert root_mean_square(torch.zeros(5)) == 0
+    assert root_mean_square(torch.full((7,), 3e38)) == pytest.approx(3e38)
+    assert root_mean_square(torch.full((7,), 1e-30)) == pytest.approx(1e-30)
 
 
 @pytest.mark.parametrize("tau", [1, 50, 400, 2000])

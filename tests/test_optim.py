@@ -13,6 +13,8 @@ from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
 from tritoncomm.bucket import BucketLayout
 
+from tritoncomm_kernels import root_mean_square
+
 # The models here are small, and what is tested is the sparse exchange.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
@@ -403,8 +405,29 @@ def test_plain_steps_in_between_reset_the_ages() -> None:
         bare.step()
     again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
     again.load_state_dict(bare.state_dict())
+    net[0].weight.data.mul_(3)
     again.step()
     assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
+    late = root_mean_square(net[0].weight)
+    assert float(again.state[net[0].weight]["magnitude"]) == pytest.approx(float(late), rel=0.1)
+
+
+def test_what_limits_catching_up_is_resumed() -> None:
+    """A parameter's magnitude, which is looked at now and then, is saved as it is, also beside bf16 parameters."""
+    net = model().bfloat16()
+    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
+    for _ in range(3):
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    before = optimizer.state[net[0].weight]["magnitude"]
+    net[0].weight.data.mul_(3)
+    again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
+    again.load_state_dict(optimizer.state_dict())
+    again.step()
+    after = again.state[net[0].weight]["magnitude"]
+    assert after.dtype == torch.float32
+    assert torch.equal(before, after)
 
 
 def test_add_param_group_keeps_the_warm_up() -> None:

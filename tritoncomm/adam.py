@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import AdamControl, AdamState, adam_update
+from tritoncomm_kernels import AdamControl, AdamState, adam_update, root_mean_square
 
+_LOOK_EVERY = 20  # steps, in which a parameter's norm hardly changes
 _REFUSED = ("capturable", "differentiable")
 
 
@@ -31,17 +32,21 @@ class StalenessAwareAdam:
     """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` over the delivered coordinates only.
 
     The optimizer keeps its own state (``step``, ``exp_avg``, ``exp_avg_sq``) and gains
-    ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery, and
-    ``last_aware``: the last step that was taken here.
-    ``max_catch_up`` limits one delivery to so many dense steps, ``max_walk`` to so many times the square root of the
-    steps it stands for, which is how far noise would have carried it in them. With every coordinate delivered every
-    step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay.
+    ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery,
+    ``last_aware``: the last step that was taken here, and ``magnitude``.
+    ``max_catch_up`` limits one delivery to so many dense steps, ``max_walk`` (at least 1) to so many times the square
+    root of the steps it stands for, which is how far noise would have carried it in them. Where much of a tensor
+    arrives at once, catching up is shortened until the tensor changes by no more than ``max_change`` of its norm (or by
+    a learning rate per coordinate where that is more), but never to less than a dense step. With every coordinate
+    delivered every step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay and for
+    ``magnitude``, each parameter's root mean square, which is looked at every 20 steps.
     ``foreach`` and ``fused`` only choose among torch's own loops and have no meaning here.
     """
 
     optimizer: torch.optim.Optimizer
     max_catch_up: float = 20.0
     max_walk: float = 3.0
+    max_change: float = 0.2
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
@@ -93,8 +98,8 @@ class StalenessAwareAdam:
             coupled = 0.0 if decoupled else decay
             controls[at] = self._control(group, *at, learning_rate, coupled)
         maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
-        moments = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], maximum)
-        adam_update(parameter, parameter.grad, moments, controls[at], indices)
+        tensors = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], state["magnitude"], maximum)
+        adam_update(parameter, parameter.grad, tensors, controls[at], indices)
 
     def _control(
         self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float, coupled: float
@@ -107,6 +112,7 @@ class StalenessAwareAdam:
             epsilon=float(group["eps"]),
             max_catch_up=self.catch_up(steps),
             max_walk=self.max_walk,
+            max_change=self.max_change,
             device=device,
             bias_correction=self.corrects(steps),
             coupled_decay=coupled,
@@ -132,4 +138,7 @@ class StalenessAwareAdam:
         if "last_delivered" not in state or state["last_aware"] != state["step"]:
             # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
+            state.pop("magnitude", None)
+        if "magnitude" not in state or int(state["step"]) % _LOOK_EVERY == 0:
+            state["magnitude"] = root_mean_square(parameter)
         return state

@@ -48,7 +48,8 @@ def wrap(
     makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting for at most
-    ``max_catch_up`` steps and three square roots of the steps it has waited; ``"off"`` runs the optimizer as it is.
+    ``max_catch_up`` steps and three square roots of the steps it has waited, and catching up changing no tensor by
+    more than a fifth of its norm; ``"off"`` runs the optimizer as it is.
     ``select_by="update"`` chooses entries by their gradient over the root of its second moment, which is what Adam
     steps by, ``"gradient"`` by their gradient; ``"auto"`` is ``"update"`` where the staleness-aware step is taken and
     ``algo`` compares entries with each other.

@@ -128,6 +128,8 @@ class Stepper:
                     state = self.optimizer.state[parameter]
                     state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
                     state["last_aware"] = saved["last_aware"].clone()
+                    if "magnitude" in saved:
+                        state["magnitude"] = saved["magnitude"].to(parameter.device, torch.float32, copy=True)
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:

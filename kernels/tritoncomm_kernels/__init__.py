@@ -1,7 +1,7 @@
 """What runs on one device: accumulate, select, compact, scatter, rebalance, update. Knows nothing of workers."""
 
 from tritoncomm_kernels.accumulate import accumulate
-from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update
+from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
 from tritoncomm_kernels.compact import (
     Selection,
     accumulate_and_select,
@@ -55,6 +55,7 @@ __all__ = [
     "mark_momentum",
     "merge",
     "rebalance",
+    "root_mean_square",
     "scatter_add",
     "scatter_add_lists",
     "select",

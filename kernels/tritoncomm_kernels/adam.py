@@ -2,7 +2,7 @@
 
 A delivery of sum s after tau steps is tau steps with gradient s / tau. Powers of the betas are products from
 a table of repeated squares, so that every device computes the same bits; ``1 - beta^tau`` is summed from
-the same table and never cancels.
+the same table and never cancels. How far a tensor moves in all is summed up in integers, whose order does not matter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
 POWERS = 31  # squares of beta: tau is int32
+# Squares of distances are summed as integers, in 1/32 of a learning rate, each counting for 1448 rates at most: 2^31
+# of them fit.
+FINE, LARGEST_SQUARE = 32.0, 2.0**31
+_PART = 1 << 20  # elements whose squares are held at a time
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,14 @@ class AdamState:
     """The tensors of one parameter that a step updates, each shaped like the parameter.
 
     ``first`` and ``second`` are Adam's moments, ``maximum`` (or None) the running maximum of the second for
-    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery.
+    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery. ``magnitude`` (fp32, one element) is the
+    parameter's root mean square, now or not long ago.
     """
 
     first: torch.Tensor
     second: torch.Tensor
     last: torch.Tensor
+    magnitude: torch.Tensor
     maximum: torch.Tensor | None = None
 
 
@@ -40,8 +46,10 @@ class AdamControl:
 
     To replay a captured step, write the next numbers into ``scalars`` outside the graph.
 
-    ``scalars`` (fp64 ``[7]``): step count, learning rate over the first bias correction, square root of
-    the second, epsilon, the limit on tau for the distance, coupled weight decay, and the limit in square roots of tau.
+    ``scalars`` (fp64 ``[9]``): step count, learning rate over the first bias correction, square root of
+    the second, epsilon, the limit on tau for the distance, coupled weight decay, the limit in square roots of tau,
+    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its magnitude
+    by which a tensor may change.
     """
 
     scalars: torch.Tensor
@@ -63,10 +71,14 @@ class AdamControl:
         coupled_decay: float = 0.0,
         maximize: bool = False,
         max_walk: float = 3.0,
+        max_change: float = 0.2,
     ) -> AdamControl:
         """Fill in the formulas."""
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
-        scalars = [steps, learning_rate / correct1, math.sqrt(correct2), epsilon, max_catch_up, coupled_decay, max_walk]
+        rate, root = learning_rate / correct1, math.sqrt(correct2)
+        # Nothing moves at a rate of 0. Infinity times a magnitude of 0 would be none.
+        change = min(FINE * max_change / learning_rate, torch.finfo(torch.float32).max) if learning_rate else 0.0
+        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
         return cls(on_device, betas, maximize, coupled_decay != 0)
 
@@ -93,7 +105,7 @@ def adam_update(
         torch.autograd.graph.increment_version(parameter)
         tables = _tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
-            parameter, gradient, state.first, state.second, state.maximum, state.last, indices,
+            parameter, gradient, state.first, state.second, state.maximum, state.last, state.magnitude, indices,
             control.scalars, tables, maximize=control.maximize, coupled=control.coupled,
         )  # fmt: skip
         return
@@ -118,6 +130,7 @@ def _check(
             )
     if state.last.dtype != torch.int32:
         raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
+    check_vector("magnitude", state.magnitude.reshape(-1), numel=1, like=parameter)
     if parameter.numel() > INDEX_LIMIT:
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
     if indices is not None:
@@ -134,7 +147,7 @@ def _update(
 ) -> None:
     """The reference, in torch operators, one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    _, rate, root, epsilon, limit, decay, walk = control.scalars.to(at.dtype).unbind()
+    _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
@@ -145,9 +158,10 @@ def _update(
         mean = -mean
     if control.coupled:
         mean = mean + decay * values
-    power, complement = _powers(tau, tables[0], tables[1])
+    late = not bool((tau == 1).all())  # else there is nothing to multiply, and nothing to catch up with
+    power, complement = _powers(tau, tables[0], tables[1]) if late else tables[:2, 0]
     first = power * at.read(state.first) + complement * mean
-    power, complement = _powers(tau, tables[2], tables[3])
+    power, complement = _powers(tau, tables[2], tables[3]) if late else tables[2:, 0]
     second = power * at.read(state.second) + complement * (mean * mean)
     at.write(state.first, first)
     at.write(state.second, second)
@@ -155,18 +169,43 @@ def _update(
     if state.maximum is not None:
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)
-    denominator = _square_root(second) / root + epsilon
-    distance = waited.minimum(limit).minimum(walk * _square_root(waited)) * (first / denominator)
-    at.write(parameter, values - rate * distance)
+    move = first / (_square_root(second) / root + epsilon)  # of one step
+    if late:
+        factor = waited.minimum(limit).minimum(walk * _square_root(waited))
+        length = _length(factor * move * fine, parameter.numel())
+        reach = (change * state.magnitude.to(at.dtype)).clamp(min=FINE)
+        move = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor) * move
+    at.write(parameter, values - rate * move)
+
+
+def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
+    """Root mean square over ``numel`` coordinates of which all but ``moves`` are 0; the same bits in any order."""
+    squares = moves * moves
+    total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
+    return _square_root(total.to(moves.dtype) / torch.tensor(numel, device=moves.device).to(moves.dtype))
+
+
+def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    """Of all of ``tensor`` (any float dtype, not empty), as fp32 ``[]``: the same bits however it is summed.
+
+    What is less than 1/4096 of the largest counts as 0.
+    """
+    low, high = tensor.detach().aminmax()
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    top = torch.maximum(-low, high).to(wide).clamp(min=torch.finfo(wide).tiny)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(tensor.detach().reshape(-1), _PART):
+        share = part.to(wide) / top
+        total += (share * share * 2.0**24).to(torch.int32).sum(dtype=torch.int64)
+    mean = total.to(wide) / torch.tensor(tensor.numel() * 2.0**24, dtype=wide, device=tensor.device)
+    return (top * _square_root(mean)).to(torch.float32)
 
 
 def _powers(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(beta^tau, 1 - beta^tau)``, multiplied up from the lowest bit of tau."""
-    if tau.numel() and bool((tau == 1).all()):  # everything was delivered last time: nothing to multiply
-        return powers[0].expand(tau.shape), complements[0].expand(tau.shape)
     power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
     complement = torch.zeros_like(power)
-    for bit in range(int(tau.max()).bit_length() if tau.numel() else 0):
+    for bit in range(int(tau.max()).bit_length()):
         used = ((tau >> bit) & 1).bool()
         # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t): sums of positive terms
         complement = torch.where(used, complement + power * complements[bit], complement)
@@ -178,7 +217,7 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
     """Correctly rounded; on the CPU torch's own is off by one unit for one value in eight."""
     if values.device.type == "cpu":
         with np.errstate(invalid="ignore"):
-            return torch.from_numpy(np.sqrt(values.numpy()))
+            return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
     return values.sqrt()
 
 

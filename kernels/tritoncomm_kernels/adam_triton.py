@@ -1,9 +1,13 @@
-"""Kernel of :mod:`tritoncomm_kernels.adam`: one gather, update and scatter over the delivered coordinates."""
+"""Kernels of :mod:`tritoncomm_kernels.adam`: gather and update the moments of what was delivered, then move it.
+
+Two, because how far a coordinate may move depends on how far all of its tensor would.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
 
 BLOCK, WARPS = 512, 4  # 1024 need 160 registers, and spill on sm_80 with every option
@@ -27,34 +31,43 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
     return power, complement
 
 
-@triton.jit(do_not_specialize=["count", "n"])
-def adam_kernel(
-    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
-    count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update ``BLOCK`` delivered coordinates; an index out of bounds updates nothing."""
-    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's lanes, the coordinates they are for, and which of these exist."""
+    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if EVERY:
         at = lane
         inside = lane < n
     else:
         at = tl.load(indices_ptr + lane, mask=lane < count, other=-1)
         inside = (at >= 0) & (at < n)
+    return lane, at, inside
+
+
+@triton.jit(do_not_specialize=["count", "n"])
+def adam_kernel(
+    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
+    move_ptr, factor_ptr, total_ptr, count, n,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update the moments of ``BLOCK`` delivered coordinates; an index out of bounds updates nothing.
+
+    Writes each one's move in a dense step and for how many it counts, and adds up the squares of their products.
+    """
+    lane, at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
     steps = tl.load(control_ptr).to(tl.int32)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
     limit = tl.load(control_ptr + 4).to(tl.float32)
     walk = tl.load(control_ptr + 6).to(tl.float32)
-    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
     mean = tl.div_rn(tl.load(gradient_ptr + at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
         mean = -mean
     if COUPLED:
+        parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
         mean = mean + tl.load(control_ptr + 5).to(tl.float32) * parameter
     power, complement = _decay(tau, tables_ptr, POWERS)
     first = power * tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * mean
@@ -68,9 +81,32 @@ def adam_kernel(
         maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.where((maximum > second) | (maximum != maximum), maximum, second)
         tl.store(maximum_ptr + at, second, mask=inside)
-    denominator = tl.div_rn(tl.sqrt_rn(second), root) + epsilon
-    distance = tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited)) * tl.div_rn(first, denominator)
-    tl.store(parameter_ptr + at, parameter - rate * distance, mask=inside)
+    move = tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + epsilon)
+    factor = tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))
+    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    square = distance * distance
+    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
+    tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0), sem="relaxed")
+    tl.store(move_ptr + lane, move, mask=inside)
+    tl.store(factor_ptr + lane, factor, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "n"])
+def move_kernel(
+    parameter_ptr, magnitude_ptr, indices_ptr, control_ptr, move_ptr, factor_ptr, total_ptr, count, n,
+    EVERY: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move ``BLOCK`` delivered coordinates, no further than their tensor may in all."""
+    lane, at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    reach = tl.maximum(tl.load(control_ptr + 8).to(tl.float32) * tl.load(magnitude_ptr), FINE)
+    length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
+    factor = tl.load(factor_ptr + lane, mask=inside, other=0.0)
+    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    move = factor * tl.load(move_ptr + lane, mask=inside, other=0.0)
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # the stores may be laid out over other threads than the loads
+    tl.store(parameter_ptr + at, parameter - rate * move, mask=inside)
 
 
 def update(
@@ -80,6 +116,7 @@ def update(
     second: torch.Tensor,
     maximum: torch.Tensor | None,
     last: torch.Tensor,
+    magnitude: torch.Tensor,
     indices: torch.Tensor | None,
     control: torch.Tensor,
     tables: torch.Tensor,
@@ -91,9 +128,17 @@ def update(
     """Launch; the arguments have been checked and are not empty."""
     n = parameter.numel()
     count = n if indices is None else indices.numel()
+    moves = torch.empty(2, count, device=parameter.device)
+    total = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    grid = (triton.cdiv(count, block),)
     with on_device_of(parameter):
-        adam_kernel[(triton.cdiv(count, block),)](
-            parameter, gradient, first, second, maximum, last, indices, control, tables, count, n,
+        adam_kernel[grid](
+            parameter, gradient, first, second, maximum, last, indices, control, tables, *moves, total, count, n,
             EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        move_kernel[grid](
+            parameter, magnitude, indices, control, *moves, total, count, n,
+            EVERY=indices is None, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -119,7 +119,7 @@ def everything() -> None:
     control = kernels.AdamControl.of(
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=x.device
     )
-    kernels.adam_update(out, g, kernels.AdamState(x, g.clone(), indices), control, indices.long()[:3])
+    kernels.adam_update(out, g, kernels.AdamState(x, g.clone(), indices, torch.ones(1)), control, indices.long()[:3])
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])

@@ -86,6 +86,17 @@ SCATTERING = {
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant("adam", "tl.int32) + steps,", "tl.int32),", scatter.test_adam),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
+    "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", scatter.test_adam),
+    "less than a dense step": Mutant(
+        "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", scatter.test_adam
+    ),
+    "no magnitude": Mutant("adam", " * tl.load(magnitude_ptr), FINE)", ", FINE)", scatter.test_adam),
+    "NaN left out of sums": Mutant(
+        "adam",
+        "square < LARGEST_SQUARE, square, LARGEST_SQUARE",
+        "square < LARGEST_SQUARE, square, 0.0",
+        scatter.test_adam,
+    ),
     "no limit on walking": Mutant(
         "adam",
         "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))",
