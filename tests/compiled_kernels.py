@@ -25,7 +25,7 @@ from tritoncomm_kernels import (
     threshold_triton,
 )
 from tritoncomm_kernels.accumulate_triton import add_tile
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam import LARGEST_SQUARE
 from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.mark_triton import momentum_tile, write_marks
 
@@ -43,7 +43,7 @@ FLOATS = ("scale", "momentum", "slack")
 FLOAT_POINTERS = (
     *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
     *("out_values_ptr", "candidates_ptr", "sums_ptr", "parameter_ptr", "first_ptr", "second_ptr", "maximum_ptr"),
-    *("tables_ptr", "move_ptr", "factor_ptr", "magnitude_ptr"),
+    *("tables_ptr", "magnitude_ptr"),
 )
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
@@ -220,9 +220,8 @@ def others() -> list[Case]:
         for rule in ("paper", "pair_ratio", "prefix")
     ]
     plain = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
-    plain["LARGEST_SQUARE"] = LARGEST_SQUARE
-    moving = {"FINE": FINE, "BLOCK": adam_triton.BLOCK}
     options = plain | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True, "EVERY": True}
+    length = {"LARGEST_SQUARE": LARGEST_SQUARE}
     size = {"warps": adam_triton.WARPS, "elements": adam_triton.BLOCK, "types": {"indices_ptr": "*i64"}}
     tensors = ("parameter_ptr", "gradient_ptr", "first_ptr", "second_ptr", "maximum_ptr")
     halves = [
@@ -241,10 +240,8 @@ def others() -> list[Case]:
         *halves,
         Case("adam", adam_triton.adam_kernel, plain | {"EVERY": False}, **size),
         Case("adam, all options", adam_triton.adam_kernel, options, **size),
-        *(
-            Case(f"adam's move {name}", adam_triton.move_kernel, {"EVERY": every} | moving, **size)
-            for name, every in (("indexed", False), ("everywhere", True))
-        ),
+        Case("adam's length", adam_triton.length_kernel, plain | length | {"EVERY": False}, **size),
+        Case("adam's length, all options", adam_triton.length_kernel, options | length, **size),
     ]
 
 

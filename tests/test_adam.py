@@ -46,10 +46,7 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
 def test_density_one_is_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
     """With everything delivered every step the trajectory is torch's own, to rounding."""
     gradients = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
-    gradients[40] *= 100  # torch's step is several learning rates long here
-    got, _ = run(
-        kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), max_change=0.0, **options
-    )  # which limits catching up, and there is nothing to catch up with
+    got, _ = run(kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), **options)
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(12))
     optimizer = kind([parameter], **({"lr": 0.02} | options))
@@ -100,6 +97,76 @@ def test_no_tensor_is_turned_over(rate: float, size: float, share: float) -> Non
     assert torch.allclose((size - delivered) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_on_time_takes_a_dense_step(kind) -> None:
+    """Where a late coordinate makes the limit bind, the others still move as far as torch moves them."""
+    gradients = torch.randn(41, 12, generator=torch.Generator().manual_seed(1))
+    gradients[40] *= 100  # a step of several learning rates
+    moved = {}
+    for change in (0.0, math.inf):
+        moved[change], _ = run(
+            kind, 41, gradient=lambda t: gradients[t - 1].clone(), max_change=change, betas=(0.0, 0.9),
+            delivered=lambda t: torch.arange(int(0 < t - 1 < 40), 12),
+        )  # fmt: skip
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(12))
+    optimizer = kind([parameter], lr=0.02, betas=(0.0, 0.9))
+    for gradient in gradients:
+        before = parameter.detach().clone()
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    assert (parameter.detach() - before).abs().mean() > 1.5 * 0.02, "the limit would bind in torch's own step"
+    assert torch.allclose(moved[0.0][1:], parameter.detach()[1:], rtol=2e-5, atol=2e-6)
+    assert torch.equal(moved[0.0][1:], moved[math.inf][1:])
+    assert not torch.equal(moved[0.0][0], moved[math.inf][0])
+
+
+def test_a_norm_is_looked_at_now_and_then() -> None:
+    """In every step at first, then in every twentieth."""
+    parameter = nn.Parameter(torch.zeros(2000))
+    optimizer = torch.optim.AdamW([parameter], lr=0.01)
+    aware = StalenessAwareAdam(optimizer)
+    looked = []
+    for _ in range(65):
+        held = root_mean_square(parameter)
+        parameter.grad = torch.ones(2000)
+        aware.step([parameter], [None])
+        looked.append(torch.equal(optimizer.state[parameter]["magnitude"], held))
+    assert [step for step, fresh in enumerate(looked) if fresh] == [*range(21), 40, 60]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_catch_up": 0.5}, {"max_walk": 0.9}, {"max_change": -1.0}, {"max_change": math.nan}]
+)
+def test_bad_limits_are_refused(bad: dict[str, float]) -> None:
+    """A delivery is at least one step."""
+    with pytest.raises(ConfigurationError, match=next(iter(bad))):
+        StalenessAwareAdam(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), **bad)
+
+
+def test_no_limit_is_none() -> None:
+    """``max_change=inf`` lets weights of zero catch up as well."""
+    for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
+        parameter = nn.Parameter(torch.zeros(1000))
+        aware = StalenessAwareAdam(torch.optim.Adam([parameter], lr=0.0), max_change=change)
+        for t in range(1, 18):
+            parameter.grad = torch.full((1000,), 1.0 if t == 1 else 16.0)
+            aware.optimizer.param_groups[0]["lr"] = 0.01 * (t == 17)
+            aware.step([parameter], [None if t in (1, 17) else torch.arange(0)])
+        assert torch.allclose(-parameter.detach(), torch.tensor(0.01 * steps), rtol=1e-3)
+
+
+def test_the_step_count_is_fp32_whatever_the_default() -> None:
+    """Models are built under a default of bf16, which counts to 256."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        _, optimizer = run(torch.optim.Adam, 2, delivered=lambda _: None, gradient=lambda _: torch.ones(12))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (state,) = optimizer.state.values()
+    assert state["step"].dtype == state["magnitude"].dtype == torch.float32
+
+
 def test_a_magnitude_has_one_value() -> None:
     """The root mean square of a parameter: right, and the same bits in whatever order and dtype it is summed."""
     values = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0)).bfloat16().float() * 0.02
@@ -113,6 +180,8 @@ def test_a_magnitude_has_one_value() -> None:
     assert torch.equal(root_mean_square(half), root_mean_square(half.float()))
     assert root_mean_square(values.double()) == pytest.approx(float(found), rel=1e-6)
     assert root_mean_square(torch.zeros(5)) == 0
+    assert root_mean_square(torch.tensor([1.0, -math.inf, 2.0])).isnan()
+    assert root_mean_square(torch.tensor([1.0, math.nan])).isnan()
     assert root_mean_square(torch.full((7,), 3e38)) == pytest.approx(3e38)
     assert root_mean_square(torch.full((7,), 1e-30)) == pytest.approx(1e-30)
 

@@ -260,6 +260,8 @@ def test_metrics_are_flat_floats() -> None:
         ({"warmup_steps": 2.5}, r"steps=2\.5.*whole number"),
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
         ({"max_catch_up": 0.5}, "max_catch_up=0.5"),
+        ({"max_change": -0.1}, "max_change=-0.1"),
+        ({"max_change": "a fifth"}, "max_change='a fifth'"),
         ({"algo": ["oktopk"]}, "unknown algorithm"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),

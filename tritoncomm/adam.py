@@ -18,7 +18,9 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm_kernels import AdamControl, AdamState, adam_update, root_mean_square
 
-_LOOK_EVERY = 20  # steps, in which a parameter's norm hardly changes
+# Steps between looks at a parameter's norm, which after as many steps changes by little, or grows and is taken for
+# smaller than it is. Until then every step looks: weights may start at zero.
+_LOOK_EVERY = 20
 _REFUSED = ("capturable", "differentiable")
 
 
@@ -50,6 +52,9 @@ class StalenessAwareAdam:
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
+        for name, least in (("max_catch_up", 1), ("max_walk", 1), ("max_change", 0)):
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give a number from {least} on")
         self.check_options()
 
     def check_options(self) -> None:
@@ -130,7 +135,7 @@ class StalenessAwareAdam:
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:
@@ -139,6 +144,9 @@ class StalenessAwareAdam:
             # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
             state.pop("magnitude", None)
-        if "magnitude" not in state or int(state["step"]) % _LOOK_EVERY == 0:
+        step = int(state["step"])
+        if "magnitude" not in state:
             state["magnitude"] = root_mean_square(parameter)
+        elif step < _LOOK_EVERY or step % _LOOK_EVERY == 0:
+            state["magnitude"].copy_(root_mean_square(parameter))
         return state

@@ -31,6 +31,7 @@ def wrap(
     staleness: str = "aware",
     select_by: str = "auto",
     max_catch_up: float = 20.0,
+    max_change: float = 0.2,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
@@ -48,8 +49,9 @@ def wrap(
     makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
 
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting for at most
-    ``max_catch_up`` steps and three square roots of the steps it has waited, and catching up changing no tensor by
-    more than a fifth of its norm; ``"off"`` runs the optimizer as it is.
+    ``max_catch_up`` steps and three square roots of the steps it has waited. Catching up is shortened where it would
+    change a tensor by more than ``max_change`` of its norm at once, though not to less than dense steps might;
+    ``"off"`` runs the optimizer as it is.
     ``select_by="update"`` chooses entries by their gradient over the root of its second moment, which is what Adam
     steps by, ``"gradient"`` by their gradient; ``"auto"`` is ``"update"`` where the staleness-aware step is taken and
     ``algo`` compares entries with each other.
@@ -83,6 +85,7 @@ def wrap(
             staleness=staleness,
             select_by=select_by,
             max_catch_up=max_catch_up,
+            max_change=max_change,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,

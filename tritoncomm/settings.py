@@ -29,6 +29,7 @@ class Options:
     staleness: str = "aware"
     select_by: str = "auto"
     max_catch_up: float = 20.0
+    max_change: float = 0.2
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
     timeout: timedelta | None = None
@@ -41,6 +42,10 @@ class Options:
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
+            )
+        if not (is_number(self.max_change) and self.max_change >= 0):
+            raise ConfigurationError(
+                f"max_change={self.max_change!r}: give a share of a tensor's norm, 0 or more; math.inf is no limit"
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: give a positive number, or None")

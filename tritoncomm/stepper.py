@@ -66,7 +66,7 @@ class Stepper:
         if not late or options.staleness == "off":
             return
         if takes_aware_step(optimizer, options):
-            self._adam = StalenessAwareAdam(optimizer, options.max_catch_up)
+            self._adam = StalenessAwareAdam(optimizer, options.max_catch_up, max_change=options.max_change)
         elif not isinstance(optimizer, _LINEAR):
             logger.warning(
                 "%s is not staleness-aware: it takes late, bursty gradients at face value; expect a gap to dense "

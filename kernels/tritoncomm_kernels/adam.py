@@ -21,6 +21,7 @@ POWERS = 31  # squares of beta: tau is int32
 # Squares of distances are summed as integers, in 1/32 of a learning rate, each counting for 1448 rates at most: 2^31
 # of them fit.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
+_SCALARS = 10  # of AdamControl
 _PART = 1 << 20  # elements whose squares are held at a time
 
 
@@ -44,12 +45,13 @@ class AdamState:
 class AdamControl:
     """The numbers of one step, in device memory: a kernel does not have to be compiled or launched anew for them.
 
-    To replay a captured step, write the next numbers into ``scalars`` outside the graph.
+    To replay a captured step, write the next numbers into ``scalars`` (and, when it has been looked at again, the
+    magnitude of :class:`AdamState`) outside the graph.
 
-    ``scalars`` (fp64 ``[9]``): step count, learning rate over the first bias correction, square root of
+    ``scalars`` (fp64 ``[10]``): step count, learning rate over the first bias correction, square root of
     the second, epsilon, the limit on tau for the distance, coupled weight decay, the limit in square roots of tau,
-    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its magnitude
-    by which a tensor may change.
+    32 over the first bias correction, how many 32nds of a learning rate are the largest share of its magnitude
+    by which a tensor may change, and how many it may always.
     """
 
     scalars: torch.Tensor
@@ -76,9 +78,9 @@ class AdamControl:
         """Fill in the formulas."""
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
         rate, root = learning_rate / correct1, math.sqrt(correct2)
-        # Nothing moves at a rate of 0. Infinity times a magnitude of 0 would be none.
-        change = min(FINE * max_change / learning_rate, torch.finfo(torch.float32).max) if learning_rate else 0.0
-        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change]
+        change = FINE * max_change / learning_rate if learning_rate else 0.0  # nothing moves at a rate of 0
+        least = math.inf if math.isinf(max_change) else FINE
+        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change, least]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
         return cls(on_device, betas, maximize, coupled_decay != 0)
 
@@ -97,7 +99,7 @@ def adam_update(
     in fp32; fp64 and strided tensors are left to torch's operators, on a GPU too. Raises ``ValueError``
     naming the argument that does not fit.
     """
-    floats = _check(parameter, gradient, state, indices)
+    floats = _check(parameter, gradient, state, control, indices)
     if parameter.numel() == 0 or (indices is not None and indices.numel() == 0):
         return
     plain = all(t.dtype in GRADIENT_DTYPES and t.is_contiguous() for t in floats) and state.last.is_contiguous()
@@ -116,7 +118,11 @@ def adam_update(
 
 
 def _check(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: AdamState, indices: torch.Tensor | None
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    state: AdamState,
+    control: AdamControl,
+    indices: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Raise ``ValueError`` unless all tensors fit together; returns the floating-point ones."""
     named = {"parameter": parameter, "gradient": gradient, "first": state.first, "second": state.second}
@@ -130,6 +136,9 @@ def _check(
             )
     if state.last.dtype != torch.int32:
         raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
+    if control.scalars.numel() != _SCALARS:
+        held = control.scalars.numel()
+        raise ValueError(f"control has {held} scalars, expected {_SCALARS}: make it by AdamControl.of")
     check_vector("magnitude", state.magnitude.reshape(-1), numel=1, like=parameter)
     if parameter.numel() > INDEX_LIMIT:
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
@@ -147,7 +156,7 @@ def _update(
 ) -> None:
     """The reference, in torch operators, one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
+    _, rate, root, epsilon, limit, decay, walk, fine, change, least = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
@@ -173,7 +182,8 @@ def _update(
     if late:
         factor = waited.minimum(limit).minimum(walk * _square_root(waited))
         length = _length(factor * move * fine, parameter.numel())
-        reach = (change * state.magnitude.to(at.dtype)).clamp(min=FINE)
+        reach = change * state.magnitude.to(at.dtype)
+        reach = torch.where(reach > least, reach, least)  # NaN is the least
         move = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor) * move
     at.write(parameter, values - rate * move)
 
@@ -182,23 +192,25 @@ def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
     """Root mean square over ``numel`` coordinates of which all but ``moves`` are 0; the same bits in any order."""
     squares = moves * moves
     total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
-    return _square_root(total.to(moves.dtype) / torch.tensor(numel, device=moves.device).to(moves.dtype))
+    return _square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
 
 
 def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     """Of all of ``tensor`` (any float dtype, not empty), as fp32 ``[]``: the same bits however it is summed.
 
-    What is less than 1/4096 of the largest counts as 0.
+    Squares are rounded down to multiples of 2^-24 of the largest, so what is less than 1/4096 of the largest counts as
+    0. NaN where anything is not finite.
     """
     low, high = tensor.detach().aminmax()
     wide = torch.promote_types(tensor.dtype, torch.float32)
     top = torch.maximum(-low, high).to(wide).clamp(min=torch.finfo(wide).tiny)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(tensor.detach().reshape(-1), _PART):
+    flat = tensor.detach().reshape(-1)
+    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else 16 * _PART):
         share = part.to(wide) / top
         total += (share * share * 2.0**24).to(torch.int32).sum(dtype=torch.int64)
-    mean = total.to(wide) / torch.tensor(tensor.numel() * 2.0**24, dtype=wide, device=tensor.device)
-    return (top * _square_root(mean)).to(torch.float32)
+    mean = total.to(wide) / torch.full_like(top, tensor.numel() * 2.0**24)
+    return torch.where(top.isfinite(), top * _square_root(mean), math.nan).to(torch.float32)
 
 
 def _powers(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

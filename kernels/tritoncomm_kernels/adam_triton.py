@@ -1,13 +1,14 @@
-"""Kernels of :mod:`tritoncomm_kernels.adam`: gather and update the moments of what was delivered, then move it.
+"""Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
 
-Two, because how far a coordinate may move depends on how far all of its tensor would.
+Two, because how far a coordinate may move depends on how far all of its tensor would: the first adds that up, and the
+second computes the same again. Nothing is kept in between, so that no memory is needed but for one number.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam import LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
 
 BLOCK, WARPS = 512, 4  # 1024 need 160 registers, and spill on sm_80 with every option
@@ -33,29 +34,23 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
 
 @triton.jit
 def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's lanes, the coordinates they are for, and which of these exist."""
-    lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """The coordinates that this program is for, and which of them exist."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if EVERY:
         at = lane
         inside = lane < n
     else:
         at = tl.load(indices_ptr + lane, mask=lane < count, other=-1)
         inside = (at >= 0) & (at < n)
-    return lane, at, inside
+    return at, inside
 
 
-@triton.jit(do_not_specialize=["count", "n"])
-def adam_kernel(
-    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
-    move_ptr, factor_ptr, total_ptr, count, n,
-    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _step(
+    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """Update the moments of ``BLOCK`` delivered coordinates; an index out of bounds updates nothing.
-
-    Writes each one's move in a dense step and for how many it counts, and adds up the squares of their products.
-    """
-    lane, at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
+    """The new moments, the move of one dense step, and how many of them the delivery stands for."""
     steps = tl.load(control_ptr).to(tl.int32)
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
@@ -73,40 +68,62 @@ def adam_kernel(
     first = power * tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * mean
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
     second = power * tl.load(second_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * (mean * mean)
-    tl.debug_barrier()  # the stores may be laid out over other threads than the loads
-    tl.store(first_ptr + at, first, mask=inside)
-    tl.store(second_ptr + at, second, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + steps, mask=inside)
+    largest = second
     if AMSGRAD:
         maximum = tl.load(maximum_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.where((maximum > second) | (maximum != maximum), maximum, second)
-        tl.store(maximum_ptr + at, second, mask=inside)
-    move = tl.div_rn(first, tl.div_rn(tl.sqrt_rn(second), root) + epsilon)
+        largest = tl.where((maximum > second) | (maximum != maximum), maximum, second)
+    move = tl.div_rn(first, tl.div_rn(tl.sqrt_rn(largest), root) + epsilon)
     factor = tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))
+    return first, second, largest, move, factor
+
+
+@triton.jit(do_not_specialize=["count", "n"])
+def length_kernel(
+    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
+    total_ptr, count, n,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the squares of how far ``BLOCK`` delivered coordinates would move, in integers; nothing is updated."""
+    at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
+    _, _, _, move, factor = _step(
+        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
+        AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
     distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
     square = distance * distance
     square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
     tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0), sem="relaxed")
-    tl.store(move_ptr + lane, move, mask=inside)
-    tl.store(factor_ptr + lane, factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "n"])
-def move_kernel(
-    parameter_ptr, magnitude_ptr, indices_ptr, control_ptr, move_ptr, factor_ptr, total_ptr, count, n,
-    EVERY: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+def adam_kernel(
+    parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
+    total_ptr, magnitude_ptr, count, n,
+    EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move ``BLOCK`` delivered coordinates, no further than their tensor may in all."""
-    lane, at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
-    reach = tl.maximum(tl.load(control_ptr + 8).to(tl.float32) * tl.load(magnitude_ptr), FINE)
-    length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
-    factor = tl.load(factor_ptr + lane, mask=inside, other=0.0)
-    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
-    move = factor * tl.load(move_ptr + lane, mask=inside, other=0.0)
+    """Update ``BLOCK`` delivered coordinates; an index out of bounds updates nothing."""
+    at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
+    # Loaded only where it is needed, it costs spilled registers on sm_100.
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    first, second, largest, move, factor = _step(
+        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
+        AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
     tl.debug_barrier()  # the stores may be laid out over other threads than the loads
-    tl.store(parameter_ptr + at, parameter - rate * move, mask=inside)
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    if AMSGRAD:
+        tl.store(maximum_ptr + at, largest, mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    least = tl.load(control_ptr + 9).to(tl.float32)
+    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(magnitude_ptr)
+    reach = tl.where(reach > least, reach, least)  # NaN is the least
+    length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
+    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 
 
 def update(
@@ -128,17 +145,18 @@ def update(
     """Launch; the arguments have been checked and are not empty."""
     n = parameter.numel()
     count = n if indices is None else indices.numel()
-    moves = torch.empty(2, count, device=parameter.device)
     total = torch.zeros(1, dtype=torch.int64, device=parameter.device)
     grid = (triton.cdiv(count, block),)
+    tensors = (parameter, gradient, first, second, maximum, last, indices, control, tables, total)
     with on_device_of(parameter):
-        adam_kernel[grid](
-            parameter, gradient, first, second, maximum, last, indices, control, tables, *moves, total, count, n,
+        length_kernel[grid](
+            *tensors, count, n,
             EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
             POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
-        move_kernel[grid](
-            parameter, magnitude, indices, control, *moves, total, count, n,
-            EVERY=indices is None, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        adam_kernel[grid](
+            *tensors, magnitude, count, n,
+            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
+            POWERS=tables.numel() // 4, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -84,18 +84,20 @@ SCATTERING = {
     "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_gather),
     "rotation undone the wrong way": Mutant("rebalance", "lane - iter", "lane + iter", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
-    "delivery not remembered": Mutant("adam", "tl.int32) + steps,", "tl.int32),", scatter.test_adam),
+    "delivery not remembered": Mutant(
+        "adam", "tl.int32) + tl.load(control_ptr).to(tl.int32),", "tl.int32),", scatter.test_adam
+    ),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
     "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", scatter.test_adam),
     "less than a dense step": Mutant(
         "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", scatter.test_adam
     ),
-    "no magnitude": Mutant("adam", " * tl.load(magnitude_ptr), FINE)", ", FINE)", scatter.test_adam),
+    "no magnitude": Mutant("adam", " * tl.load(magnitude_ptr)", "", scatter.test_adam),
+    "NaN is no limit": Mutant(
+        "adam", "tl.where(reach > least, reach, least)", "tl.where(reach < least, least, reach)", scatter.test_adam
+    ),
     "NaN left out of sums": Mutant(
-        "adam",
-        "square < LARGEST_SQUARE, square, LARGEST_SQUARE",
-        "square < LARGEST_SQUARE, square, 0.0",
-        scatter.test_adam,
+        "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", scatter.test_adam
     ),
     "no limit on walking": Mutant(
         "adam",

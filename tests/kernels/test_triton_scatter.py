@@ -231,7 +231,9 @@ def test_adam(
     decay, corrected = data.draw(st.tuples(st.sampled_from([0.0, 0.1]), st.booleans()))
     betas = data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)]))
     steps = data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
-    size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf]))  # how much the parameter may change follows it
+    change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
+    size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan]))  # of the parameter
+    small = data.draw(st.sampled_from([1.0, 1e-12]))  # moments, which make moves too long to be squared
     generator = torch.Generator().manual_seed(seed)
     last = torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32)
     at = (torch.rand(n, generator=generator) < 0.3).nonzero().squeeze(1)
@@ -241,7 +243,7 @@ def test_adam(
 
     def call(guarded: Guarded) -> list[list[int]]:
         parameter, gradient, first = (guarded.of(drawn("heavy", n, seed + i).to(dtype)) for i in range(3))
-        second, maximum = (guarded.of(drawn("heavy", n, seed + i).abs().to(dtype)) for i in (3, 4))
+        second, maximum = (guarded.of((small * drawn("heavy", n, seed + i).abs()).to(dtype)) for i in (3, 4))
         magnitude = torch.tensor([size], device=parameter.device)
         state = kernels.AdamState(first, second, guarded.of(last), magnitude, maximum if amsgrad else None)
         control = kernels.AdamControl.of(
@@ -250,6 +252,7 @@ def test_adam(
             betas=betas,
             epsilon=1e-8,
             max_catch_up=20,
+            max_change=change,
             device=parameter.device,
             bias_correction=corrected,
             coupled_decay=decay,
