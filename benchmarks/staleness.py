@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.seeds, options.variants = 4, [0], ["AdamW as is", "aware"]
+        options.steps, options.warmup, options.seeds, options.variants = 4, 1, [0], ["AdamW as is", "aware"]
     warmup = options.warmup
     text = standard_library()
     rows: list[dict[str, object]] = []
