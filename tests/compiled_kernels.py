@@ -25,7 +25,7 @@ from tritoncomm_kernels import (
     threshold_triton,
 )
 from tritoncomm_kernels.accumulate_triton import add_tile
-from tritoncomm_kernels.adam import LARGEST_SQUARE
+from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.mark_triton import momentum_tile, write_marks
 
@@ -221,14 +221,14 @@ def others() -> list[Case]:
     ]
     plain = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
     options = plain | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True, "EVERY": True}
-    length = {"LARGEST_SQUARE": LARGEST_SQUARE}
+    step, length = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
     size = {"warps": adam_triton.WARPS, "elements": adam_triton.BLOCK, "types": {"indices_ptr": "*i64"}}
     tensors = ("parameter_ptr", "gradient_ptr", "first_ptr", "second_ptr", "maximum_ptr")
     halves = [
         Case(
             f"adam {half}",
             adam_triton.adam_kernel,
-            plain | {"EVERY": every},
+            plain | step | {"EVERY": every},
             adam_triton.WARPS,
             size["types"] | dict.fromkeys(tensors, f"*{half}"),
             adam_triton.BLOCK,
@@ -238,8 +238,8 @@ def others() -> list[Case]:
     return [
         *rules,
         *halves,
-        Case("adam", adam_triton.adam_kernel, plain | {"EVERY": False}, **size),
-        Case("adam, all options", adam_triton.adam_kernel, options, **size),
+        Case("adam", adam_triton.adam_kernel, plain | step | {"EVERY": False}, **size),
+        Case("adam, all options", adam_triton.adam_kernel, options | step, **size),
         Case("adam's length", adam_triton.length_kernel, plain | length | {"EVERY": False}, **size),
         Case("adam's length, all options", adam_triton.length_kernel, options | length, **size),
     ]

@@ -432,6 +432,31 @@ def test_what_limits_catching_up_is_resumed() -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 259)])  # which bf16 has not
+def test_wrapped_after_loading(dtype: torch.dtype, steps: int) -> None:
+    """The bare optimizer casts what it loads to the parameter's dtype: exact ages are kept, others forgotten."""
+    net = model().to(dtype)
+    weight = net[0].weight
+    first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
+    for step in range(steps):
+        for parameter in net.parameters():
+            parameter.grad = torch.linspace(-step, 1, parameter.numel()).view_as(parameter).to(dtype)
+        first.step()
+    ages = first.state[weight]["last_delivered"]
+    assert ages.unique().numel() > 1
+    bare = torch.optim.AdamW(net.parameters(), lr=0.01)
+    bare.load_state_dict(first.state_dict())
+    again = sparse_wrap(bare, density=1 / weight.numel())  # one coordinate
+    again.step()
+    after = again.state[weight]["last_delivered"]
+    assert after.dtype == torch.int32
+    late = after != steps + 1
+    expected = ages if dtype == torch.float32 else torch.full_like(ages, steps)
+    assert torch.equal(after[late], expected[late])
+    assert late.any()
+    assert again.state[weight]["magnitude"].dtype == torch.float32
+
+
 def test_add_param_group_keeps_the_warm_up() -> None:
     """Dense steps are not taken twice; a group that cannot be honoured is refused."""
     net = model()

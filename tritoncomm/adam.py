@@ -21,6 +21,7 @@ from tritoncomm_kernels import AdamControl, AdamState, adam_update, root_mean_sq
 # Steps between looks at a parameter's norm, which after as many steps changes by little, or grows and is taken for
 # smaller than it is. Until then every step looks: weights may start at zero.
 _LOOK_EVERY = 20
+_EXACT = 4  # bytes of a float that holds any step count
 _REFUSED = ("capturable", "differentiable")
 
 
@@ -140,6 +141,12 @@ class StalenessAwareAdam:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+        if "last_delivered" in state and state["last_delivered"].dtype != torch.int32:
+            # The bare optimizer's load_state_dict has cast it to the parameter's dtype; 16 bits hold no step counts.
+            last = state.pop("last_delivered")
+            if last.element_size() >= _EXACT:
+                state["last_delivered"] = last.to(torch.int32)
+                state["magnitude"] = state["magnitude"].to(torch.float32)
         if "last_delivered" not in state or state["last_aware"] != state["step"]:
             # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)

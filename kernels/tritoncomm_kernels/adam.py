@@ -21,7 +21,7 @@ POWERS = 31  # squares of beta: tau is int32
 # Squares of distances are summed as integers, in 1/32 of a learning rate, each counting for 1448 rates at most: 2^31
 # of them fit.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
-_SCALARS = 10  # of AdamControl
+_SCALARS = 9  # of AdamControl
 _PART = 1 << 20  # elements whose squares are held at a time
 
 
@@ -48,16 +48,17 @@ class AdamControl:
     To replay a captured step, write the next numbers into ``scalars`` (and, when it has been looked at again, the
     magnitude of :class:`AdamState`) outside the graph.
 
-    ``scalars`` (fp64 ``[10]``): step count, learning rate over the first bias correction, square root of
+    ``scalars`` (fp64 ``[9]``): step count, learning rate over the first bias correction, square root of
     the second, epsilon, the limit on tau for the distance, coupled weight decay, the limit in square roots of tau,
-    32 over the first bias correction, how many 32nds of a learning rate are the largest share of its magnitude
-    by which a tensor may change, and how many it may always.
+    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its magnitude
+    by which a tensor may change.
     """
 
     scalars: torch.Tensor
     betas: tuple[float, float]
     maximize: bool = False
     coupled: bool = False
+    limited: bool = True  # whether there is a largest share; without one, lengths are not added up
 
     @classmethod
     def of(
@@ -79,10 +80,9 @@ class AdamControl:
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
         rate, root = learning_rate / correct1, math.sqrt(correct2)
         change = FINE * max_change / learning_rate if learning_rate else 0.0  # nothing moves at a rate of 0
-        least = math.inf if math.isinf(max_change) else FINE
-        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change, least]
+        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
-        return cls(on_device, betas, maximize, coupled_decay != 0)
+        return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_change))
 
 
 def adam_update(
@@ -108,7 +108,7 @@ def adam_update(
         tables = _tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
             parameter, gradient, state.first, state.second, state.maximum, state.last, state.magnitude, indices,
-            control.scalars, tables, maximize=control.maximize, coupled=control.coupled,
+            control.scalars, tables, maximize=control.maximize, coupled=control.coupled, limited=control.limited,
         )  # fmt: skip
         return
     if indices is not None:
@@ -156,7 +156,7 @@ def _update(
 ) -> None:
     """The reference, in torch operators, one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    _, rate, root, epsilon, limit, decay, walk, fine, change, least = control.scalars.to(at.dtype).unbind()
+    _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
@@ -181,10 +181,12 @@ def _update(
     move = first / (_square_root(second) / root + epsilon)  # of one step
     if late:
         factor = waited.minimum(limit).minimum(walk * _square_root(waited))
-        length = _length(factor * move * fine, parameter.numel())
-        reach = change * state.magnitude.to(at.dtype)
-        reach = torch.where(reach > least, reach, least)  # NaN is the least
-        move = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor) * move
+        if control.limited:
+            length = _length(factor * move * fine, parameter.numel())
+            reach = change * state.magnitude.to(at.dtype)
+            reach = torch.where(reach > FINE, reach, FINE)  # not for NaN
+            factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
+        move = factor * move
     at.write(parameter, values - rate * move)
 
 
@@ -206,7 +208,7 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     top = torch.maximum(-low, high).to(wide).clamp(min=torch.finfo(wide).tiny)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
-    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else 16 * _PART):
+    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else 4 * _PART):
         share = part.to(wide) / top
         total += (share * share * 2.0**24).to(torch.int32).sum(dtype=torch.int64)
     mean = total.to(wide) / torch.full_like(top, tensor.numel() * 2.0**24)

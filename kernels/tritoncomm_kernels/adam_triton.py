@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritoncomm_kernels.adam import LARGEST_SQUARE
+from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
 
 BLOCK, WARPS = 512, 4  # 1024 need 160 registers, and spill on sm_80 with every option
@@ -101,7 +101,7 @@ def adam_kernel(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
     total_ptr, magnitude_ptr, count, n,
     EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update ``BLOCK`` delivered coordinates; an index out of bounds updates nothing."""
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
@@ -118,9 +118,8 @@ def adam_kernel(
         tl.store(maximum_ptr + at, largest, mask=inside)
     tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
     rate = tl.load(control_ptr + 1).to(tl.float32)
-    least = tl.load(control_ptr + 9).to(tl.float32)
     reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(magnitude_ptr)
-    reach = tl.where(reach > least, reach, least)  # NaN is the least
+    reach = tl.where(reach > FINE, reach, FINE)  # not for NaN
     length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
@@ -140,6 +139,7 @@ def update(
     *,
     maximize: bool,
     coupled: bool,
+    limited: bool,
     block: int = BLOCK,
 ) -> None:
     """Launch; the arguments have been checked and are not empty."""
@@ -149,14 +149,15 @@ def update(
     grid = (triton.cdiv(count, block),)
     tensors = (parameter, gradient, first, second, maximum, last, indices, control, tables, total)
     with on_device_of(parameter):
-        length_kernel[grid](
-            *tensors, count, n,
-            EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, num_warps=WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        if limited:  # else no length is too long
+            length_kernel[grid](
+                *tensors, count, n,
+                EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
+                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, num_warps=WARPS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
         adam_kernel[grid](
             *tensors, magnitude, count, n,
             EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

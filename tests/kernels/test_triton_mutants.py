@@ -94,7 +94,7 @@ SCATTERING = {
     ),
     "no magnitude": Mutant("adam", " * tl.load(magnitude_ptr)", "", scatter.test_adam),
     "NaN is no limit": Mutant(
-        "adam", "tl.where(reach > least, reach, least)", "tl.where(reach < least, least, reach)", scatter.test_adam
+        "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", scatter.test_adam
     ),
     "NaN left out of sums": Mutant(
         "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", scatter.test_adam
