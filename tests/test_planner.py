@@ -13,7 +13,7 @@ from tritoncomm.algorithms import Dense, algorithms
 from tritoncomm.cost import HEADER_WORDS, WORD, Link
 from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
 from tritoncomm.planner import TRUSTED, at, choose, options
-from tritoncomm.survey import shortened, survey
+from tritoncomm.survey import shortened, survey, table
 
 from test_cost import SPARDL_TABLE
 
@@ -197,3 +197,13 @@ def test_words_are_bytes() -> None:
     (row,) = survey([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)
     assert row.words * WORD == 2 * 3 / 4 * 1600
     assert row.load == 1
+
+
+def test_columns_stand_under_their_names() -> None:
+    """Of the table that ``simulate`` prints, whatever the longest label is."""
+    rows = [*survey([Dense(), SparDL(teams=2, residuals="partial")], [4], 400, SLOW, LayeredGradients, steps=1)]
+    _, head, first, second, *_ = table(rows, SLOW).splitlines()
+    assert head.split()[:3] == ["method", "workers", "simulated"]
+    assert len(head) == len(first) == len(second)
+    before = head.index(" workers")
+    assert [line[:before].strip() for line in (first, second)] == [row.method for row in rows]

@@ -193,7 +193,7 @@ def table(rows: Sequence[Row], link: Link) -> str:
     wide = max([16, *(len(row.method) + 2 for row in rows)])
     lines = [
         f"words per rank in multiples of k, frames and counts included; {network}",
-        f"{{:{wide}}}" + "{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head),
+        f"{head[0]:{wide}}" + "{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head[1:]),
     ]
     for row in rows:
         low, high = row.formula_low / row.k, row.formula_high / row.k

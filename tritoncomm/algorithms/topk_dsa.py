@@ -2,7 +2,7 @@
 
 C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019. Every
 worker sums one region of the vector and spreads it, as pairs or, when too many of them have come together,
-as plain values. Delivers the same as the all-gather of local top-k.
+as plain values. Delivers the same as the all-gather of local top-k, but does not list sums of exactly 0.
 """
 
 from __future__ import annotations
