@@ -137,8 +137,8 @@ def train(
     recipe: tritoncomm.Recipe | PowerSGD,
     seed: int,
     step_rule: str = "",
-    catch_up: float = 20.0,
-    max_change: float = 0.2,
+    catch_up: float = StalenessAwareAdam.max_catch_up,
+    max_change: float = StalenessAwareAdam.max_change,
     *,
     see_all: bool = False,
 ) -> Outcome:
@@ -256,15 +256,16 @@ def picture(rows: list[Row], path: Path) -> None:
         colours = mpl.colormaps["tab20"].colors
         methods = sorted({row.method for row in rows} - {"dense"})
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+            relative = task == "gpt"
             dense = next(row for row in rows if (row.task, row.method) == (task, "dense"))
             middle = [statistics.fmean(dense.scores)] * len(dense.scores)
-            own = gaps(dense.scores, middle, relative=task == "gpt")
+            own = gaps(dense.scores, middle, relative=relative)
             axes.axhspan(min(own), max(own), color="0.85", label="spread of dense")
             for number, method in enumerate(methods):
                 shown = [r for r in rows if (r.task, r.method) == (task, method) and r.step in ("", DEFAULT)]
                 if not shown:
                     continue
-                behind = [gaps(row.scores, dense.scores, relative=task == "gpt") for row in shown]
+                behind = [gaps(row.scores, dense.scores, relative=relative) for row in shown]
                 means = [statistics.fmean(values) for values in behind]
                 spread = [
                     [mean - min(values) for mean, values in zip(means, behind, strict=True)],
@@ -283,7 +284,7 @@ def picture(rows: list[Row], path: Path) -> None:
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(ScalarFormatter())
             axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.set_ylabel("validation loss, % above dense" if task == "gpt" else "test accuracy, points above dense")
+            axes.set_ylabel("validation loss, % above dense" if relative else "test accuracy, points above dense")
             axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.savefig(path, dpi=120, format="png")
@@ -303,8 +304,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's own")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the task's own")
-    parser.add_argument("--catch-up", type=float, default=20.0, help="max_catch_up of the staleness-aware step")
-    parser.add_argument("--max-change", type=float, default=0.2, help="max_change of the same; inf is no limit")
+    limits = StalenessAwareAdam.max_catch_up, StalenessAwareAdam.max_change
+    parser.add_argument("--catch-up", type=float, default=limits[0], help="max_catch_up of the staleness-aware step")
+    parser.add_argument("--max-change", type=float, default=limits[1], help="max_change of the same; inf is no limit")
     parser.add_argument("--see-all", action="store_true", help="every worker's gradient is the mean of all")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a PNG here")

@@ -14,7 +14,9 @@ from workers import run_workers
 def test_loss_scaling(ours: bool) -> None:
     """GradScaler: with and without unscale_ and clipping, before and after synchronize()."""
     routes = [partial(gloo_training.loss_scaling, ours=ours, route=route) for route in gloo_training.ROUTES]
-    run_workers(gloo_training.several, 3, routes)
+    done: list[str] = []
+    run_workers(gloo_training.several, 3, routes, listen=done.append)
+    assert len(done) == len(routes)
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ class StalenessAwareAdam:
         if "last_delivered" in state and state["last_delivered"].dtype != torch.int32:
             # The bare optimizer's load_state_dict has cast it to the parameter's dtype; 16 bits hold no step counts.
             last = state.pop("last_delivered")
+            state.pop("magnitude", None)
             if last.element_size() >= _EXACT:
                 state["last_delivered"] = last.to(torch.int32)
-                state["magnitude"] = state["magnitude"].to(torch.float32)
         if "last_delivered" not in state or state["last_aware"] != state["step"]:
             # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)

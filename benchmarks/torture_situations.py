@@ -1,0 +1,439 @@
+"""The situations of ``torture.py``, as the ranks act them out, and what a good end of each says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+import tritoncomm.agreement
+import tritoncomm.checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+WORKERS = 3
+VICTIM = 1
+TIMEOUT = 4
+BAD_STEP = 4
+
+
+class Trainer:
+    """A small model under one of the libraries; a step is forward, backward, exchange and update."""
+
+    def __init__(self, library: str, rank: int, *, numel: int = 64, algo: str = "oktopk", density: float = 0.1) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, numel), nn.ReLU(), nn.Linear(numel, 4))
+        self.rank = rank
+        self.state: Any = None
+        self.net: nn.Module = self.model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        if library == "tritoncomm":
+            self.optimizer = tritoncomm.wrap(
+                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT)
+            )
+        else:
+            self.net = DistributedDataParallel(self.model)
+            if library == "PowerSGD":
+                self.state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+                self.net.register_comm_hook(self.state, powerSGD_hook)
+
+    def loss(self, step: int) -> torch.Tensor:
+        """On a batch of this rank and step."""
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + self.rank))
+        return self.net(x).square().mean()
+
+    def step(self, step: int, factor: float = 1.0) -> None:
+        """One whole step."""
+        self.optimizer.zero_grad()
+        (self.loss(step) * factor).backward()
+        self.optimizer.step()
+
+    def owed(self) -> torch.Tensor | None:
+        """What is held back for later, if anything."""
+        if isinstance(self.optimizer, tritoncomm.SparseOptimizer):
+            return torch.cat(self.optimizer.state_dict()["tritoncomm"]["residuals"])
+        if self.state is not None and self.state.error_dict:
+            return torch.cat([error.reshape(-1) for error in self.state.error_dict.values()])
+        return None
+
+    def finite(self) -> bool:
+        """Neither parameters nor what is owed hold a NaN or Inf."""
+        owed = self.owed()
+        return all(bool(p.isfinite().all()) for p in self.model.parameters()) and (
+            owed is None or bool(owed.isfinite().all())
+        )
+
+    def alike(self) -> bool:
+        """All ranks hold the same parameters."""
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, [p.tolist() for p in self.model.parameters()])
+        return all(other == everybody[0] for other in everybody)
+
+
+def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A rank is killed."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        named = f"rank {VICTIM}" in str(error)
+        kept = all(map(torch.equal, before, trainer.model.parameters()))
+        goes_on = False
+        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+            left = [r for r in range(WORKERS) if r != VICTIM]
+            group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
+            trainer.optimizer.reset_process_group(group)
+            trainer.step(2)
+            goes_on = True
+        send(f"error, {'names' if named else 'does not name'} the rank, parameters {'kept' if kept else 'changed'}"
+             + (", the others go on in a new group" if goes_on else ""))  # fmt: skip
+
+
+def slow(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A rank is slower than the time-out."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        time.sleep(3 * TIMEOUT)
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        text = str(error)
+        named = f"rank {VICTIM}" in text or (trainer.rank == VICTIM and "gave up" in text)
+        send(f"error, {'names' if named else 'does not name'} the rank")
+
+
+def nan_on_one_rank(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """One rank's loss is NaN in one step."""
+    for step in range(4):
+        trainer.step(step)
+    trainer.step(BAD_STEP, float("nan") if trainer.rank == VICTIM else 1.0)
+    for step in range(5, 8):
+        trainer.step(step)
+    send(
+        "skipped by all, training goes on"
+        if trainer.finite() and trainer.alike()
+        else "parameters or error are NaN for ever"
+    )
+
+
+def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """GradScaler, and an overflow on one rank."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+        from tritoncomm.amp import GradScaler
+
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+    for step in range(6):
+        trainer.optimizer.zero_grad()
+        factor = float("inf") if step == BAD_STEP and trainer.rank == VICTIM else 1.0
+        scaler.scale(trainer.loss(step) * factor).backward()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+    scales: list[Any] = [None] * WORKERS
+    dist.all_gather_object(scales, scaler.get_scale())
+    fine = trainer.finite() and trainer.alike() and len(set(scales)) == 1
+    send("all skip, scales equal" if fine else "parameters or error not finite, or ranks differ")
+
+
+def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """The loss scale halves in the middle of a run: is what is owed still worth the same?"""
+    for step in range(5):
+        scale = 1024.0 if step < BAD_STEP else 512.0
+        trainer.optimizer.zero_grad()
+        (trainer.loss(step) * scale).backward()
+        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+            trainer.optimizer.grad_scale = torch.tensor(scale)
+            trainer.optimizer.found_inf = torch.tensor(0.0)
+            trainer.optimizer.step()
+            del trainer.optimizer.grad_scale, trainer.optimizer.found_inf
+        else:
+            for parameter in trainer.model.parameters():
+                parameter.grad /= scale
+            trainer.optimizer.step()
+    owed = trainer.owed()
+    if owed is None:
+        send("nothing is owed")
+    else:
+        gradient = torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()])
+        send("owed in units of the gradient" if float(owed.norm()) < 100 * float(gradient.norm()) + 1 else
+             "owed in units of the old scale, worth twice as much now")  # fmt: skip
+
+
+def other_settings(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank is configured with another rank, density or width."""
+    try:
+        if library == "PowerSGD":
+            trainer.state.matrix_approximation_rank = 2 if trainer.rank == VICTIM else 1
+            for step in range(4):
+                trainer.step(step)
+        elif library == "tritoncomm":
+            Trainer(library, trainer.rank, density=0.2 if trainer.rank == VICTIM else 0.1)
+        else:
+            Trainer(library, trainer.rank, numel=65 if trainer.rank == VICTIM else 64).step(0)
+    except RuntimeError as error:
+        text = str(error)
+        named = "density" in text if library == "tritoncomm" else "rank" in text.lower() or "params" in text
+        send(f"error at start, {'says' if named else 'does not say'} what differs")
+    else:
+        send("not noticed" if trainer.alike() else "not noticed, ranks differ")
+
+
+def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """A message is longer than its receiver expects."""
+    long, short = torch.ones(100), torch.zeros(10)
+    try:
+        if library == "tritoncomm":
+            _send_words(trainer.rank, sent=100, expected=10)
+        elif trainer.rank == 0:  # what a hook of one's own would do
+            dist.isend(long, VICTIM).wait(timedelta(seconds=TIMEOUT))
+        elif trainer.rank == VICTIM:
+            dist.irecv(short, 0).wait(timedelta(seconds=TIMEOUT))
+        dist.barrier()
+    except RuntimeError as error:
+        send(f"error, {'says' if '100' in str(error) else 'does not say'} what does not fit")
+
+
+def _send_words(rank: int, sent: int, expected: int) -> None:
+    """A round in which one rank sends something else than the other expects."""
+    from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+    from tritoncomm.scheduler.rounds import AllReduce, Round
+
+    def talk() -> Any:
+        sends = {VICTIM: torch.arange(sent, dtype=torch.int32)} if rank == 0 else {}
+        yield Round("lists", sends, {0: expected} if rank == VICTIM else {})
+        yield AllReduce("after", torch.ones(1))
+
+    ProcessGroupScheduler(timeout=timedelta(seconds=TIMEOUT)).run(talk())
+
+
+def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """A message is shorter than its receiver expects."""
+    try:
+        if library == "tritoncomm":
+            _send_words(trainer.rank, sent=10, expected=100)
+        elif trainer.rank == 0:
+            dist.isend(torch.ones(10), VICTIM).wait(timedelta(seconds=TIMEOUT))
+        elif trainer.rank == VICTIM:
+            buffer = torch.full((100,), -1.0)
+            dist.irecv(buffer, 0).wait(timedelta(seconds=TIMEOUT))
+            send("takes what was in memory for the rest" if (buffer == -1).any() else "whole")
+            return
+        dist.barrier()
+    except RuntimeError as error:
+        send(
+            f"error, {'says' if '10 words' in str(error) or ' 10,' in str(error) else 'does not say'} what does not fit"
+        )
+    else:
+        send("not noticed")
+
+
+def skipped(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """One rank takes no part in a step and comes no more."""
+    trainer.step(0)
+    if trainer.rank == VICTIM:
+        time.sleep(3 * TIMEOUT)
+        return
+    try:
+        trainer.step(1)
+    except RuntimeError as error:
+        send(f"error, {'names' if f'rank {VICTIM}' in str(error) else 'does not name'} the rank")
+
+
+def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """Two layers of one shape stand in another order in one rank's optimizer and model."""
+    torch.manual_seed(trainer.rank)  # DDP makes them alike, in the order that it finds
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    order = list(layers) if trainer.rank != VICTIM else list(reversed(layers))
+    model = nn.ModuleDict({name: layers[name] for name in order})
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            optimizer.step()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers["second"](torch.relu(self.layers["first"](x)))
+
+    net: nn.Module = Net()
+    try:
+        if library == "tritoncomm":
+            torch.manual_seed(5)
+            for parameter in net.parameters():
+                nn.init.normal_(parameter)
+            optimizer: Any = torch.optim.SGD(net.named_parameters(), lr=0.1)
+            train(net, tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT)))
+        else:
+            inner, net = net, DistributedDataParallel(net)
+            if library == "PowerSGD":
+                net.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1), powerSGD_hook)
+            train(net, torch.optim.SGD(inner.parameters(), lr=0.1))
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'order' in str(error) else 'does not say'} what differs")
+        return
+    everybody: list[Any] = [None] * WORKERS
+    dist.all_gather_object(everybody, layers["first"].weight.tolist())
+    send("not noticed" + ("" if all(w == everybody[0] for w in everybody) else ": ranks train different models"))
+
+
+def other_dtype(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank's model is in double precision."""
+    model = trainer.model.double() if trainer.rank == VICTIM else trainer.model
+    try:
+        if library == "tritoncomm":
+            tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=TIMEOUT))
+        else:
+            net = DistributedDataParallel(model)
+            if library == "PowerSGD":
+                net.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1), powerSGD_hook)
+            dtype = next(model.parameters()).dtype
+            for _ in range(3):
+                net(torch.ones(4, 16, dtype=dtype)).sum().backward()
+    except RuntimeError as error:
+        said = "dtype" in str(error) or "float64" in str(error)
+        send(f"error at start, {'says' if said else 'does not say'} what differs")
+    else:
+        send("not noticed")
+
+
+def other_method(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank has chosen another method: without the hook that the others have, or with it."""
+    victim = trainer.rank == VICTIM
+    try:
+        if library == "tritoncomm":
+            Trainer(library, trainer.rank, algo="spardl" if victim else "oktopk")
+        else:
+            with_hook = victim == (library == "DDP")
+            mixed = Trainer("PowerSGD" if with_hook else "DDP", trainer.rank)
+            for step in range(4):
+                mixed.step(step)
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'algorithm' in str(error) else 'does not say'} what differs")
+    else:
+        send("not noticed" if mixed.alike() else "not noticed, ranks differ")
+
+
+def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
+    """One rank runs another release of what exchanges gradients."""
+    try:
+        if library == "tritoncomm":
+            if trainer.rank == VICTIM:
+                tritoncomm.agreement.__version__ = "0.0.1"
+            Trainer(library, trainer.rank)
+        else:
+            if trainer.rank == VICTIM:
+                torch.__version__ = "2.6.0"
+            Trainer(library, trainer.rank).step(0)
+    except RuntimeError as error:
+        send(f"error at start, {'says' if 'version' in str(error) else 'does not say'} what differs")
+    else:
+        send("not looked at")
+
+
+def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
+    """One bit of one rank's checkpoint has flipped on the disk."""
+    trainer.optimizer.param_groups[0]["momentum"] = 0.9
+    for step in range(3):
+        trainer.step(step)
+    path, ours = Path(folder) / "checkpoint", isinstance(trainer.optimizer, tritoncomm.SparseOptimizer)
+    if ours:
+        tritoncomm.checkpoint.save(trainer.optimizer, path)
+        file = path / f"rank-{VICTIM}-of-{WORKERS}.pt"
+    else:
+        file = Path(folder) / f"{trainer.rank}.pt"
+        torch.save(trainer.optimizer.state_dict(), file)
+    dist.barrier()
+    if trainer.rank == VICTIM:
+        content = bytearray(file.read_bytes())
+        some = next(iter(trainer.optimizer.state.values()))["momentum_buffer"]
+        at = content.find(some.numpy().tobytes())
+        content[at + 3] ^= 0x40  # the exponent of a value
+        file.write_bytes(content)
+    dist.barrier()
+    try:
+        if ours:
+            tritoncomm.checkpoint.load(trainer.optimizer, path)
+        else:
+            trainer.optimizer.load_state_dict(torch.load(file))
+    except RuntimeError as error:
+        send(f"error on all ranks, {'names' if file.name in str(error) else 'does not name'} the file")
+    except tritoncomm.ConfigurationError as error:
+        send(f"error on all ranks, {'names' if file.name in str(error) else 'does not name'} the file")
+    else:
+        trainer.step(4)
+        send("not noticed" + ("" if trainer.alike() else ", ranks differ"))
+
+
+def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A parameter gets no gradient on one rank."""
+    try:
+        for step in range(3):
+            trainer.optimizer.zero_grad()
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + trainer.rank))
+            loss = trainer.net(x).square().mean()
+            if trainer.rank == VICTIM:  # a branch of the model that goes around the last layer
+                loss = trainer.model[0](x).sum()
+            loss.backward()
+            trainer.optimizer.step()
+    except RuntimeError as error:
+        send(f"error: {str(error).splitlines()[0][:60]}")
+    else:
+        send("counts as zero, ranks agree" if trainer.alike() else "ranks differ")
+
+
+def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
+    """Save in the middle of a run, load into a fresh process's objects: is what was owed still there?"""
+    for step in range(4):
+        trainer.step(step)
+    before = trainer.owed()
+    path = Path(folder) / "checkpoint"
+    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+        tritoncomm.checkpoint.save(trainer.optimizer, path)
+        fresh = Trainer("tritoncomm", trainer.rank)
+        tritoncomm.checkpoint.load(fresh.optimizer, path)
+    else:
+        fresh = Trainer("PowerSGD" if trainer.state is not None else "DDP", trainer.rank)
+        fresh.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    after = fresh.owed()
+    if before is None:
+        send("nothing is owed")
+    else:
+        kept = after is not None and torch.equal(before, after)
+        send("every rank has its own back" if kept else "lost with the state dict of model and optimizer")
+
+
+SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
+    "a rank is killed": (killed, "names the rank, parameters kept, the others go on"),
+    "a rank is slower than the time-out": (slow, "error, names"),
+    "a rank skips a step": (skipped, "error, names the rank"),
+    "NaN on one rank, no scaler": (nan_on_one_rank, "skipped by all"),
+    "GradScaler, overflow on one rank": (overflow_under_scaler, "all skip, scales equal"),
+    "the loss scale halves": (scale_halves, "units of the gradient"),
+    "settings differ on one rank": (other_settings, "error at start, says"),
+    "another method on one rank": (other_method, "error at start, says"),
+    "another version on one rank": (other_version, "error at start, says"),
+    "parameters in another order on one rank": (other_order, "error at start, says"),
+    "another dtype on one rank": (other_dtype, "error at start, says"),
+    "a message is too long": (wrong_length, "error, says"),
+    "a message is too short": (too_short, "error, says"),
+    "no gradient on one rank": (no_gradient, "counts as zero"),
+    "save and load": (resumed, "its own back"),
+    "a bit of a checkpoint flips": (damaged, "error on all ranks, names"),
+}
