@@ -13,8 +13,13 @@ from pathlib import Path
 
 import torch
 from tritoncomm import ExDyna, MiCRO, OkTopk, Recipe, SimulatedWorld
-from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
-from tritoncomm.survey import Source
+from tritoncomm.planning.comparison import Source
+from tritoncomm.planning.synthetic_gradients import (
+    AdversarialGradients,
+    LayeredGradients,
+    RecordedGradients,
+    load_recording,
+)
 
 # Quantiles of the largest of P normal deviates, for the noise floor of selected counts.
 EXPECTED_LARGEST = {4: 1.03, 8: 1.42, 16: 1.77, 32: 2.07, 64: 2.35}

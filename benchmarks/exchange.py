@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-from tritoncomm import planner
 from tritoncomm.algorithms import Rescaled
-from tritoncomm.demo.launch import Send, run_workers
-from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.gradients import LayeredGradients
+from tritoncomm.planning import planner
+from tritoncomm.planning.synthetic_gradients import LayeredGradients
+from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 COLUMNS = 1000
 

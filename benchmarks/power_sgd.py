@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tritoncomm import SparseVector, cost
-from tritoncomm.cost import Traffic
+from tritoncomm import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Traffic
 
 
 @dataclass(frozen=True)

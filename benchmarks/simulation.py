@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import tritoncomm
-from tritoncomm.gradients import LayeredGradients
+from tritoncomm.planning.synthetic_gradients import LayeredGradients
 
 SIZES = [(64, 500_000), (64, 1_000_000), (256, 200_000), (1024, 200_000)]
 LIMITS = {(64, 1_000_000): 5.0, (1024, 200_000): 60.0}  # seconds, on two cores

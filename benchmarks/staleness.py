@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 import tritoncomm
-from tritoncomm.adam import StalenessAwareAdam
-from tritoncomm.bucket import BucketLayout
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
+from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.bucket import BucketLayout
 
 WORKERS = 4
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tritoncomm.demo.launch import WorkerError, run_workers
+from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 
 from torture_situations import SITUATIONS, TIMEOUT, VICTIM, WORKERS, Trainer
 

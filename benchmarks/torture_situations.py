@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-import tritoncomm.agreement
 import tritoncomm.checkpoint
+import tritoncomm.step.setup_checks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -335,7 +335,7 @@ def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -
     try:
         if library == "tritoncomm":
             if trainer.rank == VICTIM:
-                tritoncomm.agreement.__version__ = "0.0.1"
+                tritoncomm.step.setup_checks.__version__ = "0.0.1"
             Trainer(library, trainer.rank)
         else:
             if trainer.rank == VICTIM:

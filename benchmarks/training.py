@@ -24,11 +24,11 @@ import torch
 import tritoncomm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tritoncomm.adam import StalenessAwareAdam
 from tritoncomm.algorithms import DenseTail, Rescaled
-from tritoncomm.bucket import BucketLayout, by_size
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
+from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.bucket import BucketLayout, by_size
 
 from power_sgd import PowerSGD, PowerSGDWorld
 

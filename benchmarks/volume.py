@@ -12,10 +12,15 @@ import sys
 from pathlib import Path
 
 import tritoncomm
-from tritoncomm import planner
-from tritoncomm.cost import Link
-from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
-from tritoncomm.survey import Row, Source, picture, survey, table
+from tritoncomm.planning import planner
+from tritoncomm.planning.comparison import Row, Source, picture, survey, table
+from tritoncomm.planning.synthetic_gradients import (
+    AdversarialGradients,
+    LayeredGradients,
+    RecordedGradients,
+    load_recording,
+)
+from tritoncomm.scheduler.cost import Link
 
 
 def main() -> None:

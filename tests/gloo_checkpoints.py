@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint, saved_state
+from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
+from tritoncomm.step import state_format
 
 import laws
 from gloo_training import flat, residual, same_everywhere
@@ -50,7 +51,7 @@ def runs_of(world_size: int):
 def verdict(model, optimizer) -> str:
     """A digest of parameters, residual and what the method has learnt."""
     state = optimizer._exchange.feedback.algorithm.state
-    return saved_state.checksum({"model": flat(model), "owed": residual(optimizer), "state": repr(state)})
+    return state_format.checksum({"model": flat(model), "owed": residual(optimizer), "state": repr(state)})
 
 
 def never_killed(rank: int, world_size: int, send, folder: str) -> None:
@@ -179,7 +180,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     def signed(**fields) -> Callable[[dict], object]:
         def change(state: dict) -> None:
             ours = {name: value for name, value in (state["tritoncomm"] | fields).items() if name != "checksum"}
-            state["tritoncomm"] = ours | {"checksum": saved_state.checksum(ours)}
+            state["tritoncomm"] = ours | {"checksum": state_format.checksum(ours)}
 
         return change
 

@@ -252,7 +252,7 @@ def kinds(rank: int, world_size: int, send) -> None:
 def version(rank: int, world_size: int, send) -> None:
     """A rank runs another release."""
     if rank == VICTIM:
-        tritoncomm.agreement.__version__ = "0.0.1"
+        tritoncomm.step.setup_checks.__version__ = "0.0.1"
     try:
         sparse_wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1))
     except tritoncomm.ConfigMismatchError as error:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-import tritoncomm.automatic
+import tritoncomm.planning.automatic
 from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
@@ -25,12 +25,12 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.cost import Link
-from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.planner import TRUSTED
+from tritoncomm.planning.planner import TRUSTED
+from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 import laws
 from recipes import under_test
@@ -371,7 +371,7 @@ def automatic(rank: int, world_size: int, send) -> None:
     assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
     slow = Link(latency=1e-6, bandwidth=1e3)  # seconds per kilobyte
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tritoncomm.automatic, "measure_link", lambda *_: slow)
+        patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
         model = tiny_model()
         sparse = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "auto", density=0.05, dense_below=0)
         if world_size > 1:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from tritoncomm import OkTopk
 from tritoncomm.algorithms.ok_topk import WARM_START
-from tritoncomm.selection import corrected_threshold
+from tritoncomm.primitives.selection import corrected_threshold
 
 
 @dataclass

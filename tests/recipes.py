@@ -45,7 +45,9 @@ def under_test(density: float) -> dict[str, Recipe]:
         "dense-tail-hierarchical": DenseTail(
             recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=4), tail=3
         ),
-        "preconditioned": Rescaled(recipe=OkTopk(density=density, **SHORT), shapes=((9, 5), (3, 2, 4), (11,)), renew_every=2),
+        "preconditioned": Rescaled(
+            recipe=OkTopk(density=density, **SHORT), shapes=((9, 5), (3, 2, 4), (11,)), renew_every=2
+        ),
         "preconditioned-warmup": Rescaled(
             recipe=Warmup(recipe=SparDL(density=density), steps=2), shapes=((7, 11),), renew_every=1, decay=0.5
         ),

@@ -10,7 +10,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError
-from tritoncomm.adam import StalenessAwareAdam
+from tritoncomm.step.adam import StalenessAwareAdam
 
 from tritoncomm_kernels import root_mean_square
 

@@ -23,8 +23,8 @@ from tritoncomm import (
     Warmup,
 )
 from tritoncomm.algorithms.gtopk import tree
-from tritoncomm.cost import HEADER_WORDS, WORD
-from tritoncomm.selection import gaussian_selection, sidco_selection
+from tritoncomm.primitives.selection import gaussian_selection, sidco_selection
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, saved_state
+from tritoncomm import ConfigurationError
 from tritoncomm.checkpoint import reshard
-from tritoncomm.demo.launch import WorkerError
+from tritoncomm.scheduler.local_workers import WorkerError
+from tritoncomm.step import state_format
 
 import gloo_checkpoints
 from workers import run_workers
@@ -20,7 +21,7 @@ from workers import run_workers
 def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
     """What so many ranks would save."""
     return [
-        saved_state.written(
+        state_format.written(
             rank=rank,
             world_size=len(residuals),
             recipe="oktopk",
@@ -45,7 +46,7 @@ def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None
     exact = (before & (before - 1)) == 0 and (after & (after - 1)) == 0
     assert torch.equal(now, pending) if exact else torch.allclose(now, pending, rtol=1e-5, atol=1e-4)
     for state in resharded:
-        saved_state.check(state, world_size=after)
+        state_format.check(state, world_size=after)
         assert len(state["migrated"]["states"]) == len(range(state["rank"], before, after))
 
 

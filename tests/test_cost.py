@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, Dense, GTopk, OkTopk, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, recipe
-from tritoncomm.cost import HEADER_WORDS, WORD, Link, Traffic
-from tritoncomm.distributed_selection import largest_shares
+from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.scheduler.clock import VirtualClock
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link, Traffic
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-from tritoncomm.demo.launch import WorkerError
+from tritoncomm.scheduler.local_workers import WorkerError
 
 import gloo_ddp
 from gloo_training import several

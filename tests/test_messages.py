@@ -11,8 +11,9 @@ import torch
 import tritoncomm
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm import ConfigurationError, OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, Warmup, wire
-from tritoncomm.cost import HEADER_WORDS
+from tritoncomm import ConfigurationError, OkTopk, ProtocolMismatchError, SimulatedWorld, SparseVector, Warmup
+from tritoncomm.scheduler import wire
+from tritoncomm.scheduler.cost import HEADER_WORDS
 
 
 @given(st.sets(st.integers(0, 2**31 - 2)))

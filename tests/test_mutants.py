@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from tritoncomm import wire
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
-from tritoncomm.algorithms.rescaled import Rescaled, RescaledAlgorithm
+from tritoncomm.algorithms.preconditioned import Rescaled, RescaledAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
-from tritoncomm.collectives import bruck_all_gather
-from tritoncomm.cost import Forecast
-from tritoncomm.factored import Matrices
-from tritoncomm.sparse import SparseVector
+from tritoncomm.primitives.collectives import bruck_all_gather
+from tritoncomm.primitives.second_moment import Matrices
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import wire
+from tritoncomm.scheduler.cost import Forecast
 
 import laws
 import tritoncomm_kernels as kernels

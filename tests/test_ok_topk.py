@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
 from tritoncomm.algorithms.ok_topk import WARM_START
-from tritoncomm.cost import HEADER_WORDS, WORD
-from tritoncomm.partition import offsets
+from tritoncomm.primitives.region_cuts import offsets
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post
 
 import laws

@@ -11,11 +11,11 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import NonFiniteError, OkTopk, ProtocolMismatchError, SimulatedWorld, Warmup
-from tritoncomm.cost import HEADER_WORDS, WORD
-from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.partition import consensus_cuts, propose_cuts
+from tritoncomm.primitives.region_cuts import consensus_cuts, propose_cuts
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 import laws
 
@@ -409,7 +409,7 @@ def test_defect_warmup_length(warmup: int) -> None:
 def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect 10: one selection pass over the accumulator per rank and step, not one per region."""
     passes = []
-    accumulator = tritoncomm.accumulator.Accumulator
+    accumulator = tritoncomm.primitives.accumulator.Accumulator
     for name in ("at_least", "top_k"):
         original = getattr(accumulator, name)
         monkeypatch.setattr(accumulator, name, lambda self, x, original=original: passes.append(1) or original(self, x))

@@ -11,7 +11,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
-from tritoncomm.bucket import BucketLayout
+from tritoncomm.step.bucket import BucketLayout
 
 from tritoncomm_kernels import root_mean_square
 

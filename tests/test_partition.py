@@ -8,9 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tritoncomm.collectives import bruck_all_gather, rotation
-from tritoncomm.cost import HEADER_WORDS, WORD
-from tritoncomm.partition import balanced_sizes, consensus_cuts, moves, offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives.collectives import bruck_all_gather, rotation
+from tritoncomm.primitives.region_cuts import (
+    balanced_sizes,
+    consensus_cuts,
+    moves,
+    offsets,
+    propose_cuts,
+    trimmed_sizes,
+)
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))

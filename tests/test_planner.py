@@ -10,10 +10,15 @@ import torch
 from tritoncomm import ConfigurationError, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
-from tritoncomm.cost import HEADER_WORDS, WORD, Link
-from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
-from tritoncomm.planner import TRUSTED, at, choose, options
-from tritoncomm.survey import shortened, survey, table
+from tritoncomm.planning.comparison import shortened, survey, table
+from tritoncomm.planning.planner import TRUSTED, at, choose, options
+from tritoncomm.planning.synthetic_gradients import (
+    AdversarialGradients,
+    LayeredGradients,
+    RecordedGradients,
+    load_recording,
+)
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
 
 from test_cost import SPARDL_TABLE
 

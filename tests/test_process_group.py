@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.demo.launch import WorkerError
+from tritoncomm.scheduler.local_workers import WorkerError
 
 import gloo_workers
 from workers import run_workers

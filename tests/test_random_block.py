@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, NonFiniteError, RandomBlock, RandomK, Recipe, SimulatedWorld
-from tritoncomm.shared_random import all_below, below, draw, draws
+from tritoncomm.primitives.shared_random import all_below, below, draw, draws
 
 import laws
 

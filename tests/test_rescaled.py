@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
 from tritoncomm.algorithms import Rescaled
-from tritoncomm.algorithms.rescaled import Moment, RescaledAlgorithm, without_scale
+from tritoncomm.algorithms.preconditioned import Moment, RescaledAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
-from tritoncomm.factored import Matrices
-from tritoncomm.saved_state import written
+from tritoncomm.primitives.second_moment import Matrices
+from tritoncomm.step.state_format import written
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tritoncomm import ProtocolMismatchError
-from tritoncomm.cost import Traffic
+from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Post, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.bucket import by_size
+from tritoncomm.step.bucket import by_size
 
 
 def backward(net: nn.Module) -> None:

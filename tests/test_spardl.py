@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
 from tritoncomm.algorithms.spardl import adapted, reduce_scatter_schedule
-from tritoncomm.cost import HEADER_WORDS, WORD
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
 from spardl_oracle import SparDLOracle, adapt

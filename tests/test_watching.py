@@ -14,8 +14,8 @@ import torch
 import tritoncomm
 from tritoncomm import SimulatedWorld
 from tritoncomm.__main__ import main
-from tritoncomm.cost import Link
-from tritoncomm.doctor import break_even
+from tritoncomm.planning.doctor import break_even
+from tritoncomm.scheduler.cost import Link
 
 import gloo_training
 from workers import run_workers

@@ -5,6 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 
-from tritoncomm.demo import launch
+from tritoncomm.scheduler import local_workers
 
-run_workers = partial(launch.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))
+run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))

@@ -32,9 +32,9 @@ from tritoncomm.errors import (
     TritoncommError,
 )
 from tritoncomm.optim import SparseOptimizer, wrap
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
-from tritoncomm.sparse import SparseVector
-from tritoncomm.tracing import trace
 from tritoncomm.version import __version__
 
 __all__ = [

@@ -18,15 +18,20 @@ import torch
 import torch.distributed as dist
 
 import tritoncomm
-from tritoncomm import planner
-from tritoncomm.cost import Link
 from tritoncomm.demo import report
-from tritoncomm.demo.launch import WorkerError, run_workers
 from tritoncomm.demo.train import Run, Settings, compare
-from tritoncomm.doctor import diagnose
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.gradients import AdversarialGradients, LayeredGradients, RecordedGradients, load_recording
-from tritoncomm.survey import Row, Source, picture, survey, table
+from tritoncomm.planning import planner
+from tritoncomm.planning.comparison import Row, Source, picture, survey, table
+from tritoncomm.planning.doctor import diagnose
+from tritoncomm.planning.synthetic_gradients import (
+    AdversarialGradients,
+    LayeredGradients,
+    RecordedGradients,
+    load_recording,
+)
+from tritoncomm.scheduler.cost import Link
+from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 
 LINK = "10gbit,30us"
 

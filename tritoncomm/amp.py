@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.exchange import is_initialised
-from tritoncomm.sparse_optimizer import SparseOptimizer
+from tritoncomm.optim import SparseOptimizer
+from tritoncomm.scheduler.process_group import is_distributed
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -45,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._scale is not None
         flags = [flag.to(self._scale.device) for flag in found.values()]
         flag = torch.stack(flags).amax() if flags else torch.zeros_like(self._scale)
-        if is_initialised():
+        if is_distributed():
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
         for own in found.values():
             own.copy_(flag)

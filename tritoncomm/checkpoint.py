@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import fingerprint, saved_state
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.exchange import is_initialised
-from tritoncomm.saved_state import reshard
-from tritoncomm.sparse_optimizer import SparseOptimizer
+from tritoncomm.optim import SparseOptimizer
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import setup_checks, state_format
+from tritoncomm.step.state_format import reshard
 
 __all__ = ["Owed", "load", "reshard", "save"]
 
@@ -36,11 +36,11 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
     state = optimizer.state_dict()
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
-    if is_initialised():
-        mark["id"] = fingerprint.gather(mark, group)[0]["id"]
-    mark["checksum"] = saved_state.checksum(_inner(state))
+    if is_distributed():
+        mark["id"] = setup_checks.gather(mark, group)[0]["id"]
+    mark["checksum"] = state_format.checksum(_inner(state))
     file = _file(folder, rank, size)
-    with fingerprint.refusing(group):
+    with setup_checks.refusing(group):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
@@ -48,8 +48,8 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
             unfinished.replace(file)
         except Exception as error:  # torch.save raises RuntimeError when the disk is full
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
-    if is_initialised():
-        fingerprint.compare({"checkpoint": mark["id"]}, group)
+    if is_distributed():
+        setup_checks.compare({"checkpoint": mark["id"]}, group)
     if rank == 0:  # of another number of ranks, from before
         for other in folder.glob("rank-*-of-*.pt"):
             if other.stem.rpartition("-of-")[2] != str(size):
@@ -66,8 +66,8 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
     """
     folder = Path(folder)
     group = optimizer.process_group
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_initialised() else (0, 1)
-    with fingerprint.refusing(group):
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+    with setup_checks.refusing(group):
         saved_by = _saved_by(folder)
         if saved_by == size:
             file = _file(folder, rank, size)
@@ -80,8 +80,8 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
             if mark["optimizer"] != name:
                 raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
             optimizer.loadable(state)
-    if is_initialised():
-        fingerprint.compare({"checkpoint, of one save": mark["id"]}, group)
+    if is_distributed():
+        setup_checks.compare({"checkpoint, of one save": mark["id"]}, group)
     optimizer.load_state_dict(state)
 
 
@@ -131,8 +131,8 @@ def _read(file: Path) -> dict[str, Any]:
 def _check(state: Any) -> None:
     if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
         raise ConfigurationError("it is no state of a wrapped optimizer")
-    saved_state.check(state["tritoncomm"])
-    if saved_state.checksum(_inner(state)) != state["saved"]["checksum"]:
+    state_format.check(state["tritoncomm"])
+    if state_format.checksum(_inner(state)) != state["saved"]["checksum"]:
         raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not fit")
 
 

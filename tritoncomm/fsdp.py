@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import DenseTail, Recipe
-from tritoncomm.bucket import fits
-from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.metrics import Meter
+from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.settings import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, log_choice
+from tritoncomm.step import setup_checks, state_format
+from tritoncomm.step.bucket import fits
+from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.options import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, log_choice
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -223,7 +223,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owes, by parameter group, and the states of the method."""
-        return saved_state.written(
+        return state_format.written(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             recipe=self.recipe.name,
@@ -240,11 +240,11 @@ class State:
         Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
         another rank, world size, method, model or sharding.
         """
-        with fingerprint.refusing(self._everybody):
-            saved_state.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
+        with setup_checks.refusing(self._everybody):
+            state_format.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
             if state["settings"] != self._sharding:
                 raise ConfigurationError("this checkpoint is of another model, or one that was sharded differently")
-        fingerprint.compare({"steps": state["steps"]}, self._everybody)
+        setup_checks.compare({"steps": state["steps"]}, self._everybody)
         for exchange, residual in zip(self.exchanges, state["residuals"], strict=True):
             algorithm = state["algorithm"][str(exchange.number)]
             exchange.feedback.load_state_dict({"residual": residual.to(self._device), "algorithm": algorithm})
@@ -284,7 +284,7 @@ def register(
     Raises :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
     :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
     """
-    with fingerprint.refusing(None):
+    with setup_checks.refusing(None):
         recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
         check_timeout(timeout)
         check_dense_below(dense_below)
@@ -293,7 +293,7 @@ def register(
             _check_group(module, group, replicate_group)
         if not found:
             raise ConfigurationError("no module of this model was given to fully_shard: do that first, or use wrap()")
-    fingerprint.compare({"version": __version__}, None)
+    setup_checks.compare({"version": __version__}, None)
     without_gaps = getattr(model, "set_reduce_scatter_unused_params", None)
     if callable(without_gaps):  # older ones give a shorter shard when a parameter is unused, which is refused then
         without_gaps(True)
@@ -311,8 +311,8 @@ def register(
             module.set_all_reduce_hook(state.exchanges[-1])
     local = [parameter.to_local() for parameter in model.parameters() if hasattr(parameter, "to_local")]
     fields = {"recipe": repr(recipe), "pieces": [repr(e.pieces) for e in state.exchanges]}
-    fields |= {"shard values": [fingerprint.digest(shard) for shard in local]}
-    fingerprint.compare(fields, replicate_group)
+    fields |= {"shard values": [setup_checks.digest(shard) for shard in local]}
+    setup_checks.compare(fields, replicate_group)
     for exchange in state.exchanges:
         exchange.enrol()
     size = dist.get_world_size(replicate_group)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.cost import Forecast, Link, Traffic
-from tritoncomm.error_feedback import ErrorFeedback
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.clock import VirtualClock
+from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
-from tritoncomm.sparse import SparseVector
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 
 class SimulatedWorld:

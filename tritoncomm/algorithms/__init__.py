@@ -13,9 +13,9 @@ from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
+from tritoncomm.algorithms.preconditioned import Rescaled
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.random_k import RandomK
-from tritoncomm.algorithms.rescaled import Rescaled
 from tritoncomm.algorithms.spardl import SparDL
 from tritoncomm.algorithms.threshold_allgather import GaussianK, HardThreshold, SIDCo
 from tritoncomm.algorithms.topk_allgather import TopkAllgather

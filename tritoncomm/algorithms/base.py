@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
-from tritoncomm.cost import Forecast, Formula
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
 

@@ -12,14 +12,14 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check_at_least
-from tritoncomm.cost import Forecast, both
+from tritoncomm.algorithms.wrapper import AlgorithmAround, RecipeAround
 from tritoncomm.errors import NonFiniteError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.sparse import SparseVector
 
 _PHASE = "small tensors"
 

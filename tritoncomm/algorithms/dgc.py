@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
-from tritoncomm.collectives import all_gather_sum, dense_exchange
-from tritoncomm.cost import Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.sparse import SparseVector
 
 _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
 

@@ -17,16 +17,16 @@ from typing import ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost, wire
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import bruck_all_gather, dense_exchange, share_rows
-from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.partition import offsets, trimmed_sizes
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
+from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 

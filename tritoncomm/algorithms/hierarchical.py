@@ -14,15 +14,15 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAround, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check_at_least
-from tritoncomm.collectives import dense_exchange, gather_blocks, share_rows
-from tritoncomm.cost import Forecast, both
+from tritoncomm.algorithms.wrapper import AlgorithmAround, RecipeAround
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import dense_exchange, gather_blocks, share_rows
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Among, Pattern
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"

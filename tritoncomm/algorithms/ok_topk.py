@@ -17,16 +17,17 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import collectives, cost, distributed_selection, wire
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.cost import Flow, Forecast, Formula, both
-from tritoncomm.distributed_selection import largest_shares
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.partition import consensus_cuts, offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives import collectives, distributed_topk
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.distributed_topk import largest_shares
+from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives.selection import entries_to_keep, following_threshold, largest_parts
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
-from tritoncomm.selection import entries_to_keep, following_threshold, largest_parts
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 # Corrected thresholds are used a little low. What was delivered is gone from the residuals, so the k-th
@@ -321,7 +322,7 @@ class OkTopkAlgorithm(Algorithm):
         """Up to how many reduced non-zeros it is cheaper to gather them all than to look for the k largest."""
         if self.recipe.exact_select != "auto":
             return self.numel if self.recipe.exact_select == "gather" else self.k
-        return self.k + distributed_selection.forecast(world_size).received.bytes // (2 * cost.WORD)
+        return self.k + distributed_topk.forecast(world_size).received.bytes // (2 * cost.WORD)
 
     def _balance_and_gather(
         self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
@@ -386,7 +387,7 @@ class OkTopkAlgorithm(Algorithm):
             )
             if gathered == min(self.numel, world_size * self.k):
                 return Forecast(phases)
-            phases.update(distributed_selection.forecast(world_size).phases)
+            phases.update(distributed_topk.forecast(world_size).phases)
         delivered = self.k if reevaluate else self.global_cap
         share = math.ceil(delivered / world_size)
         largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))

@@ -14,15 +14,15 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
-from tritoncomm.collectives import dense_exchange, shared_sum
-from tritoncomm.cost import Forecast, Formula, both
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.shared_random import below, draw, draws
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.shared_random import below, draw, draws
-from tritoncomm.sparse import SparseVector
 
 # Below this density the learning rate that classical error feedback stands is far from what dense training stands.
 _SAFE_DENSITY = 1 / 32

@@ -12,15 +12,15 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check_number
-from tritoncomm.collectives import dense_exchange, shared_sum
-from tritoncomm.cost import Forecast, Formula, both
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.shared_random import all_below, draws
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.shared_random import all_below, draws
-from tritoncomm.sparse import SparseVector
 
 
 @dataclass(frozen=True, kw_only=True)

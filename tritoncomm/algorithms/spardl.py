@@ -17,15 +17,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost, wire
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
-from tritoncomm.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.cost import Forecast, Formula, Link, both
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.primitives.selection import entries_to_keep, left_out
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.selection import entries_to_keep, left_out
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least, check_number
-from tritoncomm.collectives import all_gather_sum, dense_exchange, share_rows
-from tritoncomm.cost import Forecast, Formula, both
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange, share_rows
+from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, sidco_selection
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
-from tritoncomm.selection import entries_to_keep, gaussian_selection, sidco_selection
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 # SIDCo adapts its stages every so many calls, when the count was off by more than a fifth.

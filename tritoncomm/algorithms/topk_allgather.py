@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tritoncomm import cost
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
-from tritoncomm.collectives import all_gather_sum, dense_exchange
-from tritoncomm.cost import Forecast, Formula, both
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.sparse import SparseVector
 
 
 @dataclass(frozen=True, kw_only=True)

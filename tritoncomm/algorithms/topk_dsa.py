@@ -15,16 +15,23 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost, wire
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
-from tritoncomm.collectives import OVERFLOW, bruck_all_gather, dense_exchange, rotate, share_counts, share_rows
-from tritoncomm.cost import Flow, Forecast, Formula, both
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.partition import offsets
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import (
+    OVERFLOW,
+    bruck_all_gather,
+    dense_exchange,
+    rotate,
+    share_counts,
+    share_rows,
+)
+from tritoncomm.primitives.region_cuts import offsets
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.selection import entries_to_keep
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 

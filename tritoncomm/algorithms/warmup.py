@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least
-from tritoncomm.cost import Forecast
+from tritoncomm.algorithms.wrapper import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.sparse import SparseVector
 
 
 @dataclass(frozen=True, kw_only=True)

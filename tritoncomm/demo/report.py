@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tritoncomm.demo.launch import Send
 from tritoncomm.demo.train import Progress, Run, Settings
+from tritoncomm.scheduler.local_workers import Send
 
 PLAIN_LINES = 10  # progress lines per run where there is no terminal
 SMOOTH = 10  # training losses are means over so many steps

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import tritoncomm
-from tritoncomm.demo.launch import Send
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
+from tritoncomm.scheduler.local_workers import Send
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tritoncomm.cost import Link
+from tritoncomm.scheduler.cost import Link
 
 
 class VirtualClock:

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict, deque
 import numpy as np
 import torch
 
-from tritoncomm import wire
-from tritoncomm.cost import HEADER_WORDS
 from tritoncomm.errors import ConfigurationError, ExchangeTimeoutError, ProtocolMismatchError
+from tritoncomm.scheduler import wire
+from tritoncomm.scheduler.cost import HEADER_WORDS
 
 KINDS = ("drop", "delay", "duplicate", "reorder", "corrupt")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tritoncomm import cost
-from tritoncomm.cost import Link
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
 

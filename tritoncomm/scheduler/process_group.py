@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from tritoncomm import cost, tracing, wire
 from tritoncomm.errors import (
     ExchangeError,
     ExchangeTimeoutError,
@@ -20,8 +19,8 @@ from tritoncomm.errors import (
     PeerLostError,
     ProtocolMismatchError,
 )
-from tritoncomm.metrics import Meter
-from tritoncomm.scheduler import roll_call
+from tritoncomm.scheduler import cost, failure_report, tracing, wire
+from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -47,6 +46,11 @@ _enrolled: Counter[str] = Counter()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # Where an exchange is before its first word.
 _START = Round("start", {}, {})
+
+
+def is_distributed() -> bool:
+    """True when there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 class ProcessGroupScheduler:
@@ -216,12 +220,12 @@ class ProcessGroupScheduler:
         """What ``error`` was, once all ranks that are left have said what they saw."""
         where = f"step {self.step}, round {self._number}, phase {word.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
-        kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else roll_call.kind_of(error)
-        report = roll_call.Report(kind, where, str(error), _peers(word))
+        kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
+        report = failure_report.Report(kind, where, str(error), _peers(word))
         for within in self._subgroups.values():
-            roll_call.cut_connections(within.group, within.rank, within._global_ranks)  # noqa: SLF001 - our own
+            failure_report.cut_connections(within.group, within.rank, within._global_ranks)  # noqa: SLF001 - our own
         # Not by step or method, which may be what differs: a group fails only once.
-        verdict = roll_call.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
+        verdict = failure_report.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
         others = verdict.described(self.rank)
         message = f"rank {dist.get_rank()}, {where}{_described(word)}: "
         broken = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "protocol"}

@@ -1,6 +1,6 @@
 """The words an exchange pattern may yield. A pattern never touches the network itself.
 
-Point-to-point messages are one-dimensional int32 tensors, packed by :mod:`tritoncomm.wire`.
+Point-to-point messages are one-dimensional int32 tensors, packed by :mod:`tritoncomm.scheduler.wire`.
 All ranks must yield the same kind of word with the same phase in the same order; every branch that
 guards one may therefore depend only on what all ranks know.
 """

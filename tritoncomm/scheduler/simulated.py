@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from tritoncomm import cost, tracing
-from tritoncomm.cost import Traffic
 from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm.metrics import Meter
+from tritoncomm.scheduler import cost, tracing
 from tritoncomm.scheduler.clock import VirtualClock
+from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.faults import Faults
+from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,

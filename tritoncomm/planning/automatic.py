@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import fingerprint
 from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.exchange import is_initialised
-from tritoncomm.planner import choose
+from tritoncomm.planning.planner import choose
 from tritoncomm.scheduler.link import measure_link
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import setup_checks
 
 logger = logging.getLogger("tritoncomm")
 
@@ -33,10 +33,10 @@ def automatic(
         raise ConfigurationError(f"density={density!r}: choose a share above 0 and at most 1")
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     numel = sum(parameter.numel() for parameter in parameters)
-    if not is_initialised() or dist.get_world_size(group) == 1 or numel == 0:
+    if not is_distributed() or dist.get_world_size(group) == 1 or numel == 0:
         return Dense()
     # Before anything is measured: a rank that does something else must not leave the others waiting.
-    fingerprint.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
+    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
     link = measure_link(group, parameters[0].device)
     chosen = choose(numel, dist.get_world_size(group), link, density)
     if dist.get_rank(group) == 0:

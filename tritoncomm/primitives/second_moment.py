@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from tritoncomm.sparse import SparseVector
+from tritoncomm.primitives.sparse_vector import SparseVector
 
 _BITS = 62  # of the integers in which squares are summed
 _TINY = torch.finfo(torch.float64).tiny

@@ -1,16 +1,22 @@
-"""Are all ranks set up alike? Compared once, before the first exchange, by digest."""
+"""Checks before anything is exchanged: ranks are configured alike, and nobody else averages the gradients."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from tritoncomm.errors import ConfigMismatchError, ExchangeError
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.version import __version__
 
 _REFUSED = "refused"
 
@@ -42,7 +48,7 @@ def refusing(group: dist.ProcessGroup | None) -> Iterator[None]:
     except (ConfigMismatchError, ExchangeError):  # known to all
         raise
     except Exception as error:
-        if dist.is_available() and dist.is_initialized():
+        if is_distributed():
             refuse(str(error), group)
         raise
 
@@ -80,6 +86,73 @@ def digest(tensor: torch.Tensor) -> str:
     """A short digest of the bytes of ``tensor``."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+
+
+def compare_setup(
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[torch.Tensor],
+    recipe: Recipe,
+    options: object,
+    steps: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raise :class:`~tritoncomm.ConfigMismatchError` on all ranks unless all are set up alike and at the same step."""
+    if not is_distributed():
+        return
+    settings = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+    fields = {
+        "version": __version__,
+        "optimizer": type(optimizer).__name__,
+        "algorithm": recipe.name,
+        "density": recipe.density,
+        "recipe": repr(recipe),
+        "options": repr(options),
+        "param_groups": repr(settings),
+        "steps": steps,
+    }
+    names = dict(named_parameters(optimizer))
+    fields |= parameter_fields(trained, [names[parameter] for parameter in trained])
+    compare(fields, group)
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
+    """The parameters of all groups, with their names if they were given by name."""
+    return [
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
+    ]
+
+
+def check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` for what ``load_state_dict`` would refuse."""
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        has = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"this is no state of an optimizer: it has {has}")
+    saved = [len(group.get("params", ())) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise ConfigurationError(f"this checkpoint has parameter groups of {saved} parameters, here they have {here}")
+
+
+def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` when a living DDP module reduces one of ``parameters``.
+
+    DDP leaves no mark on its parameters, so its modules are looked for among all living objects; once or twice
+    in a run, some milliseconds each.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", [])]
+        if noop_hook in hooks:
+            continue
+        for name, parameter in module.module.named_parameters():
+            if id(parameter) in wanted and parameter.requires_grad:
+                raise ConfigurationError(
+                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
+                    "densely before this optimizer sees it: train the plain module (ddp_model.module), or keep DDP "
+                    "and call tritoncomm.ddp.register(ddp_model) instead of wrap()"
+                )
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
-from tritoncomm.cost import Link
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.cost import Link
 
 DENSITIES = (0.001, 0.01, 0.05)
 # What the plan chooses among, and the density at which they ended within 2.4 % of the dense run's loss with AdamW

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import cost
-from tritoncomm.cost import Forecast, both
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm_kernels import Selection
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm import wire
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.partition import balanced_sizes, moves
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.region_cuts import balanced_sizes, moves
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Selection
 
 OVERFLOW = "own sums of finite gradients that overflow"

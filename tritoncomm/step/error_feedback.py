@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms import Algorithm
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.sparse import SparseVector
 from tritoncomm_kernels import Workspace
 
 

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from tritoncomm.accumulator import Accumulator
-from tritoncomm.algorithms.around import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_number
-from tritoncomm.cost import Forecast
+from tritoncomm.algorithms.wrapper import AlgorithmAroundWhole, RecipeAround
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.factored import Matrices
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.second_moment import Matrices
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.sparse import SparseVector
 
 _FLOOR = 2.0**-10  # of a moment, in means: a row without gradient is not blown up more than 32 times
 _NOTABLE = 0.1  # share of the coordinates whose scale changes, from which thresholds are of no more use

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import cost, fingerprint
 from tritoncomm.algorithms import Algorithm, Dense, Hierarchical, Recipe, Warmup, recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler import cost
+from tritoncomm.step import setup_checks
 
 logger = logging.getLogger("tritoncomm")
 
@@ -111,7 +112,7 @@ def complete(
             f"node_group holds ranks {node} of {everybody}: nodes must be equally large, of consecutive ranks, as "
             "torchrun numbers them, and this rank in its own"
         )
-    fingerprint.compare({"node size": len(node)}, group)  # before groups are made of it
+    setup_checks.compare({"node size": len(node)}, group)  # before groups are made of it
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.cost import WORD, Link
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.gradients import Gradients
+from tritoncomm.planning.synthetic_gradients import Gradients
+from tritoncomm.scheduler.cost import WORD, Link
 from tritoncomm.simulation import SimulatedWorld
 
 Source = Callable[[int, int], Gradients]  # of (numel, rank)

@@ -12,25 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm import fingerprint, saved_state
 from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe, Rescaled
-from tritoncomm.algorithms.rescaled import without_scale
-from tritoncomm.bucket import BucketLayout, by_size
-from tritoncomm.error_feedback import ErrorFeedback
+from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
-from tritoncomm.metrics import Meter
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.settings import log_choice
-from tritoncomm.sparse import SparseVector
+from tritoncomm.step import setup_checks, state_format
+from tritoncomm.step.bucket import BucketLayout, by_size
+from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.options import log_choice
 
 logger = logging.getLogger("tritoncomm")
-
-
-def is_initialised() -> bool:
-    """True when there is a default process group."""
-    return dist.is_available() and dist.is_initialized()
 
 
 class GradientExchange:
@@ -76,9 +71,9 @@ class GradientExchange:
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         scheduler: ProcessGroupScheduler | None = None
-        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_initialised() else (0, 1)
+        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         self.recipe.check_world_size(world_size)  # before any group is made for it
-        if is_initialised():
+        if is_distributed():
             shapes = [(self._names.get(id(p), ""), tuple(p.shape)) for p in self.parameters]
             stamp = f"{self.recipe.name} {self.settings} {shapes}"
             subgroups = self.recipe.subgroups(world_size)
@@ -106,7 +101,7 @@ class GradientExchange:
         :class:`~tritoncomm.NonFiniteError`, which names ranks and parameters, when the step was refused; nothing
         has changed then.
         """
-        if self._scheduler is None and is_initialised():
+        if self._scheduler is None and is_distributed():
             raise ConfigurationError("torch.distributed was initialised after wrap(): initialise it first")
         started = time.perf_counter()
         try:
@@ -254,7 +249,7 @@ class GradientExchange:
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter and the algorithm's state; this rank's alone."""
         residuals = [owed.clone() for owed in self.owed().values()]
-        return saved_state.written(
+        return state_format.written(
             rank=self.rank,
             world_size=self.world_size,
             recipe=self.recipe.name,
@@ -271,7 +266,7 @@ class GradientExchange:
         method or model.
         """
         feedback = self._fresh()
-        saved_state.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
+        state_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
         if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         owed = dict(zip(self.parameters, state["residuals"], strict=True))
@@ -347,7 +342,7 @@ class GradientExchange:
             own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
         everybody = [own]
         if self._scheduler is not None:
-            everybody = [fields["at fault"] for fields in fingerprint.gather({"at fault": own}, self.group)]
+            everybody = [fields["at fault"] for fields in setup_checks.gather({"at fault": own}, self.group)]
         at_fault = {rank: bad for rank, bad in enumerate(everybody) if bad}
         if not at_fault:
             return error

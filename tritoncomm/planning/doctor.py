@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 
 import tritoncomm_kernels as kernels
-from tritoncomm import planner
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms import Dense, Recipe
-from tritoncomm.cost import Link
-from tritoncomm.error_feedback import ErrorFeedback
-from tritoncomm.exchange import is_initialised
-from tritoncomm.gradients import LayeredGradients
+from tritoncomm.planning import planner
+from tritoncomm.planning.synthetic_gradients import LayeredGradients
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.link import measure_link
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.selection import entries_to_keep
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
 _REPEATS = 3
@@ -95,9 +94,9 @@ def diagnose(
     ``method`` makes the recipe for a density. The verdict is the same on all ranks.
     """
     densities = sorted({*DENSITIES, density})
-    gradient = LayeredGradients(numel, dist.get_rank() if is_initialised() else 0).at(0).to(device)
+    gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
     selection = _best(lambda: _select(gradient, density), device)
-    if is_initialised() and dist.get_world_size() > 1:
+    if is_distributed() and dist.get_world_size() > 1:
         workers = dist.get_world_size()
         found = measure_link(None, device)
         dense = _exchange_seconds(Dense(), gradient, device)
@@ -111,7 +110,7 @@ def diagnose(
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     return Diagnosis(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
-        measured=is_initialised() and dist.get_world_size() > 1, selection=selection, dense=dense, sparse=sparse,
+        measured=is_distributed() and dist.get_world_size() > 1, selection=selection, dense=dense, sparse=sparse,
         break_even=break_even(sparse, dense), pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
@@ -151,7 +150,7 @@ def _exchange_seconds(recipe: Recipe, gradient: torch.Tensor, device: torch.devi
 def _best(work: Callable[[], None], device: torch.device | str) -> float:
     seconds = []
     for _ in range(_REPEATS):
-        if is_initialised():
+        if is_distributed():
             dist.barrier()
         started = time.perf_counter()
         work()
@@ -163,7 +162,7 @@ def _best(work: Callable[[], None], device: torch.device | str) -> float:
 
 def _slowest(seconds: Sequence[float], device: torch.device | str) -> list[float]:
     times = torch.tensor(seconds, dtype=torch.float64, device=device)
-    if is_initialised():
+    if is_distributed():
         dist.all_reduce(times, dist.ReduceOp.MAX)
     found: list[float] = times.tolist()
     return found

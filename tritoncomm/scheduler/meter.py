@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tritoncomm.cost import Traffic
+from tritoncomm.scheduler.cost import Traffic
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tritoncomm.accumulator import Accumulator
 from tritoncomm.algorithms.base import Algorithm, Recipe, check
-from tritoncomm.cost import Forecast
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.scheduler.cost import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)

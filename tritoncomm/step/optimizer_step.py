@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from tritoncomm.adam import StalenessAwareAdam, is_adam
-from tritoncomm.bucket import BucketLayout
-from tritoncomm.settings import Options
-from tritoncomm.sparse import SparseVector
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step.adam import StalenessAwareAdam, is_adam
+from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.options import Options, is_dense
 
 logger = logging.getLogger("tritoncomm")
 
@@ -50,6 +52,15 @@ class Progress:
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: Options) -> bool:
     """True when late deliveries to ``optimizer`` are taken for late."""
     return options.staleness == "aware" and is_adam(optimizer)
+
+
+def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options) -> bool:
+    """What ``select_by`` means for this optimizer and recipe."""
+    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
+        return False
+    if options.select_by == "update" and not recipe.compares_entries():
+        raise ConfigurationError(f"select_by='update': {recipe!r} does not compare entries, leave select_by out")
+    return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 
 class Stepper:

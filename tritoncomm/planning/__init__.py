@@ -1,0 +1,1 @@
+"""Which method to use: cost formulas, measurements of the network, and comparisons in simulation."""

@@ -1,0 +1,1 @@
+"""What the methods of :mod:`tritoncomm.algorithms` are made of."""

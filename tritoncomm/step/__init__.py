@@ -1,0 +1,1 @@
+"""Between ``.grad`` and the update: what happens in one ``optimizer.step()``, shared by all front doors."""
