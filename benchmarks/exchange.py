@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-from tritoncomm.algorithms import Rescaled
+from tritoncomm.algorithms import Preconditioned
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
@@ -55,7 +55,7 @@ def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tri
         found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
         shapes = ((numel // COLUMNS, COLUMNS), (numel % COLUMNS,))
         inner = tritoncomm.OkTopk(density=density)
-        found.append(("oktopk rescaled", Rescaled(recipe=inner, shapes=shapes)))
+        found.append(("oktopk preconditioned", Preconditioned(recipe=inner, shapes=shapes)))
     return found
 
 

@@ -50,12 +50,12 @@ class CorrectedAtFirst(StalenessAwareAdam):
 
 
 Rule = Callable[[torch.optim.Optimizer, int], StalenessAwareAdam]  # of the optimizer and the number of dense steps
-NO_LIMITS = {"max_walk": math.inf, "max_change": math.inf}  # but the one on catching up
+NO_LIMITS = {"max_sqrt_staleness": math.inf, "max_relative_update": math.inf}  # but the one on catching up
 UNLIMITED = partial(StalenessAwareAdam, **NO_LIMITS)
 VARIANTS: dict[str, Rule | None] = {
     "AdamW as is": None,
     "aware": lambda o, _: StalenessAwareAdam(o),  # the default
-    "aware, 20, walk 3": lambda o, _: StalenessAwareAdam(o, max_change=math.inf),
+    "aware, 20, walk 3": lambda o, _: StalenessAwareAdam(o, max_relative_update=math.inf),
     "aware, 20, no bias correction": lambda o, _: UNLIMITED(o, 20, bias_correction=False),
     "aware, 20, corrected at first": lambda o, dense: CorrectedAtFirst(o, 20, **NO_LIMITS, dense_steps=dense),
     "aware, 20": lambda o, _: UNLIMITED(o, 20),

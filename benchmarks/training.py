@@ -24,11 +24,11 @@ import torch
 import tritoncomm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tritoncomm.algorithms import DenseTail, Rescaled
+from tritoncomm.algorithms import DenseTail, Preconditioned
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.bucket import BucketLayout, by_size
+from tritoncomm.step.bucket import BucketLayout, split_by_size
 
 from power_sgd import PowerSGD, PowerSGDWorld
 
@@ -138,7 +138,7 @@ def train(
     seed: int,
     step_rule: str = "",
     catch_up: float = StalenessAwareAdam.max_catch_up,
-    max_change: float = StalenessAwareAdam.max_change,
+    max_relative_update: float = StalenessAwareAdam.max_relative_update,
     *,
     see_all: bool = False,
 ) -> Outcome:
@@ -153,8 +153,8 @@ def train(
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
     aware = step_rule in (DEFAULT, UNSCALED)
-    adam = StalenessAwareAdam(optimizer, catch_up, max_change=max_change) if aware else None
-    large, small = by_size(list(model.parameters()), DENSE_BELOW)
+    adam = StalenessAwareAdam(optimizer, catch_up, max_relative_update=max_relative_update) if aware else None
+    large, small = split_by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*large, *small])
     warmup = int(task.steps * WARMUP_SHARE)
     world: tritoncomm.SimulatedWorld | PowerSGDWorld
@@ -204,7 +204,7 @@ def around(
     """``recipe`` with all that ``wrap`` puts around it."""
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
     if by_update and recipe.compares_entries():
-        inner = Rescaled(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
+        inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
     return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small))
 
 
@@ -304,9 +304,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of the task's own")
     parser.add_argument("--lr", type=float, help="learning rate, instead of the task's own")
-    limits = StalenessAwareAdam.max_catch_up, StalenessAwareAdam.max_change
+    limits = StalenessAwareAdam.max_catch_up, StalenessAwareAdam.max_relative_update
     parser.add_argument("--catch-up", type=float, default=limits[0], help="max_catch_up of the staleness-aware step")
-    parser.add_argument("--max-change", type=float, default=limits[1], help="max_change of the same; inf is no limit")
+    parser.add_argument(
+        "--max-relative-update", type=float, default=limits[1], help="max_relative_update of the same; inf is no limit"
+    )
     parser.add_argument("--see-all", action="store_true", help="every worker's gradient is the mean of all")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
@@ -320,7 +322,7 @@ def main() -> None:
         task, dense = TASKS[name](options.steps), None
         task = replace(task, lr=options.lr or task.lr)
         for recipe, step_rule in runs(name, options):
-            limits = options.catch_up, options.max_change
+            limits = options.catch_up, options.max_relative_update
             results = [train(task, recipe, s, step_rule, *limits, see_all=options.see_all) for s in options.seeds]
             label, density = recipe.name, getattr(recipe, "density", 1.0)
             if isinstance(recipe, PowerSGD):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tritoncomm
 from tritoncomm.planning import planner
-from tritoncomm.planning.comparison import Row, Source, picture, survey, table
+from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
     LayeredGradients,
@@ -48,7 +48,7 @@ def main() -> None:
         for density in options.density:
             recipes = [planner.at(name, density) for name in options.algo]
             rows: list[Row] = []
-            for row in survey(
+            for row in compare_methods(
                 recipes, options.workers, int(options.numel), options.link, source, memory=options.memory
             ):
                 rows.append(row)

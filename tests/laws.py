@@ -24,7 +24,7 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.algorithms import Rescaled
+from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.faults import KINDS, Faults
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
@@ -105,7 +105,7 @@ def fitted(case: Case, recipe: Recipe) -> Case:
 
 def length(recipe: Recipe, otherwise: int) -> int:
     """How many elements vectors for ``recipe`` have to have, if it says."""
-    return sum(map(math.prod, recipe.shapes)) if isinstance(recipe, Rescaled) else otherwise
+    return sum(map(math.prod, recipe.shapes)) if isinstance(recipe, Preconditioned) else otherwise
 
 
 def world_of(recipe: Recipe, case: Case) -> SimulatedWorld:

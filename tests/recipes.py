@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tritoncomm import DGC, ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
-from tritoncomm.algorithms import DenseTail, Hierarchical, Rescaled
+from tritoncomm.algorithms import DenseTail, Hierarchical, Preconditioned
 
 # Momentum multiplies what was given, and the laws are about what was given; random-block is not warned about here.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -45,13 +45,13 @@ def under_test(density: float) -> dict[str, Recipe]:
         "dense-tail-hierarchical": DenseTail(
             recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=4), tail=3
         ),
-        "preconditioned": Rescaled(
+        "preconditioned": Preconditioned(
             recipe=OkTopk(density=density, **SHORT), shapes=((9, 5), (3, 2, 4), (11,)), renew_every=2
         ),
-        "preconditioned-warmup": Rescaled(
+        "preconditioned-warmup": Preconditioned(
             recipe=Warmup(recipe=SparDL(density=density), steps=2), shapes=((7, 11),), renew_every=1, decay=0.5
         ),
-        "preconditioned-hierarchical": Rescaled(
+        "preconditioned-hierarchical": Preconditioned(
             recipe=Hierarchical(recipe=OkTopk(density=density), node_size=2), shapes=((40,), (6, 6)), renew_every=1
         ),
         "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
-from tritoncomm.algorithms.preconditioned import Rescaled, RescaledAlgorithm
+from tritoncomm.algorithms.preconditioned import Preconditioned, PreconditionedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
 from tritoncomm.primitives.collectives import bruck_all_gather
-from tritoncomm.primitives.second_moment import Matrices
+from tritoncomm.primitives.second_moment import FactoredSecondMoment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import Forecast
@@ -89,15 +89,15 @@ class TalksTooMuch(TopkAllgatherAlgorithm):
         return Forecast({})
 
 
-class OwesScaled(RescaledAlgorithm):
+class OwesScaled(PreconditionedAlgorithm):
     """Leaves the residual in units of the scale."""
 
     def reduce(self, acc, rank, world_size):
-        acc.take_back = lambda divided, scale: acc.absorb(divided)
+        acc.unscale_from = lambda scaled, scale: acc.absorb(scaled)
         return (yield from super().reduce(acc, rank, world_size))
 
 
-class ScalesByItsOwn(RescaledAlgorithm):
+class ScalesByItsOwn(PreconditionedAlgorithm):
     """Takes the moment of what this rank still owes, which no other rank knows."""
 
     def reduce(self, acc, rank, world_size):
@@ -107,19 +107,19 @@ class ScalesByItsOwn(RescaledAlgorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenRescaled(Rescaled):
+class BrokenPreconditioned(Preconditioned):
     """A recipe for a broken preconditioner."""
 
     name: ClassVar[str] = "broken"
-    kind: type[RescaledAlgorithm] = RescaledAlgorithm
+    kind: type[PreconditionedAlgorithm] = PreconditionedAlgorithm
 
     def build(self, numel):
-        return self.kind(self, Matrices(self.shapes))
+        return self.kind(self, FactoredSecondMoment(self.shapes))
 
 
-def rescaled(kind: type[RescaledAlgorithm]) -> BrokenRescaled:
+def preconditioned(kind: type[PreconditionedAlgorithm]) -> BrokenPreconditioned:
     """Around a sound Ok-Topk, for vectors of the cases above."""
-    return BrokenRescaled(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
+    return BrokenPreconditioned(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +160,9 @@ def kernels_k(numel: int, density: float) -> int:
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=TalksTooMuch), CASE),
-        (laws.conservation, rescaled(OwesScaled), CASE),
-        (laws.equivalence, rescaled(OwesScaled), CASE),
-        (laws.conservation, rescaled(ScalesByItsOwn), CASE),
+        (laws.conservation, preconditioned(OwesScaled), CASE),
+        (laws.equivalence, preconditioned(OwesScaled), CASE),
+        (laws.conservation, preconditioned(ScalesByItsOwn), CASE),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
@@ -173,7 +173,7 @@ def test_the_laws_bite(law, recipe, case: laws.Case) -> None:
     sounds = {
         OkTopk: OkTopk(density=recipe.density),
         TopkAllgather: TopkAllgather(density=recipe.density),
-        Rescaled: rescaled(RescaledAlgorithm),
+        Preconditioned: preconditioned(PreconditionedAlgorithm),
     }
     law(next(sound for kind, sound in sounds.items() if isinstance(recipe, kind)), case)
 

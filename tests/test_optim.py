@@ -260,8 +260,8 @@ def test_metrics_are_flat_floats() -> None:
         ({"warmup_steps": 2.5}, r"steps=2\.5.*whole number"),
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
         ({"max_catch_up": 0.5}, "max_catch_up=0.5"),
-        ({"max_change": -0.1}, "max_change=-0.1"),
-        ({"max_change": "a fifth"}, "max_change='a fifth'"),
+        ({"max_relative_update": -0.1}, "max_relative_update=-0.1"),
+        ({"max_relative_update": "a fifth"}, "max_relative_update='a fifth'"),
         ({"algo": ["oktopk"]}, "unknown algorithm"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),
@@ -411,23 +411,23 @@ def test_plain_steps_in_between_reset_the_ages() -> None:
     again.step()
     assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
     late = root_mean_square(net[0].weight)
-    assert float(again.state[net[0].weight]["magnitude"]) == pytest.approx(float(late), rel=0.1)
+    assert float(again.state[net[0].weight]["param_rms"]) == pytest.approx(float(late), rel=0.1)
 
 
 def test_what_limits_catching_up_is_resumed() -> None:
-    """A parameter's magnitude, which is looked at now and then, is saved as it is, also beside bf16 parameters."""
+    """A parameter's param_rms, which is looked at now and then, is saved as it is, also beside bf16 parameters."""
     net = model().bfloat16()
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
     for _ in range(21):  # the norm is looked at in each of the first twenty
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    before = optimizer.state[net[0].weight]["magnitude"]
+    before = optimizer.state[net[0].weight]["param_rms"]
     net[0].weight.data.mul_(3)
     again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
     again.load_state_dict(optimizer.state_dict())
     again.step()
-    after = again.state[net[0].weight]["magnitude"]
+    after = again.state[net[0].weight]["param_rms"]
     assert after.dtype == torch.float32
     assert torch.equal(before, after)
 
@@ -454,7 +454,7 @@ def test_wrapped_after_loading(dtype: torch.dtype, steps: int) -> None:
     expected = ages if dtype == torch.float32 else torch.full_like(ages, steps)
     assert torch.equal(after[late], expected[late])
     assert late.any()
-    assert again.state[weight]["magnitude"].dtype == torch.float32
+    assert again.state[weight]["param_rms"].dtype == torch.float32
 
 
 def test_add_param_group_keeps_the_warm_up() -> None:

@@ -22,7 +22,7 @@ from tritoncomm.demo import report
 from tritoncomm.demo.train import Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
-from tritoncomm.planning.comparison import Row, Source, picture, survey, table
+from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
@@ -141,7 +141,7 @@ def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
     recipes = [replace(planner.at(name, options.density), **fields) for name, fields in methods]
     rows: list[Row] = []
-    for row in survey(
+    for row in compare_methods(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
         steps=options.steps, memory=options.memory,
     ):  # fmt: skip

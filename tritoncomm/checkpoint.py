@@ -21,7 +21,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks, state_format
 from tritoncomm.step.state_format import reshard
 
-__all__ = ["Owed", "load", "reshard", "save"]
+__all__ = ["ResidualState", "load", "reshard", "save"]
 
 
 def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
@@ -40,7 +40,7 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
         mark["id"] = setup_checks.gather(mark, group)[0]["id"]
     mark["checksum"] = state_format.checksum(_inner(state))
     file = _file(folder, rank, size)
-    with setup_checks.refusing(group):
+    with setup_checks.propagate_errors(group):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
@@ -67,7 +67,7 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
     folder = Path(folder)
     group = optimizer.process_group
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-    with setup_checks.refusing(group):
+    with setup_checks.propagate_errors(group):
         saved_by = _saved_by(folder)
         if saved_by == size:
             file = _file(folder, rank, size)
@@ -136,10 +136,10 @@ def _check(state: Any) -> None:
         raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not fit")
 
 
-class Owed:
+class ResidualState:
     """What the ranks owe, for ``torch.distributed.checkpoint``, beside ``get_optimizer_state_dict``.
 
-    ``dcp.save({"model": ..., "optimizer": ..., "owed": Owed(optimizer)}, checkpoint_id=path)``, and the same with
+    ``dcp.save({"model": ..., "residuals": ResidualState(optimizer)}, checkpoint_id=path)``, and the same with
     ``dcp.load``, by as many ranks: it would take one rank's tensors for everybody's, so that every rank's are kept
     under its number. For another number of ranks use :func:`save` and :func:`load`, or ``optimizer.flush()`` first,
     after which nothing is owed.

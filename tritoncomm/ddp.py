@@ -21,17 +21,17 @@ from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError,
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import summed
 from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import fits
+from tritoncomm.step.bucket import fits_dtype
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
     DENSE_BELOW,
     check_dense_below,
     check_timeout,
-    choose,
     is_dense,
     log_choice,
     one_of,
+    resolve_recipe,
     with_density,
 )
 from tritoncomm.version import __version__
@@ -72,7 +72,7 @@ class CommState:
         dense_below: int = DENSE_BELOW,
         **recipe_fields: Any,
     ) -> None:
-        self.recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
+        self.recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         if on_nonfinite == "skip":
             raise ConfigurationError(
                 "on_nonfinite='skip': a hook cannot keep the optimizer from stepping; choose 'propagate' with a "
@@ -203,7 +203,7 @@ class CommState:
             raise exchange.explained(error) if self.on_nonfinite == "raise" else error from None
         self._begun.append(exchange)
         mean.write_to(flat, workspace=exchange.feedback.workspace)
-        if not fits(flat if scale == 1.0 else flat * scale, dtype):  # on all ranks alike, as the mean is
+        if not fits_dtype(flat if scale == 1.0 else flat * scale, dtype):  # on all ranks alike, as the mean is
             raise NonFiniteError(
                 f"a mean of finite gradients overflows in {dtype}; nothing was applied: use bfloat16, or a "
                 "GradScaler, which lowers its scale"
@@ -259,13 +259,13 @@ class CommState:
             "parameter names": names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
-        with setup_checks.refusing(self._group):
+        with setup_checks.propagate_errors(self._group):
             if self._loaded is not None:
                 _fill(exchange, self._loaded, names)
         setup_checks.compare(fields, self._group)
-        exchange.enrol()
+        exchange.agree_on_exchange_id()
         for number, other in enumerate(self._exchanges.values()):
-            exchange.take_residuals(other)
+            exchange.adopt_residuals(other)
             if number == 0:
                 exchange.feedback.algorithm.migrate([], 1.0, other.feedback.algorithm.state_dict())
         self._exchanges[tuple(map(id, parameters))] = exchange
@@ -296,12 +296,12 @@ class CommState:
         Raises :class:`~tritoncomm.ConfigurationError` for a density that cannot be, and
         :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
         """
-        with setup_checks.refusing(self.process_group):
+        with setup_checks.propagate_errors(self.process_group):
             recipe = with_density(self.recipe, density)
         setup_checks.compare({"density": density}, self.process_group)
         for exchange in self._exchanges.values():
             exchange.change_recipe(recipe)
-            exchange.enrol()
+            exchange.agree_on_exchange_id()
         self.recipe = recipe
 
     @torch.no_grad()
@@ -321,9 +321,12 @@ class CommState:
         """
         residuals: dict[str, torch.Tensor] = {}
         for exchange in self._exchanges.values():
-            residuals |= {self._names[id(p)]: owed.clone() for p, owed in exchange.owed().items()}
+            residuals |= {
+                self._names[id(p)]: residuals_by_parameter.clone()
+                for p, residuals_by_parameter in exchange.residuals_by_parameter().items()
+            }
         algorithms = [exchange.feedback.algorithm.common_state() for exchange in self._exchanges.values()]
-        return state_format.written(
+        return state_format.with_checksum(
             rank=dist.get_rank(self.process_group),
             world_size=dist.get_world_size(self.process_group),
             recipe=self.recipe.name,
@@ -340,12 +343,14 @@ class CommState:
         :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to another rank, world size or
         method, and :class:`~tritoncomm.ConfigMismatchError` when another rank refused its state.
         """
-        with setup_checks.refusing(self.process_group):
+        with setup_checks.propagate_errors(self.process_group):
             if self._exchanges:
                 raise ConfigurationError("load_state_dict() comes before the first backward pass")
             rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
             state_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
-            if self._shapes and self._shapes != {name: owed.numel() for name, owed in state["residuals"].items()}:
+            if self._shapes and self._shapes != {
+                name: residuals_by_parameter.numel() for name, residuals_by_parameter in state["residuals"].items()
+            }:
                 raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         setup_checks.compare({"steps": state["steps"]}, self.process_group)
         self._loaded, self.steps = state, state["steps"]
@@ -364,14 +369,14 @@ _SETTINGS = ("recipe", "on_nonfinite", "scaler", "process_group", "_timeout", "_
 
 
 def _fill(exchange: GradientExchange, state: Mapping[str, Any], names: list[str]) -> None:
-    for (parameter, owed), name in zip(exchange.owed().items(), names, strict=True):
+    for (parameter, residuals_by_parameter), name in zip(exchange.residuals_by_parameter().items(), names, strict=True):
         saved = state["residuals"].get(name)
-        if saved is None or saved.numel() != owed.numel():
+        if saved is None or saved.numel() != residuals_by_parameter.numel():
             raise ConfigurationError(
                 f"the loaded state owes nothing of this shape to {name}, {tuple(parameter.shape)}: "
                 "it belongs to another model"
             )
-        owed.copy_(saved)
+        residuals_by_parameter.copy_(saved)
     exchange.feedback.algorithm.migrate([], 1.0, state["algorithm"])
 
 
@@ -409,7 +414,7 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or use tritoncomm.wrap() "
             "on the optimizer of a plain one"
         )
-    chosen = choose(algo, density, 0, recipe_fields)
+    chosen = resolve_recipe(algo, density, 0, recipe_fields)
     if model.find_unused_parameters and not (is_dense(chosen) or chosen.density == 1):
         raise ConfigurationError(
             "find_unused_parameters=True: DDP throws away what is delivered to a parameter that no rank used in a "

@@ -22,15 +22,22 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import fits
+from tritoncomm.step.bucket import fits_dtype
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import DEFAULT_DENSITY, DENSE_BELOW, check_dense_below, check_timeout, choose, log_choice
+from tritoncomm.step.options import (
+    DEFAULT_DENSITY,
+    DENSE_BELOW,
+    check_dense_below,
+    check_timeout,
+    log_choice,
+    resolve_recipe,
+)
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
 
 
-class Piece(NamedTuple):
+class ShardSlice(NamedTuple):
     """Where a parameter's shard lies in what FSDP reduces at once: ``padded`` elements from ``start``."""
 
     name: str
@@ -46,15 +53,17 @@ class ShardExchange:
         self,
         number: int,
         group: Any,
-        pieces: list[Piece],
+        shard_slices: list[ShardSlice],
         recipe: Recipe,
         scheduler: ProcessGroupScheduler,
-        owner: State,
+        owner: FSDPState,
     ) -> None:
         self.number = number
-        self.pieces = [piece for piece in pieces if not piece.small] + [piece for piece in pieces if piece.small]
-        self.numel = sum(piece.padded for piece in pieces)
-        tail = sum(piece.padded for piece in pieces if piece.small)
+        self.shard_slices = [shard_slice for shard_slice in shard_slices if not shard_slice.small] + [
+            shard_slice for shard_slice in shard_slices if shard_slice.small
+        ]
+        self.numel = sum(shard_slice.padded for shard_slice in shard_slices)
+        tail = sum(shard_slice.padded for shard_slice in shard_slices if shard_slice.small)
         whole = DenseTail(recipe=recipe, tail=tail)
         self.dense_numel = tail
         self.feedback = ErrorFeedback(whole.build(self.numel), scheduler.device)
@@ -72,8 +81,8 @@ class ShardExchange:
         if shard.numel() != self.numel:
             raise ConfigurationError(
                 f"FSDP reduces {shard.numel()} elements at once where {self.numel} were registered "
-                f"({self.pieces[0].name} and others): register() after all of fully_shard() and freezing, and use "
-                "every parameter in each pass"
+                f"({self.shard_slices[0].name} and others): register() after all of fully_shard() and freezing, and "
+                "use every parameter in each pass"
             )
         if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself looks at only in HSDP
             self._held = shard.to(torch.float32, copy=True) if self._held is None else self._held.add_(shard)
@@ -84,13 +93,13 @@ class ShardExchange:
             self._held = None
         self._owner.enter(self)
         scale = self._owner.scale()
-        for piece, part in self._parts():
-            part.copy_(shard[piece.start : piece.start + piece.padded])
+        for shard_slice, part in self._parts():
+            part.copy_(shard[shard_slice.start : shard_slice.start + shard_slice.padded])
         self.flat.mul_(1.0 / scale)
         try:
             self._deliver(scale, shard.dtype)
         except NonFiniteError as error:
-            bad = [piece.name for piece, part in self._parts() if not part.isfinite().all()]
+            bad = [shard_slice.name for shard_slice, part in self._parts() if not part.isfinite().all()]
             logger.warning("gradients become NaN: %s; on rank %d in %s", error, dist.get_rank(), bad or "none")
             self._owner.refused = True
             shard.fill_(math.nan)
@@ -98,17 +107,17 @@ class ShardExchange:
         except BaseException as error:
             self._owner.abandon(error)
             raise
-        for piece, part in self._parts():
-            shard[piece.start : piece.start + piece.padded].copy_(part)
+        for shard_slice, part in self._parts():
+            shard[shard_slice.start : shard_slice.start + shard_slice.padded].copy_(part)
 
     @property
     def meter(self) -> Meter:
         """The traffic and waiting time of the last backward pass."""
         return self._scheduler.meter
 
-    def enrol(self) -> None:
-        """See :meth:`ProcessGroupScheduler.enrol`."""
-        self._scheduler.enrol()
+    def agree_on_exchange_id(self) -> None:
+        """See :meth:`ProcessGroupScheduler.agree_on_exchange_id`."""
+        self._scheduler.agree_on_exchange_id()
 
     def _deliver(self, scale: float, dtype: torch.dtype) -> None:
         """Exchange ``flat``, which becomes ``scale`` times the mean, and must fit into ``dtype``."""
@@ -117,14 +126,18 @@ class ShardExchange:
         self.delivered = mean.density
         mean.write_to(self.flat, workspace=self.feedback.workspace)
         self.flat.mul_(scale)
-        if not fits(self.flat, dtype):  # on all replicas alike, as the mean is
+        if not fits_dtype(self.flat, dtype):  # on all replicas alike, as the mean is
             raise NonFiniteError(f"a mean of finite gradients overflows in {dtype}; nothing was applied")
 
-    def _parts(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        return zip(self.pieces, torch.split(self.flat, [piece.padded for piece in self.pieces]), strict=True)
+    def _parts(self) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
+        return zip(
+            self.shard_slices,
+            torch.split(self.flat, [shard_slice.padded for shard_slice in self.shard_slices]),
+            strict=True,
+        )
 
 
-class State:
+class FSDPState:
     """What :func:`register` returns: the exchanges of all parameter groups, and what they owe.
 
     A backward pass is adopted at its end, when all ranks know that none refused it; until then residuals are as before.
@@ -148,7 +161,7 @@ class State:
         self._backward = -1
         self._everybody = dist.new_group(timeout=timeout)
         self._agreement = ProcessGroupScheduler(self._everybody, timeout, device, f"fsdp {recipe!r}")
-        self._agreement.enrol()
+        self._agreement.agree_on_exchange_id()
 
     def scale(self) -> float:
         """What gradients have been multiplied by."""
@@ -162,12 +175,12 @@ class State:
             self.rollback()
         if again and backward == self._backward:
             raise ConfigurationError(
-                f"{exchange.pieces[0].name} is used twice in a forward pass, so that FSDP reduces its gradient in two "
-                "parts: give the module that uses it to fully_shard instead of the part that is used twice"
+                f"{exchange.shard_slices[0].name} is used twice in a forward pass, so that FSDP reduces its gradient "
+                "in two parts: give the module that uses it to fully_shard instead of the part that is used twice"
             )
         self._backward = backward  # another one: the pass before came to no end
         if not self._begun:
-            torch.autograd.Variable._execution_engine.queue_callback(self._settle)  # noqa: SLF001 - the only way
+            torch.autograd.Variable._execution_engine.queue_callback(self._commit_backward)  # noqa: SLF001 - the only way
         self._begun.append(exchange)
 
     def rollback(self) -> None:
@@ -182,7 +195,7 @@ class State:
         if isinstance(error, Exception):
             self._agreement.fail(error)
 
-    def _settle(self) -> None:
+    def _commit_backward(self) -> None:
         """Adopt the backward pass, or forget it when any rank refused a part of it. All ranks come here."""
         try:
             refused = self._agreement.run(_any(self.refused, self._device))
@@ -203,7 +216,7 @@ class State:
 
     @property
     def _sharding(self) -> str:
-        return repr([[tuple(piece) for piece in exchange.pieces] for exchange in self.exchanges])
+        return repr([[tuple(shard_slice) for shard_slice in exchange.shard_slices] for exchange in self.exchanges])
 
     def metrics(self) -> dict[str, float]:
         """What the last backward pass did on this rank."""
@@ -223,7 +236,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owes, by parameter group, and the states of the method."""
-        return state_format.written(
+        return state_format.with_checksum(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             recipe=self.recipe.name,
@@ -240,7 +253,7 @@ class State:
         Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
         another rank, world size, method, model or sharding.
         """
-        with setup_checks.refusing(self._everybody):
+        with setup_checks.propagate_errors(self._everybody):
             state_format.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
             if state["settings"] != self._sharding:
                 raise ConfigurationError("this checkpoint is of another model, or one that was sharded differently")
@@ -269,7 +282,7 @@ def register(
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
-) -> State:
+) -> FSDPState:
     """Average the gradient shards of ``model`` over ``replicate_group`` sparsely, module by module, in backward.
 
     ``model`` has been given to ``fully_shard`` with a one-dimensional mesh, for example ``mesh["shard"]`` of a mesh of
@@ -284,8 +297,8 @@ def register(
     Raises :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
     :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
     """
-    with setup_checks.refusing(None):
-        recipe = choose(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
+    with setup_checks.propagate_errors(None):
+        recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
         check_timeout(timeout)
         check_dense_below(dense_below)
         found = list(_parameter_groups(model))
@@ -299,22 +312,22 @@ def register(
         without_gaps(True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     device = found[0][1].fsdp_params[0].sharded_param.device
-    state = State(recipe, replicate_group, scaler, timeout, device)
+    state = FSDPState(recipe, replicate_group, scaler, timeout, device)
     for number, (module, group) in enumerate(found):
-        pieces = _pieces(group, names, dense_below)
-        if pieces:
-            stamp = f"{recipe.name} {recipe!r}, {pieces}"
+        shard_slices = _shard_slices(group, names, dense_below)
+        if shard_slices:
+            stamp = f"{recipe.name} {recipe!r}, {shard_slices}"
             subgroups = recipe.subgroups(dist.get_world_size(replicate_group))
             scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp, subgroups)
             recipe.check_world_size(scheduler.world_size)
-            state.exchanges.append(ShardExchange(number, group, pieces, recipe, scheduler, state))
+            state.exchanges.append(ShardExchange(number, group, shard_slices, recipe, scheduler, state))
             module.set_all_reduce_hook(state.exchanges[-1])
     local = [parameter.to_local() for parameter in model.parameters() if hasattr(parameter, "to_local")]
-    fields = {"recipe": repr(recipe), "pieces": [repr(e.pieces) for e in state.exchanges]}
+    fields = {"recipe": repr(recipe), "shard slices": [repr(e.shard_slices) for e in state.exchanges]}
     fields |= {"shard values": [setup_checks.digest(shard) for shard in local]}
     setup_checks.compare(fields, replicate_group)
     for exchange in state.exchanges:
-        exchange.enrol()
+        exchange.agree_on_exchange_id()
     size = dist.get_world_size(replicate_group)
     log_choice(recipe, dist.get_rank(), size, [(e.feedback.algorithm, e.dense_numel) for e in state.exchanges])
     return state
@@ -359,13 +372,13 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
         )
 
 
-def _pieces(group: Any, names: Mapping[int, str], dense_below: int) -> list[Piece]:
-    pieces, start = [], 0
+def _shard_slices(group: Any, names: Mapping[int, str], dense_below: int) -> list[ShardSlice]:
+    shard_slices, start = [], 0
     for parameter in group.fsdp_params:
         sharded = parameter.sharded_param
         if sharded.requires_grad:
             padded = parameter.padded_sharded_param_size.numel()
             small = dense_below > 0 and (sharded.dim() <= 1 or sharded.numel() < dense_below)
-            pieces.append(Piece(names[id(sharded)], start, padded, small))
+            shard_slices.append(ShardSlice(names[id(sharded)], start, padded, small))
             start += padded
-    return pieces
+    return shard_slices

@@ -14,22 +14,22 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.planning.automatic import automatic
+from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.optimizer_step import Progress, Stepper, eager, selects_by_update
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
     DENSE_BELOW,
-    Options,
+    WrapOptions,
     check_optimizer,
-    choose,
-    complete,
     is_dense,
+    resolve_recipe,
     with_density,
+    with_warmup_and_nodes,
 )
 
 __all__ = ["SparseOptimizer", "wrap"]
@@ -48,7 +48,7 @@ def wrap(
     staleness: str = "aware",
     select_by: str = "auto",
     max_catch_up: float = 20.0,
-    max_change: float = 0.2,
+    max_relative_update: float = 0.2,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
@@ -67,7 +67,7 @@ def wrap(
 
     ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting for at most
     ``max_catch_up`` steps and three square roots of the steps it has waited. Catching up is shortened where it would
-    change a tensor by more than ``max_change`` of its norm at once, though not to less than dense steps might;
+    change a tensor by more than ``max_relative_update`` of its norm at once, though not to less than dense steps might;
     ``"off"`` runs the optimizer as it is.
     ``select_by="update"`` chooses entries by their gradient over the root of its second moment, which is what Adam
     steps by, ``"gradient"`` by their gradient; ``"auto"`` is ``"update"`` where the staleness-aware step is taken and
@@ -88,21 +88,21 @@ def wrap(
         raise ConfigurationError("process_group was given but torch.distributed is not initialised")
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group")
-    with setup_checks.refusing(process_group):
+    with setup_checks.propagate_errors(process_group):
         check_optimizer(optimizer)
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: wrap the original one")
         setup_checks.check_not_reduced(p for group in optimizer.param_groups for p in group["params"])
         if algo == "auto":
-            chosen = automatic(optimizer, density, process_group, recipe_fields)
-            chosen = complete(chosen, warmup_steps, node_group, process_group)
+            chosen = automatic_recipe(optimizer, density, process_group, recipe_fields)
+            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, process_group)
         else:
-            chosen = choose(algo, density, warmup_steps, recipe_fields, node_group, process_group)
-        options = Options(
+            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, process_group)
+        options = WrapOptions(
             staleness=staleness,
             select_by=select_by,
             max_catch_up=max_catch_up,
-            max_change=max_change,
+            max_relative_update=max_relative_update,
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,
@@ -125,21 +125,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         process_group: dist.ProcessGroup | None,
-        options: Options,
+        options: WrapOptions,
     ) -> None:
         self._take_in(optimizer, recipe, options)
         self._exchange = self._set_up(process_group)
 
-    def _take_in(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options) -> None:
+    def _take_in(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
         self.optimizer = optimizer
         # Not super().__init__: parameters and state stay the wrapped optimizer's. This is the part of
         # it that sets up hooks and profiling, the way unpickling does.
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._stepper = Stepper(optimizer, options, late=not is_dense(recipe))
-        self._stepper.check()
-        self._progress = Progress()
+        self._optimizer_step = OptimizerStep(optimizer, options, late=not is_dense(recipe))
+        self._optimizer_step.check()
+        self._step_state = StepState()
 
     # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
 
@@ -166,7 +166,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     @property
     def is_synchronized(self) -> bool:
         """True between :meth:`synchronize` and :meth:`step`."""
-        return self._progress.exchanged
+        return self._step_state.exchanged
 
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
@@ -177,7 +177,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         fields = {"optimizer": self.optimizer, "recipe": self.recipe, "options": self._options}
         self._nothing_pending("copying")
         return fields | {
-            "skipped": self._progress.skipped,
+            "skipped": self._step_state.skipped,
             "steps": self._exchange.steps,
             "exchange": self._exchange.state_dict(),
         }
@@ -197,23 +197,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._take_in(state["optimizer"], state["recipe"], state["options"])
         self._exchange = self._build(group)
         self._exchange.feedback = self._exchange.loaded(state["exchange"])
-        self._progress.skipped, self._exchange.steps = state["skipped"], state["steps"]
+        self._step_state.skipped, self._exchange.steps = state["skipped"], state["steps"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
         self._nothing_pending("add_param_group()")
         before = len(self.param_groups)
         try:
-            with setup_checks.refusing(self._exchange.group):
+            with setup_checks.propagate_errors(self._exchange.group):
                 self.optimizer.add_param_group(param_group)
                 self.recipe.check_optimizer(self.optimizer)
-                self._stepper.check()
+                self._optimizer_step.check()
                 exchange = self._build(self._exchange.group)
             self._compare(exchange)
         except BaseException:
             del self.param_groups[before:]
             raise
-        exchange.take_over(self._exchange)
+        exchange.adopt(self._exchange)
         self._exchange = exchange
 
     def set_density(self, density: float) -> None:
@@ -223,12 +223,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
         """
         self._nothing_pending("set_density()")
-        with setup_checks.refusing(self._exchange.group):
+        with setup_checks.propagate_errors(self._exchange.group):
             recipe = with_density(self.recipe, density)
         if is_distributed():
             setup_checks.compare({"density": density}, self._exchange.group)
         self._exchange.change_recipe(recipe)
-        self._exchange.enrol()
+        self._exchange.agree_on_exchange_id()
         self.recipe = recipe
 
     def reset_process_group(
@@ -245,18 +245,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange = self._exchange
         if is_distributed():
             ahead = max(fields["steps"] for fields in setup_checks.gather({"steps": exchange.steps}, process_group))
-            if exchange.undecided is not None and exchange.steps + 1 == ahead:
-                self._take_step(exchange.settle())
+            if exchange.pending is not None and exchange.steps + 1 == ahead:
+                self._take_step(exchange.commit_pending())
         self._reset()
-        exchange.undecided = None
-        with setup_checks.refusing(process_group):
+        exchange.pending = None
+        with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
-            recipe = complete(flat, 0, node_group, process_group)
+            recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
         setup_checks.compare_setup(
             self.optimizer, exchange.parameters, recipe, self._options, exchange.steps, process_group
         )
         exchange.move(process_group, recipe)
-        exchange.enrol()
+        exchange.agree_on_exchange_id()
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -277,23 +277,23 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        progress, loss = self._progress, None
+        step_state, loss = self._step_state, None
         if closure is not None:
-            if progress.exchanged:
+            if step_state.exchanged:
                 raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
             with torch.enable_grad():
                 loss = closure()
-        if self._stepper.is_synthetic():
-            self._stepper.initialise(self._exchange.layout)
+        if self._optimizer_step.is_synthetic():
+            self._optimizer_step.initialize_state(self._exchange.layout)
             return loss
-        if not progress.exchanged:
+        if not step_state.exchanged:
             self.synchronize()
         elif getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
-        if any(now is not then for now, then in zip(self._gradients(), progress.written, strict=True)):
+        if any(now is not then for now, then in zip(self._gradients(), step_state.written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
-        if progress.mean is not None:
-            self._take_step(progress.mean)
+        if step_state.mean is not None:
+            self._take_step(step_state.mean)
         else:
             self._check_scale()
         self._reset()
@@ -301,9 +301,9 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """A scaler has unscaled the gradients and ``found`` (not 0) an overflow on some rank: skip the step."""
-        self._progress.found_in_unscale = found
+        self._step_state.found_in_unscale = found
 
-    @eager
+    @without_compile
     @torch.no_grad()
     def synchronize(self) -> None:
         """Replace every ``.grad`` by the average over ranks now, for example to clip it.
@@ -313,26 +313,26 @@ class SparseOptimizer(torch.optim.Optimizer):
         With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` before.
         Raises :class:`RuntimeError` when the gradients were exchanged already.
         """
-        progress = self._progress
-        if progress.exchanged:
+        step_state = self._step_state
+        if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
-        unfit = self._unfit()
+        local_error = self._local_error()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is None:
-            found = progress.found_in_unscale
+            found = step_state.found_in_unscale
         overflowed = found is not None and bool(found)
         zero = self._options.on_nonfinite == "zero" and found is None
         try:
-            progress.mean = self._exchange.average(
-                unfit=unfit, scale=1.0 if scale is None else float(scale), overflowed=overflowed, zero=zero
+            step_state.mean = self._exchange.average(
+                local_error=local_error, scale=1.0 if scale is None else float(scale), overflowed=overflowed, zero=zero
             )
         except NonFiniteError as error:
-            progress.skipped += 1
+            step_state.skipped += 1
             if self._options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
-        progress.exchanged = True  # without a mean the step does nothing
-        progress.written = self._gradients()
+        step_state.exchanged = True  # without a mean the step does nothing
+        step_state.written = self._gradients()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -345,7 +345,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         mean = self._exchange.flush()
         found = mean.values.nonzero().reshape(-1).to(torch.int32)
         sparse = SparseVector(found, mean.values[found.long()], mean.numel)
-        self._stepper.step(sparse, self._exchange.layout, clip=False)
+        self._optimizer_step.step(sparse, self._exchange.layout, clip=False)
         self.zero_grad()
 
     def metrics(self) -> dict[str, float]:
@@ -356,10 +356,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         ``residual_norm`` is computed here.
         ``grad_norm`` is that of the averaged gradient before ``max_grad_norm`` clipped it.
         """
-        clipped = {"grad_norm": self._stepper.grad_norm} if self._options.max_grad_norm is not None else {}
+        clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
         return self._exchange.last | clipped | {
             "steps": float(self._exchange.steps),
-            "skipped_steps": float(self._progress.skipped),
+            "skipped_steps": float(self._step_state.skipped),
             "zeroed_values": float(self._exchange.zeroed),
             "bytes_sent_total": float(self._exchange.total.sent.bytes),
             "bytes_received_total": float(self._exchange.total.received.bytes),
@@ -393,14 +393,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with setup_checks.refusing(self._exchange.group):
+        with setup_checks.propagate_errors(self._exchange.group):
             feedback = self.loadable(state_dict)
         ours = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
             setup_checks.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
         self.optimizer.load_state_dict(inner)
-        self._stepper.restore(inner)
+        self._optimizer_step.restore(inner)
         self._exchange.feedback = feedback
         self._exchange.steps = ours["steps"] if ours is not None else self._exchange.steps
         self._reset()
@@ -412,7 +412,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises :class:`~tritoncomm.ConfigurationError` when it cannot be loaded here.
         """
-        setup_checks.check_groups(state_dict, self.optimizer)
+        setup_checks.check_state_dict(state_dict, self.optimizer)
         ours = state_dict.get("tritoncomm")
         return self._exchange.feedback if ours is None else self._exchange.loaded(ours)
 
@@ -445,17 +445,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         setup_checks.compare_setup(
             self.optimizer, exchange.parameters, self.recipe, self._options, exchange.steps, exchange.group
         )
-        exchange.enrol()
+        exchange.agree_on_exchange_id()
 
-    def _unfit(self) -> ConfigurationError | None:
+    def _local_error(self) -> ConfigurationError | None:
         for parameter in self._frozen:
             if parameter.grad is not None:
                 return ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
                     "wrap with requires_grad=True and freeze it then, or unfreeze it before wrapping"
                 )
-        if not self._progress.checked:  # a module may have been wrapped since
-            self._progress.checked = True
+        if not self._step_state.checked:  # a module may have been wrapped since
+            self._step_state.checked = True
             try:
                 setup_checks.check_not_reduced(self._exchange.parameters)
             except ConfigurationError as error:
@@ -465,8 +465,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _check_scale(self) -> None:
         """Say once that a skipped step leaves this rank's scale alone, where a scaler looked at this rank only."""
         found = getattr(self, "found_inf", None)
-        if found is not None and not bool(found) and not self._progress.told:
-            self._progress.told = True
+        if found is not None and not bool(found) and not self._step_state.told:
+            self._step_state.told = True
             logger.warning(
                 "rank %d: the step was skipped for an overflow that the GradScaler here has not seen, so that it keeps "
                 "its scale; no result depends on that, but with tritoncomm.amp.GradScaler all scales stay equal",
@@ -474,14 +474,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
 
     def _take_step(self, mean: SparseVector) -> None:
-        self._stepper.step(mean, self._exchange.layout)
+        self._optimizer_step.step(mean, self._exchange.layout)
 
     def _nothing_pending(self, what: str) -> None:
-        if self._progress.exchanged:
+        if self._step_state.exchanged:
             raise RuntimeError(f"an exchange is waiting for its step: call step() before {what}")
 
     def _reset(self) -> None:
-        self._progress.reset()
+        self._step_state.reset()
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.layout.parameters]

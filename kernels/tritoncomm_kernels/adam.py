@@ -30,14 +30,14 @@ class AdamState:
     """The tensors of one parameter that a step updates, each shaped like the parameter.
 
     ``first`` and ``second`` are Adam's moments, ``maximum`` (or None) the running maximum of the second for
-    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery. ``magnitude`` (fp32, one element) is the
+    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
     parameter's root mean square, now or not long ago.
     """
 
     first: torch.Tensor
     second: torch.Tensor
     last: torch.Tensor
-    magnitude: torch.Tensor
+    param_rms: torch.Tensor
     maximum: torch.Tensor | None = None
 
 
@@ -46,11 +46,11 @@ class AdamControl:
     """The numbers of one step, in device memory: a kernel does not have to be compiled or launched anew for them.
 
     To replay a captured step, write the next numbers into ``scalars`` (and, when it has been looked at again, the
-    magnitude of :class:`AdamState`) outside the graph.
+    param_rms of :class:`AdamState`) outside the graph.
 
     ``scalars`` (fp64 ``[9]``): step count, learning rate over the first bias correction, square root of
     the second, epsilon, the limit on tau for the distance, coupled weight decay, the limit in square roots of tau,
-    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its magnitude
+    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its param_rms
     by which a tensor may change.
     """
 
@@ -73,16 +73,16 @@ class AdamControl:
         bias_correction: bool = True,
         coupled_decay: float = 0.0,
         maximize: bool = False,
-        max_walk: float = 3.0,
-        max_change: float = 0.2,
+        max_sqrt_staleness: float = 3.0,
+        max_relative_update: float = 0.2,
     ) -> AdamControl:
         """Fill in the formulas."""
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
         rate, root = learning_rate / correct1, math.sqrt(correct2)
-        change = FINE * max_change / learning_rate if learning_rate else 0.0  # nothing moves at a rate of 0
-        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_walk, FINE / correct1, change]
+        change = FINE * max_relative_update / learning_rate if learning_rate else 0.0  # nothing moves at a rate of 0
+        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_sqrt_staleness, FINE / correct1, change]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
-        return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_change))
+        return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_relative_update))
 
 
 def adam_update(
@@ -107,7 +107,7 @@ def adam_update(
         torch.autograd.graph.increment_version(parameter)
         tables = _tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
-            parameter, gradient, state.first, state.second, state.maximum, state.last, state.magnitude, indices,
+            parameter, gradient, state.first, state.second, state.maximum, state.last, state.param_rms, indices,
             control.scalars, tables, maximize=control.maximize, coupled=control.coupled, limited=control.limited,
         )  # fmt: skip
         return
@@ -139,7 +139,7 @@ def _check(
     if control.scalars.numel() != _SCALARS:
         held = control.scalars.numel()
         raise ValueError(f"control has {held} scalars, expected {_SCALARS}: make it by AdamControl.of")
-    check_vector("magnitude", state.magnitude.reshape(-1), numel=1, like=parameter)
+    check_vector("param_rms", state.param_rms.reshape(-1), numel=1, like=parameter)
     if parameter.numel() > INDEX_LIMIT:
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
     if indices is not None:
@@ -183,7 +183,7 @@ def _update(
         factor = waited.minimum(limit).minimum(walk * _square_root(waited))
         if control.limited:
             length = _length(factor * move * fine, parameter.numel())
-            reach = change * state.magnitude.to(at.dtype)
+            reach = change * state.param_rms.to(at.dtype)
             reach = torch.where(reach > FINE, reach, FINE)  # not for NaN
             factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
         move = factor * move

@@ -99,7 +99,7 @@ def length_kernel(
 @triton.jit(do_not_specialize=["count", "n"])
 def adam_kernel(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
-    total_ptr, magnitude_ptr, count, n,
+    total_ptr, param_rms_ptr, count, n,
     EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def adam_kernel(
         tl.store(maximum_ptr + at, largest, mask=inside)
     tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
     rate = tl.load(control_ptr + 1).to(tl.float32)
-    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(magnitude_ptr)
+    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(param_rms_ptr)
     reach = tl.where(reach > FINE, reach, FINE)  # not for NaN
     length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
@@ -132,7 +132,7 @@ def update(
     second: torch.Tensor,
     maximum: torch.Tensor | None,
     last: torch.Tensor,
-    magnitude: torch.Tensor,
+    param_rms: torch.Tensor,
     indices: torch.Tensor | None,
     control: torch.Tensor,
     tables: torch.Tensor,
@@ -157,7 +157,7 @@ def update(
                 enable_fp_fusion=False,
             )  # fmt: skip
         adam_kernel[grid](
-            *tensors, magnitude, count, n,
+            *tensors, param_rms, count, n,
             EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
             POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -16,9 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
+from compiled_kernels import TARGETS, cases, compiled, find
 
 import tritoncomm_kernels as kernels
-from compiled_kernels import TARGETS, cases, compiled, find
 from tritoncomm_kernels import accumulate_triton
 
 # The "whole" cases are cut down to count instructions; nobody launches them.

@@ -69,7 +69,7 @@ def stepped(**changes: torch.Tensor) -> None:
     control = kernels.AdamControl.of(
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=X.device
     )
-    tensors = {"first": X.clone(), "second": X.clone(), "last": I8, "magnitude": ONE} | changes
+    tensors = {"first": X.clone(), "second": X.clone(), "last": I8, "param_rms": ONE} | changes
     indices = tensors.pop("indices", None)
     kernels.adam_update(X.clone(), X, kernels.AdamState(**tensors), control, indices)
 
@@ -78,7 +78,7 @@ ONE, LONG = torch.ones(1), torch.ones(9000)
 COUNT = torch.zeros(1, dtype=torch.int64)
 REFUSED: dict[str, Callable[[], object]] = {
     "gradient has dtype torch.float64": lambda: kernels.accumulate(X, X.double(), X.clone()),
-    "magnitude has 8 elements, expected 1": lambda: stepped(magnitude=X),
+    "param_rms has 8 elements, expected 1": lambda: stepped(param_rms=X),
     "gradient has 4 elements, expected 8": lambda: kernels.accumulate(X, X[:4], X.clone()),
     "gradient is on meta: move it to cpu": lambda: kernels.accumulate(X, X.to("meta"), X.clone()),
     "out is on meta: move it to cpu": lambda: kernels.accumulate(X, X, X.to("meta")),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
+from kernel_cases import DEVICES, bits, kernels_from
 from tritoncomm import SimulatedWorld
 
-from kernel_cases import DEVICES, bits, kernels_from
 from laws import FAMILIES, gradients
 
 RECIPES = [

@@ -14,8 +14,8 @@ import test_triton_scatter as scatter
 import test_triton_select as select
 from hypothesis import Phase, settings
 from hypothesis.errors import FlakyFailure
-
 from kernel_cases import INTERPRETED
+
 from tritoncomm_kernels import dispatch
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
@@ -92,7 +92,7 @@ SCATTERING = {
     "less than a dense step": Mutant(
         "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", scatter.test_adam
     ),
-    "no magnitude": Mutant("adam", " * tl.load(magnitude_ptr)", "", scatter.test_adam),
+    "no param_rms": Mutant("adam", " * tl.load(param_rms_ptr)", "", scatter.test_adam),
     "NaN is no limit": Mutant(
         "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", scatter.test_adam
     ),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds
 
 import tritoncomm_kernels as kernels
-from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds
 from tritoncomm_kernels.dispatch import kernel
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -244,15 +244,15 @@ def test_adam(
     def call(guarded: Guarded) -> list[list[int]]:
         parameter, gradient, first = (guarded.of(drawn("heavy", n, seed + i).to(dtype)) for i in range(3))
         second, maximum = (guarded.of((small * drawn("heavy", n, seed + i).abs()).to(dtype)) for i in (3, 4))
-        magnitude = torch.tensor([size], device=parameter.device)
-        state = kernels.AdamState(first, second, guarded.of(last), magnitude, maximum if amsgrad else None)
+        param_rms = torch.tensor([size], device=parameter.device)
+        state = kernels.AdamState(first, second, guarded.of(last), param_rms, maximum if amsgrad else None)
         control = kernels.AdamControl.of(
             steps=steps,
             learning_rate=0.01,
             betas=betas,
             epsilon=1e-8,
             max_catch_up=20,
-            max_change=change,
+            max_relative_update=change,
             device=parameter.device,
             bias_correction=corrected,
             coupled_decay=decay,

@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-import tritoncomm_kernels as kernels
 from kernel_cases import (
     DEVICES,
     SPECIAL,
@@ -30,6 +28,8 @@ from kernel_cases import (
     thresholds,
     tiles,
 )
+
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.dispatch import kernel
 

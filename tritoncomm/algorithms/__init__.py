@@ -13,7 +13,7 @@ from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
-from tritoncomm.algorithms.preconditioned import Rescaled
+from tritoncomm.algorithms.preconditioned import Preconditioned
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.random_k import RandomK
 from tritoncomm.algorithms.spardl import SparDL
@@ -53,10 +53,10 @@ __all__ = [
     "Hierarchical",
     "MiCRO",
     "OkTopk",
+    "Preconditioned",
     "RandomBlock",
     "RandomK",
     "Recipe",
-    "Rescaled",
     "SIDCo",
     "SparDL",
     "TopkAllgather",

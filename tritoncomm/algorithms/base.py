@@ -65,13 +65,13 @@ class Algorithm(ABC):
         """What to hand to the optimizer for coordinates that travel dense beside the vector, from their mean."""
         return mean
 
-    def forget_magnitudes(self) -> None:  # noqa: B027 - most remember none, or follow by themselves
+    def invalidate_thresholds(self) -> None:  # noqa: B027 - most remember none, or follow by themselves
         """The vector is in other units from the next step on: find anew whatever magnitudes were compared with."""
 
-    def inherit(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
+    def adopt_across_layout(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
         """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
 
-    def follow(self, other: Algorithm) -> None:  # noqa: B027 - most methods start afresh
+    def adopt_across_density(self, other: Algorithm) -> None:  # noqa: B027 - most methods start afresh
         """Take over from ``other``, of the same recipe at another density, what does not depend on the density."""
 
     def migrate(  # noqa: B027 - what most methods have learnt belongs to a world size

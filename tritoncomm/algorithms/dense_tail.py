@@ -13,7 +13,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, check_at_least
-from tritoncomm.algorithms.wrapper import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -25,7 +25,7 @@ _PHASE = "small tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseTail(RecipeAround):
+class DenseTail(WrapperRecipe):
     """The last ``tail`` coordinates, where small tensors are put, go dense; the others by ``recipe``."""
 
     name: ClassVar[str] = "dense_tail"
@@ -41,7 +41,7 @@ class DenseTail(RecipeAround):
         return DenseTailAlgorithm(self.recipe.build(numel - tail), tail)
 
 
-class DenseTailAlgorithm(AlgorithmAround):
+class DenseTailAlgorithm(WrapperAlgorithm):
     """The inner algorithm for the head of the vector; the tail has no state and owes nothing."""
 
     def __init__(self, inner: Algorithm, tail: int) -> None:

@@ -112,7 +112,7 @@ class DGCAlgorithm(Algorithm):
             return (yield from self._dense(acc, world_size))
         gradient = acc.gradient.float()
         velocity, update = self._with_momentum(self.state.velocity, gradient)
-        acc.feed(update)
+        acc.replace_gradient(update)
         own = acc.top_k(self.k)
         indices, sums = yield from all_gather_sum(own, [self.k] * world_size, acc, rank, world_size)
         acc.clear(own.indices)
@@ -159,14 +159,14 @@ class DGCAlgorithm(Algorithm):
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         # Not finite: left as it is, so that the exchange refuses it.
         if math.isfinite(norm) and norm > limit:
-            acc.feed(gradient * (limit / norm))
+            acc.replace_gradient(gradient * (limit / norm))
 
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`: momentum belongs to places in the vector."""
+    def adopt_across_layout(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_layout`: momentum belongs to places in the vector."""
         warnings.warn("the parameters have changed: dgc starts its momentum anew", stacklevel=2)
 
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`: the momentum."""
+    def adopt_across_density(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_density`: the momentum."""
         self.state = other.state
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:

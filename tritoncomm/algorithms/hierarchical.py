@@ -15,14 +15,14 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, check_at_least
-from tritoncomm.algorithms.wrapper import AlgorithmAround, RecipeAround
+from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, gather_blocks, share_rows
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllReduce, Among, Pattern
+from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Pattern
 from tritoncomm_kernels import Selection
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
@@ -30,7 +30,7 @@ _REFUSED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hierarchical(RecipeAround):
+class Hierarchical(WrapperRecipe):
     """``recipe`` between nodes of ``node_size`` workers each; consecutive ranks are in one node."""
 
     name: ClassVar[str] = "hierarchical"
@@ -63,7 +63,7 @@ class Hierarchical(RecipeAround):
         return HierarchicalAlgorithm(self, numel)
 
 
-class HierarchicalAlgorithm(AlgorithmAround):
+class HierarchicalAlgorithm(WrapperAlgorithm):
     """Holds the inner algorithm for this worker's part of the vector, once it knows which."""
 
     def __init__(self, recipe: Hierarchical, numel: int) -> None:
@@ -95,7 +95,7 @@ class HierarchicalAlgorithm(AlgorithmAround):
         held[own] = 0.0  # owed by this worker alone; elsewhere it owes only what another layout has left it
         total = held + torch.nn.functional.pad(acc.gradient.float(), (0, padding))
         if size > 1:
-            total = yield Among(_SUM, node, _sum(total))
+            total = yield InSubgroup(_SUM, node, _sum(total))
         part = total[own].clone()
         if kernels.has_non_finite(total):
             part.fill_(torch.nan)  # every part of the vector, so that all workers of all nodes refuse
@@ -103,13 +103,13 @@ class HierarchicalAlgorithm(AlgorithmAround):
         inner = Accumulator(residual, part, left, acc.workspace)
         mean, refused = SparseVector(*_nothing(part), self._share), False
         try:
-            mean = yield Among(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
+            mean = yield InSubgroup(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
         except NonFiniteError:
             refused = True
         self.report = self.inner.report
         found = Selection.of(mean.indices + start, mean.values / size)
         if size > 1:
-            found = yield Among(_GATHER, node, _gather(found, not refused, size * self._share, local, size))
+            found = yield InSubgroup(_GATHER, node, _gather(found, not refused, size * self._share, local, size))
         elif refused:
             raise NonFiniteError(_REFUSED)
         acc.clear_all()

@@ -348,8 +348,8 @@ class OkTopkAlgorithm(Algorithm):
         """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
         return {field: value for field, value in self.state_dict().items() if field != "local_threshold"}
 
-    def forget_magnitudes(self) -> None:
-        """See :meth:`Algorithm.forget_magnitudes`: thresholds are evaluated anew."""
+    def invalidate_thresholds(self) -> None:
+        """See :meth:`Algorithm.invalidate_thresholds`: thresholds are evaluated anew."""
         self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
 
     def predicted_traffic(self, world_size: int) -> Forecast:

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_number
-from tritoncomm.algorithms.wrapper import AlgorithmAroundWhole, RecipeAround
+from tritoncomm.algorithms.wrapper import WholeVectorWrapper, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.second_moment import Matrices
+from tritoncomm.primitives.second_moment import FactoredSecondMoment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
@@ -29,14 +29,14 @@ _NOTABLE = 0.1  # share of the coordinates whose scale changes, from which thres
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescaled(RecipeAround):
+class Preconditioned(WrapperRecipe):
     """``recipe`` for vectors in which tensors of ``shapes`` lie one after the other.
 
     The second moment decays by ``decay`` per step; the scale is made of it every ``renew_every`` steps, and is 1 until
     then. What is owed stays in units of the gradient. It takes the memory of the vector once more, and two passes.
     """
 
-    name: ClassVar[str] = "rescaled"
+    name: ClassVar[str] = "preconditioned"
     shapes: tuple[tuple[int, ...], ...]
     decay: float = 0.99
     renew_every: int = 20
@@ -53,12 +53,12 @@ class Rescaled(RecipeAround):
         """See :meth:`Recipe.compares_entries`: it does already."""
         return False
 
-    def build(self, numel: int) -> RescaledAlgorithm:
+    def build(self, numel: int) -> PreconditionedAlgorithm:
         """See :meth:`Recipe.build`."""
-        matrices = Matrices(self.shapes)
+        matrices = FactoredSecondMoment(self.shapes)
         holds = f"has {matrices.numel} elements, this vector {numel}: give the shapes of what lies in it"
         check(self, "shapes", matrices.numel == numel, holds)
-        return RescaledAlgorithm(self, matrices)
+        return PreconditionedAlgorithm(self, matrices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Moment:
     used: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, matrices: Matrices) -> Moment:
+    def of(cls, matrices: FactoredSecondMoment) -> Moment:
         """Before the first step."""
         rows, columns = (torch.zeros(sum(part), dtype=torch.float64) for part in (matrices.rows, matrices.columns))
         return cls(0, rows, columns)
@@ -91,11 +91,11 @@ class Moment:
             content.update(part.cpu().numpy().data)
         return content.hexdigest()
 
-    def fits(self, matrices: Matrices) -> bool:
+    def fits(self, matrices: FactoredSecondMoment) -> bool:
         """True when it is of these matrices."""
         return len(self.rows) == sum(matrices.rows) and len(self.columns) == sum(matrices.columns)
 
-    def extended(self, matrices: Matrices) -> Moment:
+    def extended(self, matrices: FactoredSecondMoment) -> Moment:
         """The same, with zeros for further matrices at the end."""
 
         def pad(part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -106,10 +106,10 @@ class Moment:
         return Moment(self.steps, rows, columns, used)
 
 
-class RescaledAlgorithm(AlgorithmAroundWhole):
+class PreconditionedAlgorithm(WholeVectorWrapper):
     """The inner algorithm on a scaled vector, and the moment that the scale is made of."""
 
-    def __init__(self, recipe: Rescaled, matrices: Matrices) -> None:
+    def __init__(self, recipe: Preconditioned, matrices: FactoredSecondMoment) -> None:
         super().__init__(matrices.numel)
         self.recipe = recipe
         self._matrices = matrices
@@ -138,14 +138,14 @@ class RescaledAlgorithm(AlgorithmAroundWhole):
         if scale is None:
             mean = yield from self.inner.reduce(acc, rank, world_size)
         else:
-            divided = acc.divided(scale)
-            mean = yield from self.inner.reduce(divided, rank, world_size)
-            acc.take_back(divided, scale)
+            scaled = acc.scaled(scale)
+            mean = yield from self.inner.reduce(scaled, rank, world_size)
+            acc.unscale_from(scaled, scale)
             mean = _times(mean, scale)
         self.report = self.inner.report
         self._moment = self._after(mean)
         if self._moment.used is not None and _differ(scale, self.scale(acc.device)):
-            self.inner.forget_magnitudes()
+            self.inner.invalidate_thresholds()
         return mean
 
     def scale(self, device: torch.device) -> torch.Tensor | None:
@@ -171,19 +171,19 @@ class RescaledAlgorithm(AlgorithmAroundWhole):
         """See :meth:`Algorithm.ordinary_traffic`: the inner algorithm's."""
         return self.inner.ordinary_traffic(world_size)
 
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`: the moment of tensors that both have, when new ones come last."""
-        assert isinstance(other, RescaledAlgorithm)
+    def adopt_across_layout(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_layout`: the moment of tensors that both have, when new ones come last."""
+        assert isinstance(other, PreconditionedAlgorithm)
         shapes = other.recipe.shapes
         if shapes == self.recipe.shapes[: len(shapes)]:
             self._moment = other._moment.extended(self._matrices)  # noqa: SLF001 - of the same class
-        super().inherit(other)
+        super().adopt_across_layout(other)
 
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`: the moment."""
-        assert isinstance(other, RescaledAlgorithm)
+    def adopt_across_density(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_density`: the moment."""
+        assert isinstance(other, PreconditionedAlgorithm)
         self._moment = other._moment  # noqa: SLF001 - of the same class
-        super().follow(other)
+        super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`: the moment, which is that of the mean."""
@@ -215,7 +215,7 @@ class RescaledAlgorithm(AlgorithmAroundWhole):
 
 
 def without_scale(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inner algorithm's part of the state of a :class:`RescaledAlgorithm`; any other state as it is."""
+    """The inner algorithm's part of the state of a :class:`PreconditionedAlgorithm`; any other state as it is."""
     return state["inner"] if set(state) == {"moment", "inner"} else state
 
 

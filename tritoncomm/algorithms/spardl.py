@@ -181,7 +181,7 @@ class _Ledger:
         """Add what has arrived."""
         kernels.scatter_add(self.values, entries.indices, entries.values)
 
-    def take_back(self, cut: Selection, share: float) -> bool:
+    def unscale_from(self, cut: Selection, share: float) -> bool:
         """Owe ``share`` of what was cut; False when that is more than a float holds."""
         kernels.scatter_add(self.values, cut.indices, cut.values * share)
         return not kernels.has_non_finite(self.values[cut.indices.long()])
@@ -218,7 +218,7 @@ class SparDLAlgorithm(Algorithm):
         delivered = yield from self._all_gather(own, place)
         if kernels.has_non_finite(delivered.values):  # on all ranks alike, they hold the same blocks
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
-        self._settle(acc, ledger, delivered.indices)
+        self._commit_backward(acc, ledger, delivered.indices)
         acc.selected = sum(len(indices) for indices in ledger.taken)
         self.report = {"delivered": float(delivered.found), "h": float(state.h)}
         self.state = state
@@ -256,7 +256,7 @@ class SparDLAlgorithm(Algorithm):
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
             kept = kernels.largest(union, place.budgets[w], workspace=self.workspace)
             # What the last round cuts is in nobody's result, so everybody owes its own part of it anyway.
-            if s + 1 < cost.log2(place.teams) and not ledger.take_back(left_out(union, kept), 1 / (2 << s)):
+            if s + 1 < cost.log2(place.teams) and not ledger.unscale_from(left_out(union, kept), 1 / (2 << s)):
                 kept = kept._replace(values=torch.full_like(kept.values, torch.nan))
             own = kept
         return own
@@ -291,7 +291,7 @@ class SparDLAlgorithm(Algorithm):
         )
         return Selection.join([self._entries(block, [b], place) for b, block in enumerate(blocks)])
 
-    def _settle(self, acc: Accumulator, ledger: _Ledger, final: torch.Tensor) -> None:
+    def _commit_backward(self, acc: Accumulator, ledger: _Ledger, final: torch.Tensor) -> None:
         """The new residual: the accumulator, with W where the result has an entry (GRES)."""
         if self.recipe.residuals == "global":
             acc.replace(final, ledger.values[final.long()])

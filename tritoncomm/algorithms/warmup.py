@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least
-from tritoncomm.algorithms.wrapper import AlgorithmAroundWhole, RecipeAround
+from tritoncomm.algorithms.wrapper import WholeVectorWrapper, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -17,7 +17,7 @@ from tritoncomm.scheduler.rounds import Pattern
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup(RecipeAround):
+class Warmup(WrapperRecipe):
     """``recipe``, with a higher density during the first ``steps`` steps.
 
     ``schedule="dense"``: density 1, then ``recipe``, whose own step counter starts only there.
@@ -36,7 +36,7 @@ class Warmup(RecipeAround):
         check_at_least(self, 0, "steps", whole=True)
         check(self, "schedule", self.schedule in ("dense", "exponential"), "choose dense or exponential")
         check_at_least(self, 1, "stages", whole=True)
-        check(self, "recipe", not isinstance(self.recipe, RecipeAround), "give a method, not another warm-up")
+        check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "give a method, not another warm-up")
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -56,7 +56,7 @@ class Warmup(RecipeAround):
         return 0 if self.schedule == "dense" else taken * self.stages // self.steps
 
 
-class WarmupAlgorithm(AlgorithmAroundWhole):
+class WarmupAlgorithm(WholeVectorWrapper):
     """Counts the steps; everything else is the algorithm's of the present stage."""
 
     def __init__(self, recipe: Warmup, numel: int) -> None:
@@ -98,24 +98,24 @@ class WarmupAlgorithm(AlgorithmAroundWhole):
         self.report = before.report
         self._taken += 1
         if self.inner is not before:
-            self.inner.follow(before)
+            self.inner.adopt_across_density(before)
         return mean
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`: after the warm-up."""
         return self.recipe.recipe.build(self.numel).ordinary_traffic(world_size)
 
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`: the steps taken."""
+    def adopt_across_layout(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_layout`: the steps taken."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
-        super().inherit(other)
+        super().adopt_across_layout(other)
 
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`: the steps taken."""
+    def adopt_across_density(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_density`: the steps taken."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
-        super().follow(other)
+        super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`: the steps taken."""

@@ -15,7 +15,7 @@ from tritoncomm.scheduler.cost import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeAround(Recipe):
+class WrapperRecipe(Recipe):
     """``recipe`` with something around it; the density is that of ``recipe``."""
 
     recipe: Recipe
@@ -42,7 +42,7 @@ class RecipeAround(Recipe):
         self.recipe.check_optimizer(optimizer)
 
 
-class AlgorithmAround(Algorithm):
+class WrapperAlgorithm(Algorithm):
     """Has no state but that of ``inner``."""
 
     @property
@@ -59,19 +59,19 @@ class AlgorithmAround(Algorithm):
     def state(self, state: Any) -> None:
         self.inner.state = state
 
-    def forget_magnitudes(self) -> None:
-        """See :meth:`Algorithm.forget_magnitudes`."""
-        self.inner.forget_magnitudes()
+    def invalidate_thresholds(self) -> None:
+        """See :meth:`Algorithm.invalidate_thresholds`."""
+        self.inner.invalidate_thresholds()
 
-    def inherit(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.inherit`."""
-        assert isinstance(other, AlgorithmAround)
-        self.inner.inherit(other.inner)
+    def adopt_across_layout(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_layout`."""
+        assert isinstance(other, WrapperAlgorithm)
+        self.inner.adopt_across_layout(other.inner)
 
-    def follow(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.follow`."""
-        assert isinstance(other, AlgorithmAround)
-        self.inner.follow(other.inner)
+    def adopt_across_density(self, other: Algorithm) -> None:
+        """See :meth:`Algorithm.adopt_across_density`."""
+        assert isinstance(other, WrapperAlgorithm)
+        self.inner.adopt_across_density(other.inner)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.migrate`."""
@@ -90,7 +90,7 @@ class AlgorithmAround(Algorithm):
         self.inner.load_state_dict(state)
 
 
-class AlgorithmAroundWhole(AlgorithmAround):
+class WholeVectorWrapper(WrapperAlgorithm):
     """Gives ``inner`` the whole vector, so that what that does to all of it is done here too."""
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:

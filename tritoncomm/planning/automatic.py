@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.planning.planner import choose
+from tritoncomm.planning.planner import recommend
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
@@ -18,7 +18,7 @@ from tritoncomm.step import setup_checks
 logger = logging.getLogger("tritoncomm")
 
 
-def automatic(
+def automatic_recipe(
     optimizer: torch.optim.Optimizer, density: float, group: dist.ProcessGroup | None, fields: dict[str, Any]
 ) -> Recipe:
     """What the planner makes of the measured network and of this model; the same on all ranks.
@@ -38,7 +38,7 @@ def automatic(
     # Before anything is measured: a rank that does something else must not leave the others waiting.
     setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
     link = measure_link(group, parameters[0].device)
-    chosen = choose(numel, dist.get_world_size(group), link, density)
+    chosen = recommend(numel, dist.get_world_size(group), link, density)
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': %.3g Gbit/s and %.3g us per message measured, using %r",

@@ -86,7 +86,7 @@ class Row:
         return {**dataclasses.asdict(self), "words_per_k": self.words / self.k, "max_over_mean": self.load}
 
 
-def survey(
+def compare_methods(
     recipes: Sequence[Recipe], workers: Sequence[int], numel: int, link: Link, source: Source, *,
     steps: int = STEPS, memory: float = 1e9,
 ) -> Iterator[Row]:  # fmt: skip

@@ -20,7 +20,7 @@ WORTH_IT = 0.95
 OVERLAP = 0.5
 
 
-class Option(NamedTuple):
+class Estimate(NamedTuple):
     """One choice: seconds of the exchange, from and to, and of the whole step at worst."""
 
     recipe: Recipe
@@ -34,10 +34,10 @@ class Option(NamedTuple):
         return isinstance(self.recipe, Dense)
 
 
-def options(
+def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
     overlap: float = OVERLAP,
-) -> list[Option]:  # fmt: skip
+) -> list[Estimate]:  # fmt: skip
     """Every method at every density beside dense, fastest step first.
 
     ``step_seconds`` is the computation of a step. A dense all-reduce hides behind ``overlap`` of it, as
@@ -51,20 +51,20 @@ def options(
         raise ConfigurationError(f"step_seconds={step_seconds}, overlap={overlap}: give 0 or more, and a share of it")
     dense = Dense()
     low, high = dense.formula(numel, world_size).seconds(link)
-    found = [Option(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
+    found = [Estimate(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
     for name in algorithms():
         if name != dense.name:
-            found += [_option(at(name, density), numel, world_size, link, step_seconds) for density in densities]
-    return sorted(found, key=lambda option: (option.step, option.recipe.name, option.recipe.density))
+            found += [_estimate(at(name, density), numel, world_size, link, step_seconds) for density in densities]
+    return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
-def choose(
+def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP
 ) -> Recipe:
     """The fastest of the trusted methods at ``density``, or dense where that is about as fast."""
-    candidates = options(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap)
-    dense = next(option for option in candidates if option.is_dense)
-    trusted = next(option for option in candidates if option.recipe.name in TRUSTED)
+    candidates = estimates(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap)
+    dense = next(estimate for estimate in candidates if estimate.is_dense)
+    trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
     return trusted.recipe if trusted.step < WORTH_IT * dense.step else dense.recipe
 
 
@@ -75,25 +75,25 @@ def at(name: str, density: float) -> Recipe:
     return recipe(name, density=density)
 
 
-def _option(method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float) -> Option:
+def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float) -> Estimate:
     low, high = method.formula(numel, world_size).seconds(link)
-    return Option(method, low, high, step_seconds + high)
+    return Estimate(method, low, high, step_seconds + high)
 
 
 def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, overlap: float = OVERLAP) -> str:
     """The plan as text: the ranking, whether staying dense is faster, and the line of code to use."""
-    ranked = options(numel, world_size, link, step_seconds, overlap=overlap)
-    dense = next(option for option in ranked if option.is_dense)
+    ranked = estimates(numel, world_size, link, step_seconds, overlap=overlap)
+    dense = next(estimate for estimate in ranked if estimate.is_dense)
     lines = [
         f"{numel:,} parameters, {world_size} workers, {link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us",
         f"{'method':16}{'density':>9}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
     ]
-    for option in ranked:
-        low, high = option.low * 1e3, option.high * 1e3
+    for estimate in ranked:
+        low, high = estimate.low * 1e3, estimate.high * 1e3
         exchange = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-        density = "" if option.is_dense else f"{option.recipe.density:.1%}"
-        ratio = option.step / dense.step if dense.step else 1.0
-        lines.append(f"{option.recipe.name:16}{density:>9}{exchange:>22}{option.step * 1e3:10.2f}{ratio:9.2f}x")
+        density = "" if estimate.is_dense else f"{estimate.recipe.density:.1%}"
+        ratio = estimate.step / dense.step if dense.step else 1.0
+        lines.append(f"{estimate.recipe.name:16}{density:>9}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x")
     lines += [
         "",
         "By the upper ends of the papers' formulas. Neither selection on the device is counted, nor the all-reduce of",
@@ -101,7 +101,7 @@ def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, over
         "and random_block take a lower learning rate, and at 1 % and below AdamW needs more steps than at 5 %.",
         "",
     ]
-    chosen = choose(numel, world_size, link, TRUSTED_DENSITY, step_seconds, overlap=overlap)
+    chosen = recommend(numel, world_size, link, TRUSTED_DENSITY, step_seconds, overlap=overlap)
     if isinstance(chosen, Dense):
         lines.append(
             f"Stay dense: at {TRUSTED_DENSITY:.0%}, where they came within 2.4 % of its loss, {' and '.join(TRUSTED)} "

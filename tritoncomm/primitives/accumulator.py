@@ -60,7 +60,7 @@ class Accumulator:
         """What was owed before this step ``[n]``; read-only."""
         return self._residual if self._scale is None else self._residual / self._scale
 
-    def feed(self, update: torch.Tensor) -> None:
+    def replace_gradient(self, update: torch.Tensor) -> None:
         """Take ``update`` (fp32 ``[n]``) in place of the gradient; before anything else is asked for."""
         assert not self._added
         self._gradient = update
@@ -74,19 +74,19 @@ class Accumulator:
         )
         return head, tail
 
-    def divided(self, scale: torch.Tensor) -> Accumulator:
-        """The same in units of ``scale`` (fp32 ``[n]``), for :meth:`take_back`; before anything else is asked for."""
+    def scaled(self, scale: torch.Tensor) -> Accumulator:
+        """This in units of ``scale`` (fp32 ``[n]``), for :meth:`unscale_from`. Before anything else is asked for."""
         assert not self._added
         self._add()
         self._timed(lambda: self._scratch.div_(scale))
-        divided = Accumulator(self._residual, self._gradient, self._scratch, self.workspace)
-        divided._scale, divided._added = scale, True
-        return divided
+        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace)
+        scaled._scale, scaled._added = scale, True
+        return scaled
 
-    def take_back(self, divided: Accumulator, scale: torch.Tensor) -> None:
-        """Owe what is left of ``divided``, which :meth:`divided` made with the same ``scale``."""
+    def unscale_from(self, scaled: Accumulator, scale: torch.Tensor) -> None:
+        """Owe what is left of ``scaled``, which :meth:`scaled` made with the same ``scale``."""
         self._timed(lambda: self._scratch.mul_(scale))
-        self.absorb(divided)
+        self.absorb(scaled)
 
     def absorb(self, *parts: Accumulator) -> None:
         """Count what the accumulators of parts of the vector have done as done here."""

@@ -20,7 +20,7 @@ _TINY = torch.finfo(torch.float64).tiny
 _BIAS, _MANTISSA = 127, 23  # of fp32
 
 
-class Matrices:
+class FactoredSecondMoment:
     """Tensors of ``shapes``, one after the other in a flat vector, each cut into rows and columns as few as possible.
 
     A tensor with one dimension, but for those of 1, has one mean for all of it.

@@ -62,7 +62,7 @@ class VirtualClock:
         self.now[rank] += waited
         return waited
 
-    def synchronise(self, seconds: float) -> float:
+    def synchronize(self, seconds: float) -> float:
         """A collective that takes ``seconds`` from the moment everybody is there; when it ends."""
         end = max(*self.now, *self._sending, *self._receiving) + seconds
         ranks = len(self.now)

@@ -27,7 +27,7 @@ _CUT = re.compile(r"pair closure|closed by|reset by|read error|write error|broke
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one rank saw: ``kind`` is timeout, lost, protocol or error, ``peers`` whom it was dealing with."""
 
     kind: str
@@ -37,7 +37,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureReport:
     """``missing``: ranks that left no report in time, as the first to have counted found. ``reports`` by rank.
 
     ``gone``: their connections were closed, so that they have not only been slow.
@@ -45,7 +45,7 @@ class Verdict:
 
     missing: list[int]
     gone: bool
-    reports: dict[int, Report]
+    reports: dict[int, RankReport]
 
     @property
     def timed_out(self) -> bool:
@@ -71,7 +71,7 @@ def kind_of(error: BaseException) -> str:
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
-def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: Report) -> Verdict:
+def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
     """Report ``own`` and collect the reports of ``ranks`` (global numbers, in the order of the group) under ``key``."""
     store = _store()
     prefix = f"tritoncomm/{key}/"
@@ -85,7 +85,7 @@ def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str,
         try:
             for other in set(range(len(ranks))) - set(reports):
                 if store.check([f"{prefix}{other}"]):
-                    reports[other] = Report(**json.loads(store.get(f"{prefix}{other}")))
+                    reports[other] = RankReport(**json.loads(store.get(f"{prefix}{other}")))
         except RuntimeError:
             store = None
         waited, missing = time.monotonic() - started, set(range(len(ranks))) - set(reports)
@@ -99,7 +99,7 @@ def call(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str,
     if store is not None:  # who comes later is told the same
         with suppress(RuntimeError):
             found = json.loads(store.compare_set(f"{prefix}missing", "", json.dumps(found)))
-    return Verdict(found[0], gone=found[1], reports=reports)
+    return FailureReport(found[0], gone=found[1], reports=reports)
 
 
 def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:

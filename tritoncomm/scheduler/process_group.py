@@ -25,16 +25,16 @@ from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
     AllToAll,
-    Among,
     Collective,
     Inbox,
+    InSubgroup,
+    Op,
     Pattern,
     Post,
     Result,
     Round,
     Ticket,
     Wait,
-    Word,
 )
 
 # Tags of the beginnings of messages, and as many for the rests of long ones.
@@ -42,7 +42,7 @@ _TAGS = 1 << 30
 # Words of a message that are sent with its header; the rest of a longer one is a transfer of its own.
 _BEGINNING = 1 << 12
 # The highest number of an exchange in a group, by its name, and the groups that were made within groups.
-_enrolled: Counter[str] = Counter()
+_exchange_ids: Counter[str] = Counter()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # Where an exchange is before its first word.
 _START = Round("start", {}, {})
@@ -105,7 +105,7 @@ class ProcessGroupScheduler:
         if self._failure is None:
             self._failed(_START, error)
 
-    def enrol(self) -> None:
+    def agree_on_exchange_id(self) -> None:
         """Agree on a number that tells this exchange from others like it in the group; all ranks call this alike.
 
         Without it the first :meth:`run` does so. It is not counted when an exchange is made, as an attempt may have
@@ -113,15 +113,15 @@ class ProcessGroupScheduler:
         """
         if self._stamp is None:
             self._stamp = 0
-            self._adopt(self.run(self._enrolment(), new_step=False))
+            self._adopt(self.run(self._next_exchange_id(), new_step=False))
 
-    def _enrolment(self) -> Pattern[int]:
-        highest = torch.tensor([_enrolled[_name(self.group)]], dtype=torch.int32, device=self.device)
+    def _next_exchange_id(self) -> Pattern[int]:
+        highest = torch.tensor([_exchange_ids[_name(self.group)]], dtype=torch.int32, device=self.device)
         everybody = yield AllGather("set-up", highest)
         return int(everybody.max()) + 1
 
     def _adopt(self, number: int) -> None:
-        _enrolled[_name(self.group)] = number
+        _exchange_ids[_name(self.group)] = number
         self._stamp = wire.stamp(f"{self._owner} {number}")
         for within in self._subgroups.values():
             within._adopt(number)  # noqa: SLF001 - of the same class
@@ -146,22 +146,22 @@ class ProcessGroupScheduler:
         is closed then. After the first three the group is of no more use.
         """
         self.check()
-        self.enrol()
+        self.agree_on_exchange_id()
         self.meter = Meter()
         if new_step:
             self.step += 1
             self._number = 0
         reply: Any = None
-        word: Word = _START
+        op: Op = _START
         try:
-            word = pattern.send(None)
+            op = pattern.send(None)
             while True:
                 try:
-                    reply = self._perform(word)
+                    reply = self._perform(op)
                 except NonFiniteError as error:  # of a group within this one, whose business it is not alone
-                    word = pattern.throw(error)
+                    op = pattern.throw(error)
                 else:
-                    word = pattern.send(reply)
+                    op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
@@ -170,76 +170,76 @@ class ProcessGroupScheduler:
         except Exception as error:
             if self._failure is not None:
                 raise
-            raise self._failed(word, error) from error  # the others must not wait for what the method made of it
+            raise self._failed(op, error) from error  # the others must not wait for what the method made of it
         finally:
             pattern.close()
 
-    def _perform(self, word: Word) -> Any:
+    def _perform(self, op: Op) -> Any:
         self._number += 1
         started = time.perf_counter()
         try:
-            if isinstance(word, Round):
-                return self._wait(self._post(word))
-            if isinstance(word, Post):
-                return self._post(word.round)
-            if isinstance(word, Wait):
-                return self._wait(word.ticket)
-            if isinstance(word, Among):
-                return self._run_among(word)
-            return self._collective(word)
+            if isinstance(op, Round):
+                return self._wait(self._post(op))
+            if isinstance(op, Post):
+                return self._post(op.round)
+            if isinstance(op, Wait):
+                return self._wait(op.ticket)
+            if isinstance(op, InSubgroup):
+                return self._run_in_subgroup(op)
+            return self._collective(op)
         except (RuntimeError, ValueError) as error:
-            raise self._failed(word, error) from error
+            raise self._failed(op, error) from error
         finally:
-            if not isinstance(word, Among):  # which has counted by itself
+            if not isinstance(op, InSubgroup):  # which has counted by itself
                 seconds = time.perf_counter() - started
-                self.meter.wait(word.phase, seconds)
-                self._trace(word, seconds)
+                self.meter.wait(op.phase, seconds)
+                self._trace(op, seconds)
 
-    def _trace(self, word: Word, seconds: float) -> None:
+    def _trace(self, op: Op, seconds: float) -> None:
         tracer = tracing.current()
         if tracer is None:
             return
         started = tracing.now() - seconds
-        details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(word).__name__}
-        tracer.phase(dist.get_rank(), word.phase, started, seconds, details)
-        round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+        details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
+        tracer.phase(dist.get_rank(), op.phase, started, seconds, details)
+        round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
         for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
             for peer, content in messages.items():
                 words = content.numel() if isinstance(content, torch.Tensor) else content
                 size = cost.message(words).bytes
-                tracer.message(dist.get_rank(), self._global_ranks[peer], word.phase, started, size, sent=sent)
+                tracer.message(dist.get_rank(), self._global_ranks[peer], op.phase, started, size, sent=sent)
 
-    def _run_among(self, word: Among) -> Any:
-        group = self._subgroups[word.ranks]
+    def _run_in_subgroup(self, op: InSubgroup) -> Any:
+        group = self._subgroups[op.ranks]
         try:
-            return group.run(word.pattern)
+            return group.run(op.pattern)
         finally:
             self.meter.add(group.meter)
 
-    def _failed(self, word: Word, error: Exception) -> ExchangeError | ProtocolMismatchError:
+    def _failed(self, op: Op, error: Exception) -> ExchangeError | ProtocolMismatchError:
         """What ``error`` was, once all ranks that are left have said what they saw."""
-        where = f"step {self.step}, round {self._number}, phase {word.phase!r} of {self._method}"
+        where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
-        report = failure_report.Report(kind, where, str(error), _peers(word))
+        own = failure_report.RankReport(kind, where, str(error), _peers(op))
         for within in self._subgroups.values():
             failure_report.cut_connections(within.group, within.rank, within._global_ranks)  # noqa: SLF001 - our own
         # Not by step or method, which may be what differs: a group fails only once.
-        verdict = failure_report.call(self.group, self.rank, self._global_ranks, _name(self.group), report)
-        others = verdict.described(self.rank)
-        message = f"rank {dist.get_rank()}, {where}{_described(word)}: "
-        broken = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "protocol"}
-        failing = {rank: r.text for rank, r in verdict.reports.items() if r.kind == "error"}
+        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
+        others = report.described(self.rank)
+        message = f"rank {dist.get_rank()}, {where}{_described(op)}: "
+        broken = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
+        failing = {rank: r.text for rank, r in report.reports.items() if r.kind == "error"}
         found: ExchangeError | ProtocolMismatchError
-        if broken and not verdict.gone:
+        if broken and not report.gone:
             found = ProtocolMismatchError(message + "; ".join(broken.values()) + (others and f" ({others})"))
-        elif failing and not verdict.gone:
+        elif failing and not report.gone:
             named = "; ".join(f"rank {self._global_ranks[rank]}: {text}" for rank, text in failing.items())
             found = ExchangeError(message + named, [self._global_ranks[rank] for rank in failing])
         else:
-            culprits = [self._global_ranks[rank] for rank in verdict.missing]
+            culprits = [self._global_ranks[rank] for rank in report.missing]
             who = f"rank{'s' * (len(culprits) > 1)} {', '.join(map(str, culprits)) or 'unknown'}"
-            if verdict.timed_out:
+            if report.timed_out:
                 late = (
                     "the others did not wait longer for this rank" if self.rank in culprits else f"no answer from {who}"
                 )
@@ -322,25 +322,25 @@ class ProcessGroupScheduler:
         """True where a message may be shorter than the room for it: not so on NCCL."""
         return self.device.type == "cpu"
 
-    def _collective(self, word: Collective) -> torch.Tensor:
-        tensor = word.tensor.contiguous()
+    def _collective(self, op: Collective) -> torch.Tensor:
+        tensor = op.tensor.contiguous()
         size, itemsize = tensor.numel(), tensor.element_size()
-        if isinstance(word, AllReduce):
+        if isinstance(op, AllReduce):
             result = tensor.clone()
             work = dist.all_reduce(result, group=self.group, async_op=True)
             traffic = cost.all_reduce(size, itemsize, self.world_size)
-        elif isinstance(word, AllToAll):
+        elif isinstance(op, AllToAll):
             result = torch.empty_like(tensor)
             work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
             traffic = cost.all_to_all(1, itemsize, self.world_size)
         else:
-            assert isinstance(word, AllGather)
+            assert isinstance(op, AllGather)
             result = tensor.new_empty(self.world_size, size)
             work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
         ProcessGroupScheduler._last_collective = work  # before it may fail: who fails is likely to end next
         self._finish(work)
-        self.meter.count(word.phase, traffic, traffic)
+        self.meter.count(op.phase, traffic, traffic)
         return result
 
     def _finish(self, work: Any) -> None:
@@ -355,14 +355,14 @@ class ProcessGroupScheduler:
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
 
 
-def _peers(word: Word) -> list[int]:
-    """Whom ``word`` deals with; nobody in particular for a collective."""
-    round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+def _peers(op: Op) -> list[int]:
+    """Whom ``op`` deals with; nobody in particular for a collective."""
+    round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
     return sorted({*round_.sends, *round_.receives}) if round_ is not None else []
 
 
-def _described(word: Word) -> str:
-    round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+def _described(op: Op) -> str:
+    round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
     if round_ is None:
         return ""
     return f" (sends to {sorted(round_.sends)}, expects from {sorted(round_.receives)})"

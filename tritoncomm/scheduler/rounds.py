@@ -91,7 +91,7 @@ class AllGather:
 
 
 @dataclass(frozen=True, eq=False)
-class Among:
+class InSubgroup:
     """Run ``pattern`` among ``ranks``, which count from 0 inside; gives its result, or raises what it raised.
 
     All ranks yield it together, each with the group that it is in and that all of that group name alike.
@@ -103,6 +103,6 @@ class Among:
 
 
 Collective = AllReduce | AllToAll | AllGather
-Word = Round | Post | Wait | Among | Collective
+Op = Round | Post | Wait | InSubgroup | Collective
 # What a pattern yields, what it is sent back (an Inbox, a Ticket or a tensor), what it returns.
-Pattern = Generator[Word, Any, Result]
+Pattern = Generator[Op, Any, Result]

@@ -22,18 +22,18 @@ from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
     AllToAll,
-    Among,
     Inbox,
+    InSubgroup,
+    Op,
     Pattern,
     Post,
     Result,
     Round,
     Ticket,
     Wait,
-    Word,
 )
 
-BeforeRound = Callable[[int, Sequence[Word]], None]
+BeforeRound = Callable[[int, Sequence[Op]], None]
 # What a rank will find in its inbox, and when in virtual time it will be complete.
 Posted = tuple[Inbox, float]
 
@@ -93,8 +93,8 @@ class SimulatedScheduler:
 
     def _advance(
         self, patterns: Sequence[Pattern[Result]], replies: Sequence[Any]
-    ) -> tuple[dict[int, Word], dict[int, Result]]:
-        words: dict[int, Word] = {}
+    ) -> tuple[dict[int, Op], dict[int, Result]]:
+        words: dict[int, Op] = {}
         results: dict[int, Result] = {}
         for rank, pattern in enumerate(patterns):
             reply = replies[rank]
@@ -108,8 +108,8 @@ class SimulatedScheduler:
             raise self.raised[min(self.raised)]
         return words, results
 
-    def _same_kind(self, number: int, words: dict[int, Word], done: dict[int, Any]) -> None:
-        sides = {rank: _describe(word) for rank, word in words.items()}
+    def _same_kind(self, number: int, words: dict[int, Op], done: dict[int, Any]) -> None:
+        sides = {rank: _describe(op) for rank, op in words.items()}
         sides |= dict.fromkeys(done, "has finished")
         for rank in range(1, self.world_size):
             if sides[rank] != sides[0]:
@@ -117,36 +117,36 @@ class SimulatedScheduler:
 
     def _perform(self, number: int, words: list[Any]) -> list[Any]:
         tracer = tracing.current()
-        if tracer is None or self.clock is None or isinstance(words[0], Among):
-            return self._deliver_words(number, words)
+        if tracer is None or self.clock is None or isinstance(words[0], InSubgroup):
+            return self._deliver_ops(number, words)
         before = list(self.clock.now)
-        replies = self._deliver_words(number, words)
+        replies = self._deliver_ops(number, words)
         tracer.simulated = True
-        for rank, word in enumerate(words):
-            details = {"round": number, "kind": type(word).__name__}
-            tracer.phase(rank, word.phase, before[rank], self.clock.now[rank] - before[rank], details)
-            round_ = word if isinstance(word, Round) else word.round if isinstance(word, Post) else None
+        for rank, op in enumerate(words):
+            details = {"round": number, "kind": type(op).__name__}
+            tracer.phase(rank, op.phase, before[rank], self.clock.now[rank] - before[rank], details)
+            round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
             for peer, payload in round_.sends.items() if round_ is not None else ():
-                tracer.message(rank, peer, word.phase, before[rank], cost.message(payload.numel()).bytes, sent=True)
+                tracer.message(rank, peer, op.phase, before[rank], cost.message(payload.numel()).bytes, sent=True)
         return replies
 
-    def _deliver_words(self, number: int, words: list[Any]) -> list[Any]:
+    def _deliver_ops(self, number: int, words: list[Any]) -> list[Any]:
         first = words[0]
         if isinstance(first, Round):
             return self._arrive(self._deliver(number, words), first.phase)
         if isinstance(first, Post):
-            return [Ticket(first.phase, token) for token in self._deliver(number, [word.round for word in words])]
+            return [Ticket(first.phase, token) for token in self._deliver(number, [op.round for op in words])]
         if isinstance(first, Wait):
-            return self._arrive([word.ticket.token for word in words], first.phase)
-        if isinstance(first, Among):
-            return self._among(number, words)
+            return self._arrive([op.ticket.token for op in words], first.phase)
+        if isinstance(first, InSubgroup):
+            return self._in_subgroups(number, words)
         return self._collective(number, words)
 
-    def _among(self, number: int, words: list[Any]) -> list[Any]:
+    def _in_subgroups(self, number: int, words: list[Any]) -> list[Any]:
         """Each group by itself, one after the other; errors go back into the patterns that yielded it."""
         replies: list[Any] = [None] * len(words)
-        for ranks in dict.fromkeys(word.ranks for word in words):
-            inside = [rank for rank, word in enumerate(words) if word.ranks == ranks]
+        for ranks in dict.fromkeys(op.ranks for op in words):
+            inside = [rank for rank, op in enumerate(words) if op.ranks == ranks]
             if sorted(ranks) != inside:
                 raise ProtocolMismatchError(
                     f"round {number}, phase {words[0].phase!r}: ranks {inside} take {list(ranks)} for their group"
@@ -199,7 +199,7 @@ class SimulatedScheduler:
         return list(zip(inboxes, done, strict=True))
 
     def _collective(self, number: int, words: list[Any]) -> list[torch.Tensor]:
-        first, tensors = words[0], [word.tensor for word in words]
+        first, tensors = words[0], [op.tensor for op in words]
         shape = first.tensor.shape
         for rank, tensor in enumerate(tensors):
             if tensor.shape != shape or tensor.dtype != first.tensor.dtype:
@@ -230,10 +230,10 @@ class SimulatedScheduler:
             meter.count(phase, traffic, traffic)
         if self.clock is not None:
             link = self.clock.link
-            end = self.clock.synchronise(hops * link.latency + link.transfer(traffic.bytes))
+            end = self.clock.synchronize(hops * link.latency + link.transfer(traffic.bytes))
             for rank, meter in enumerate(self.meters):
                 meter.wait(phase, self.clock.wait(rank, end))
 
 
-def _describe(word: Word) -> str:
-    return f"yields {type(word).__name__} in phase {word.phase!r}"
+def _describe(op: Op) -> str:
+    return f"yields {type(op).__name__} in phase {op.phase!r}"

@@ -36,24 +36,25 @@ class StalenessAwareAdam:
 
     The optimizer keeps its own state (``step``, ``exp_avg``, ``exp_avg_sq``) and gains
     ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery,
-    ``last_aware``: the last step that was taken here, and ``magnitude``.
-    ``max_catch_up`` limits one delivery to so many dense steps, ``max_walk`` (at least 1) to so many times the square
-    root of the steps it stands for, which is how far noise would have carried it in them. Where much of a tensor
-    arrives at once, catching up is shortened until the tensor changes by no more than ``max_change`` of its norm (or by
-    a learning rate per coordinate where that is more), but never to less than a dense step. With every coordinate
+    ``last_aware``: the last step that was taken here, and ``param_rms``.
+    ``max_catch_up`` limits one delivery to so many dense steps. ``max_sqrt_staleness`` (at least 1) limits it to so
+    many times the square root of the steps it stands for, which is how far noise would have carried it in them. Where
+    much of a tensor arrives at once, catching up is shortened until the tensor changes by no more than
+    ``max_relative_update`` of its norm (or by a learning rate per coordinate where that is more), but never to less
+    than a dense step. With every coordinate
     delivered every step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay and for
-    ``magnitude``, each parameter's root mean square, which is looked at every 20 steps.
+    ``param_rms``, each parameter's root mean square, which is looked at every 20 steps.
     ``foreach`` and ``fused`` only choose among torch's own loops and have no meaning here.
     """
 
     optimizer: torch.optim.Optimizer
     max_catch_up: float = 20.0
-    max_walk: float = 3.0
-    max_change: float = 0.2
+    max_sqrt_staleness: float = 3.0
+    max_relative_update: float = 0.2
     bias_correction: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("max_catch_up", 1), ("max_walk", 1), ("max_change", 0)):
+        for name, least in (("max_catch_up", 1), ("max_sqrt_staleness", 1), ("max_relative_update", 0)):
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give a number from {least} on")
         self.check_options()
@@ -104,7 +105,7 @@ class StalenessAwareAdam:
             coupled = 0.0 if decoupled else decay
             controls[at] = self._control(group, *at, learning_rate, coupled)
         maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
-        tensors = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], state["magnitude"], maximum)
+        tensors = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], state["param_rms"], maximum)
         adam_update(parameter, parameter.grad, tensors, controls[at], indices)
 
     def _control(
@@ -117,8 +118,8 @@ class StalenessAwareAdam:
             betas=(beta1, beta2),
             epsilon=float(group["eps"]),
             max_catch_up=self.catch_up(steps),
-            max_walk=self.max_walk,
-            max_change=self.max_change,
+            max_sqrt_staleness=self.max_sqrt_staleness,
+            max_relative_update=self.max_relative_update,
             device=device,
             bias_correction=self.corrects(steps),
             coupled_decay=coupled,
@@ -144,16 +145,16 @@ class StalenessAwareAdam:
         if "last_delivered" in state and state["last_delivered"].dtype != torch.int32:
             # The bare optimizer's load_state_dict has cast it to the parameter's dtype; 16 bits hold no step counts.
             last = state.pop("last_delivered")
-            state.pop("magnitude", None)
+            state.pop("param_rms", None)
             if last.element_size() >= _EXACT:
                 state["last_delivered"] = last.to(torch.int32)
         if "last_delivered" not in state or state["last_aware"] != state["step"]:
             # The bare optimizer came last: it has stepped every coordinate every time.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
-            state.pop("magnitude", None)
+            state.pop("param_rms", None)
         step = int(state["step"])
-        if "magnitude" not in state:
-            state["magnitude"] = root_mean_square(parameter)
+        if "param_rms" not in state:
+            state["param_rms"] = root_mean_square(parameter)
         elif step < _LOOK_EVERY or step % _LOOK_EVERY == 0:
-            state["magnitude"].copy_(root_mean_square(parameter))
+            state["param_rms"].copy_(root_mean_square(parameter))
         return state

@@ -10,7 +10,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 
 
-def by_size(
+def split_by_size(
     parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
@@ -83,10 +83,10 @@ class BucketLayout:
                 part.copy_(parameter.grad.detach().reshape(-1))
         return flat
 
-    def fits(self, flat: torch.Tensor) -> bool:
+    def fits_dtypes(self, flat: torch.Tensor) -> bool:
         """False when a value of ``flat`` would overflow in the narrower gradient it belongs to."""
         pairs = zip(self.parameters, self.parts(flat), strict=True)
-        return all(fits(part, parameter.dtype) for parameter, part in pairs)
+        return all(fits_dtype(part, parameter.dtype) for parameter, part in pairs)
 
     def scatter(self, flat: torch.Tensor) -> None:
         """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing.
@@ -113,6 +113,6 @@ class BucketLayout:
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
 
 
-def fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+def fits_dtype(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """False when one of ``values`` (fp32) overflows in ``dtype``; only fp16 reaches less far than fp32."""
     return dtype != torch.float16 or bool((values.abs() <= torch.finfo(dtype).max).all())

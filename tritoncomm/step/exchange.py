@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Recipe, Rescaled
+from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
 from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -21,7 +21,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import BucketLayout, by_size
+from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 
@@ -32,9 +32,9 @@ class GradientExchange:
     """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
 
     Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector ``flat``; ``flattened`` is :func:`by_size`'s. ``by_update`` chooses among the
-    others as :class:`~tritoncomm.algorithms.Rescaled` does. ``names`` are for messages. Without an initialised process
-    group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
+    vector ``flat``; ``flattened`` is :func:`split_by_size`'s. ``by_update`` chooses among the
+    others as :class:`~tritoncomm.algorithms.Preconditioned` does. ``names`` are for messages. Without an initialized
+    process group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
     ``steps`` how many were committed.
     """
 
@@ -54,7 +54,7 @@ class GradientExchange:
         self._by_update = by_update
         self.parameters = list(parameters)
         self._names = dict(zip(map(id, parameters), names, strict=False))
-        large, small = by_size(parameters, dense_below, flattened=flattened)
+        large, small = split_by_size(parameters, dense_below, flattened=flattened)
         self.layout = BucketLayout([*large, *small])
         self._large = len(large)
         self.dense_numel = sum(parameter.numel() for parameter in small)
@@ -66,7 +66,7 @@ class GradientExchange:
         self.last: dict[str, float] = {}
         self.steps = self.zeroed = 0
         # The mean of a step of which this rank cannot know whether the others have taken it.
-        self.undecided: SparseVector | None = None
+        self.pending: SparseVector | None = None
         self.measure(None, 0.0)
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
@@ -80,15 +80,15 @@ class GradientExchange:
             scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
         self.group, self._scheduler, self.rank, self.world_size = group, scheduler, rank, world_size
 
-    def enrol(self) -> None:
+    def agree_on_exchange_id(self) -> None:
         """Tell this exchange from others in its group: all ranks call this, once they know that they are alike."""
         if self._scheduler is not None:
-            self._scheduler.enrol()
+            self._scheduler.agree_on_exchange_id()
 
     def average(
         self,
         *,
-        unfit: ConfigurationError | None = None,
+        local_error: ConfigurationError | None = None,
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
@@ -96,8 +96,8 @@ class GradientExchange:
         """Replace every ``.grad`` by the mean over ranks, and return that mean.
 
         Gradients are divided by ``scale`` first. A rank whose gradients cannot be exchanged says why with
-        ``unfit``, or that it ``overflowed``: it takes part as NaN, so that no rank waits for it and all refuse the
-        step, and raises ``unfit`` itself. ``zero`` puts zeros in the place of NaN and Inf. Raises
+        ``local_error``, or that it ``overflowed``: it takes part as NaN, so that no rank waits for it and all refuse
+        the step, and raises ``local_error`` itself. ``zero`` puts zeros in the place of NaN and Inf. Raises
         :class:`~tritoncomm.NonFiniteError`, which names ranks and parameters, when the step was refused; nothing
         has changed then.
         """
@@ -107,19 +107,19 @@ class GradientExchange:
         try:
             flat = self.layout.gather(self.flat)
         except ConfigurationError as error:
-            unfit, flat = error, self.flat
+            local_error, flat = error, self.flat
         if scale != 1.0:
             flat.mul_(1.0 / scale)
         if zero:
             self.zero_non_finite(flat)
-        if unfit is not None or overflowed:
+        if local_error is not None or overflowed:
             flat.fill_(math.nan)
         try:
             mean = self._exchange(flat)
         except NonFiniteError as error:
-            refused = self.explained(error, unfit, overflowed=overflowed)
-            if unfit is not None:
-                raise unfit from None
+            refused = self.explained(error, local_error, overflowed=overflowed)
+            if local_error is not None:
+                raise local_error from None
             raise refused from None
         finally:
             self.measure(None, time.perf_counter() - started)
@@ -150,7 +150,7 @@ class GradientExchange:
             self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
             self.confirm()
         except ExchangeError:
-            self.undecided = mean
+            self.pending = mean
             self.feedback.suspend()
             raise
         except BaseException:
@@ -163,7 +163,7 @@ class GradientExchange:
         """The mean of ``flat`` (only read), for :meth:`commit` or :meth:`rollback`; rolled back when it fails."""
         if self._scheduler is not None:
             self._scheduler.check()  # an undecided step stays so on a group that has failed
-        self.undecided = None
+        self.pending = None
         algorithm = Dense().build(self.layout.numel) if dense else None
         try:
             mean: SparseVector = self._run(self.feedback.begin(flat, self.rank, self.world_size, algorithm))
@@ -191,31 +191,31 @@ class GradientExchange:
         """Forget the step."""
         self.feedback.rollback()
 
-    def settle(self) -> SparseVector:
-        """Commit the :attr:`undecided` step after all: another rank has. ``.grad`` becomes its mean."""
-        assert self.undecided is not None
-        mean, self.undecided = self.undecided, None
+    def commit_pending(self) -> SparseVector:
+        """Commit the :attr:`pending` step after all: another rank has. ``.grad`` becomes its mean."""
+        assert self.pending is not None
+        mean, self.pending = self.pending, None
         self.feedback.resume()
         self.steps += 1
         self.layout.scatter(mean.write_to(self.flat, workspace=self.feedback.workspace))
         return mean
 
-    def owed(self) -> dict[torch.Tensor, torch.Tensor]:
+    def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
         """This rank's residual by parameter (flat views), in the order in which parameters were given."""
         parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
         return {parameter: parts[parameter] for parameter in self.parameters}
 
-    def take_residuals(self, other: GradientExchange) -> None:
+    def adopt_residuals(self, other: GradientExchange) -> None:
         """Owe what ``other`` owes for the parameters that both have."""
-        mine = self.owed()
-        for parameter, owed in other.owed().items():
+        mine = self.residuals_by_parameter()
+        for parameter, residuals_by_parameter in other.residuals_by_parameter().items():
             if parameter in mine:
-                mine[parameter].copy_(owed)
+                mine[parameter].copy_(residuals_by_parameter)
 
-    def take_over(self, other: GradientExchange) -> None:
+    def adopt(self, other: GradientExchange) -> None:
         """Continue where ``other`` is, for the parameters that both have."""
-        self.take_residuals(other)
-        self.feedback.algorithm.inherit(other.feedback.algorithm)
+        self.adopt_residuals(other)
+        self.feedback.algorithm.adopt_across_layout(other.feedback.algorithm)
         self.total, self.last, self.steps, self.zeroed = other.total, other.last, other.steps, other.zeroed
 
     def change_recipe(self, recipe: Recipe) -> None:
@@ -224,7 +224,7 @@ class GradientExchange:
         before, self.recipe = self.feedback, recipe
         self.feedback = self._fresh()
         self.feedback.residual.copy_(before.residual)
-        self.feedback.algorithm.follow(before.algorithm)
+        self.feedback.algorithm.adopt_across_density(before.algorithm)
         self._connect(self.group)
 
     def move(self, group: dist.ProcessGroup | None, recipe: Recipe) -> None:
@@ -248,8 +248,10 @@ class GradientExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by parameter and the algorithm's state; this rank's alone."""
-        residuals = [owed.clone() for owed in self.owed().values()]
-        return state_format.written(
+        residuals = [
+            residuals_by_parameter.clone() for residuals_by_parameter in self.residuals_by_parameter().values()
+        ]
+        return state_format.with_checksum(
             rank=self.rank,
             world_size=self.world_size,
             recipe=self.recipe.name,
@@ -267,10 +269,14 @@ class GradientExchange:
         """
         feedback = self._fresh()
         state_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
-        if [len(owed) for owed in state["residuals"]] != [p.numel() for p in self.parameters]:
+        if [len(residuals_by_parameter) for residuals_by_parameter in state["residuals"]] != [
+            p.numel() for p in self.parameters
+        ]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-        owed = dict(zip(self.parameters, state["residuals"], strict=True))
-        residual = torch.cat([self.flat[:0], *(owed[p].to(self.flat.device) for p in self.layout.parameters)])
+        residuals_by_parameter = dict(zip(self.parameters, state["residuals"], strict=True))
+        residual = torch.cat(
+            [self.flat[:0], *(residuals_by_parameter[p].to(self.flat.device) for p in self.layout.parameters)]
+        )
         algorithm = state["algorithm"]
         if "migrated" in state or state["settings"] != self.settings:
             # What a method has learnt belongs to its settings and world size; what is owed does not.
@@ -284,7 +290,7 @@ class GradientExchange:
         readable = self._readable(algorithm)
         feedback.load_state_dict({"residual": residual, "algorithm": readable})
         if readable is not algorithm:
-            feedback.algorithm.forget_magnitudes()
+            feedback.algorithm.invalidate_thresholds()
         return feedback
 
     def _readable(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -300,7 +306,7 @@ class GradientExchange:
         chosen = self.recipe
         if self._by_update:
             large = self.layout.parameters[: self._large]
-            chosen = Rescaled(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
+            chosen = Preconditioned(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
         whole = DenseTail(recipe=chosen, tail=self.dense_numel)
         return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
 
@@ -333,11 +339,11 @@ class GradientExchange:
         return self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}"
 
     def explained(
-        self, error: NonFiniteError, unfit: ConfigurationError | None = None, *, overflowed: bool = False
+        self, error: NonFiniteError, local_error: ConfigurationError | None = None, *, overflowed: bool = False
     ) -> NonFiniteError:
         """``error`` with the parameters at fault in ``flat``; all ranks come here together."""
-        if unfit is not None:
-            own = str(unfit)
+        if local_error is not None:
+            own = str(local_error)
         else:
             own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
         everybody = [own]
@@ -351,7 +357,7 @@ class GradientExchange:
 
     def _check_range(self, flat: torch.Tensor) -> None:
         # Decided from the mean, which all ranks have, so all refuse or none.
-        if not self.layout.fits(flat):
+        if not self.layout.fits_dtypes(flat):
             raise NonFiniteError("a mean of finite gradients overflows in float16; nothing was applied")
 
     def measure(self, mean: SparseVector | None, seconds: float) -> None:

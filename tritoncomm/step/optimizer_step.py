@@ -16,7 +16,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.adam import StalenessAwareAdam, is_adam
 from tritoncomm.step.bucket import BucketLayout
-from tritoncomm.step.options import Options, is_dense
+from tritoncomm.step.options import WrapOptions, is_dense
 
 logger = logging.getLogger("tritoncomm")
 
@@ -25,11 +25,11 @@ _LINEAR = (torch.optim.SGD,)
 
 
 # Not torch.compiler.disable, which imports the compiler for everybody.
-eager = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @dataclass
-class Progress:
+class StepState:
     """Where a wrapped optimizer is between an exchange and its step.
 
     In an object of its own, because frameworks put proxies in front of optimizers that read through to them, but keep
@@ -49,12 +49,12 @@ class Progress:
         self.exchanged, self.mean, self.written, self.found_in_unscale = False, None, [], None
 
 
-def takes_aware_step(optimizer: torch.optim.Optimizer, options: Options) -> bool:
+def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
     """True when late deliveries to ``optimizer`` are taken for late."""
     return options.staleness == "aware" and is_adam(optimizer)
 
 
-def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: Options) -> bool:
+def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
     """What ``select_by`` means for this optimizer and recipe."""
     if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
         return False
@@ -63,13 +63,13 @@ def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options:
     return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 
-class Stepper:
+class OptimizerStep:
     """The step of ``optimizer``: its own, or the staleness-aware one of Adam and AdamW.
 
     ``late`` says whether anything is ever delivered late.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, *, late: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, late: bool) -> None:
         self.optimizer = optimizer
         self._max_grad_norm = options.max_grad_norm
         self._adam: StalenessAwareAdam | None = None
@@ -77,7 +77,9 @@ class Stepper:
         if not late or options.staleness == "off":
             return
         if takes_aware_step(optimizer, options):
-            self._adam = StalenessAwareAdam(optimizer, options.max_catch_up, max_change=options.max_change)
+            self._adam = StalenessAwareAdam(
+                optimizer, options.max_catch_up, max_relative_update=options.max_relative_update
+            )
         elif not isinstance(optimizer, _LINEAR):
             logger.warning(
                 "%s is not staleness-aware: it takes late, bursty gradients at face value; expect a gap to dense "
@@ -114,11 +116,11 @@ class Stepper:
             frame = frame.f_back
         return frame is not None
 
-    def initialise(self, layout: BucketLayout) -> None:
+    def initialize_state(self, layout: BucketLayout) -> None:
         """A step that moves nothing (learning rate and gradients are zero) but makes the optimizer's state."""
         self._take(layout, [None] * len(layout.parameters))
 
-    @eager
+    @without_compile
     def _take(self, layout: BucketLayout, delivered: Iterable[torch.Tensor | None]) -> None:
         if self._adam is None:
             self.optimizer.step()
@@ -139,8 +141,8 @@ class Stepper:
                     state = self.optimizer.state[parameter]
                     state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
                     state["last_aware"] = saved["last_aware"].clone()
-                    if "magnitude" in saved:
-                        state["magnitude"] = saved["magnitude"].to(parameter.device, torch.float32, copy=True)
+                    if "param_rms" in saved:
+                        state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:

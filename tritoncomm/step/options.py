@@ -24,13 +24,13 @@ NONFINITE_POLICIES = ("skip", "raise", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class WrapOptions:
     """What :func:`tritoncomm.wrap` was told, beyond the recipe."""
 
     staleness: str = "aware"
     select_by: str = "auto"
     max_catch_up: float = 20.0
-    max_change: float = 0.2
+    max_relative_update: float = 0.2
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
     timeout: timedelta | None = None
@@ -44,9 +44,10 @@ class Options:
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
             )
-        if not (is_number(self.max_change) and self.max_change >= 0):
+        if not (is_number(self.max_relative_update) and self.max_relative_update >= 0):
             raise ConfigurationError(
-                f"max_change={self.max_change!r}: give a share of a tensor's norm, 0 or more; math.inf is no limit"
+                f"max_relative_update={self.max_relative_update!r}: give a share of a tensor's norm, 0 or more; "
+                "math.inf is no limit"
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: give a positive number, or None")
@@ -77,7 +78,7 @@ def check_timeout(timeout: timedelta | None) -> None:
         raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
 
 
-def choose(
+def resolve_recipe(
     algo: str | Recipe,
     density: float,
     warmup_steps: int,
@@ -93,10 +94,10 @@ def choose(
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
         chosen = algo
-    return complete(chosen, warmup_steps, node_group, group)
+    return with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
 
 
-def complete(
+def with_warmup_and_nodes(
     chosen: Recipe, warmup_steps: int, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
 ) -> Recipe:
     """``chosen`` after ``warmup_steps`` dense steps, between the nodes of ``node_group``."""

@@ -41,7 +41,7 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def refusing(group: dist.ProcessGroup | None) -> Iterator[None]:
+def propagate_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
     """An argument that the body refuses on this rank is an error in the others' next :func:`compare`."""
     try:
         yield
@@ -49,11 +49,11 @@ def refusing(group: dist.ProcessGroup | None) -> Iterator[None]:
         raise
     except Exception as error:
         if is_distributed():
-            refuse(str(error), group)
+            propagate_error(str(error), group)
         raise
 
 
-def refuse(reason: str, group: dist.ProcessGroup | None) -> None:
+def propagate_error(reason: str, group: dist.ProcessGroup | None) -> None:
     """Take part in the others' :func:`compare` with a ``reason`` why this rank cannot start."""
     gather({_REFUSED: reason}, group)
 
@@ -124,7 +124,7 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
     ]
 
 
-def check_groups(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` for what ``load_state_dict`` would refuse."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         has = sorted(state) if isinstance(state, dict) else type(state).__name__

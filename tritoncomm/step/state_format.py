@@ -14,7 +14,7 @@ SCHEMA = 3
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
-def written(**fields: Any) -> dict[str, Any]:
+def with_checksum(**fields: Any) -> dict[str, Any]:
     """``fields`` with the schema's version and a checksum."""
     state = {"schema": SCHEMA, **fields}
     return state | {"checksum": checksum(state)}
@@ -100,7 +100,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
         residuals = summed if by_name else list(summed.values())
         migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
         resharded.append(
-            written(
+            with_checksum(
                 rank=rank,
                 world_size=world_size,
                 recipe=states[0]["recipe"],

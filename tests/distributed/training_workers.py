@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from process_group_workers import loss_of, tiny_model, total
 from torch import nn
 from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.amp import GradScaler
 
 import laws
-from gloo_workers import loss_of, tiny_model, total
 
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2)
 SMALL = 2.0**8

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from process_group_workers import loss_of, tiny_model
+from training_workers import flat, residual
 from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 
 import laws
-from gloo_training import flat, residual
-from gloo_workers import loss_of, tiny_model
 
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2, timeout=timedelta(seconds=3))
 VICTIM = 1
@@ -300,7 +300,7 @@ def broken_method(rank: int, world_size: int, send) -> None:
     leave()
 
 
-def undecided(rank: int, world_size: int, send) -> None:
+def pending(rank: int, world_size: int, send) -> None:
     """A rank cannot confirm a step that the others took, tries again, and still catches up afterwards."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")

@@ -6,11 +6,10 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 
+import failure_workers
 import pytest
+from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
-
-import gloo_failures
-from workers import run_workers
 
 
 def reports(function, world_size: int, *args) -> dict[int, tuple]:
@@ -25,12 +24,12 @@ def reports(function, world_size: int, *args) -> dict[int, tuple]:
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_killed_rank(algo: str, number: int) -> None:
     """Wherever it dies, the survivors name it, lose nothing, regroup, and train to the end."""
-    assert reports(gloo_failures.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
+    assert reports(failure_workers.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
 
 
 def test_slow_rank() -> None:
     """A time-out on the others names it; it learns that it was given up; a new group goes on with all."""
-    heard = reports(gloo_failures.slow, 3)
+    heard = reports(failure_workers.slow, 3)
     assert sorted(heard) == [0, 1, 2, 10, 11, 12]
     for rank in range(3):
         assert heard.pop(rank + 10) == ("goes on",)
@@ -44,7 +43,7 @@ def test_slow_rank() -> None:
 
 def test_skipped_exchange() -> None:
     """Who does not come to an exchange is named."""
-    heard = reports(gloo_failures.skipped, 3)
+    heard = reports(failure_workers.skipped, 3)
     assert sorted(heard) == [0, 2]
     for kind, peers, seconds, text in heard.values():
         assert kind == "ExchangeTimeoutError", text
@@ -57,7 +56,7 @@ def test_skipped_exchange() -> None:
 )
 def test_lengths(actual: int, expected: int) -> None:
     """Longer or shorter than expected, within the first part of a message or not: no garbage, no abort."""
-    heard = reports(gloo_failures.lengths, 3, actual, expected)
+    heard = reports(failure_workers.lengths, 3, actual, expected)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, seconds, text in heard.values():
         assert kind == "ProtocolMismatchError", text
@@ -69,10 +68,10 @@ def test_lengths(actual: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("situation", "said"),
     [
-        (gloo_failures.another_step, "expected step 1, .* the message says step 2"),
-        (gloo_failures.dtypes, r"phase 'ring' sends \(4,\) torch\.float32: messages are one-dimensional int32"),
-        (gloo_failures.phases, "phase 'gather', 4 words; the message says .* phase 'balance'"),
-        (gloo_failures.settings, "another method and settings"),
+        (failure_workers.another_step, "expected step 1, .* the message says step 2"),
+        (failure_workers.dtypes, r"phase 'ring' sends \(4,\) torch\.float32: messages are one-dimensional int32"),
+        (failure_workers.phases, "phase 'gather', 4 words; the message says .* phase 'balance'"),
+        (failure_workers.settings, "another method and settings"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -88,7 +87,7 @@ def test_mismatches(situation, said: str) -> None:
 
 def test_kinds() -> None:
     """A collective here and messages there: after the time-out everybody knows who was where."""
-    heard = reports(gloo_failures.kinds, 3)
+    heard = reports(failure_workers.kinds, 3)
     assert sorted(heard) == [0, 1, 2]
     for rank, (kind, _, seconds, text) in heard.items():
         assert kind == "ExchangeTimeoutError", text
@@ -98,19 +97,19 @@ def test_kinds() -> None:
 
 def test_version() -> None:
     """Releases are compared before anything is exchanged."""
-    heard = reports(gloo_failures.version, 3)
+    heard = reports(failure_workers.version, 3)
     assert all("version: " in text and "rank 1 has '0.0.1'" in text for *_, text in heard.values())
     assert sorted(heard) == [0, 1, 2]
 
 
 def test_overlapping_messages() -> None:
     """What is guarded against does not happen by itself."""
-    assert reports(gloo_failures.overlapping, 3) == dict.fromkeys(range(3), ("whole",))
+    assert reports(failure_workers.overlapping, 3) == dict.fromkeys(range(3), ("whole",))
 
 
 def test_optimizers_in_another_order() -> None:
     """Models that have the same shapes are not mixed."""
-    heard = reports(gloo_failures.swapped, 2)
+    heard = reports(failure_workers.swapped, 2)
     assert sorted(heard) == [0, 1]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
@@ -119,7 +118,7 @@ def test_optimizers_in_another_order() -> None:
 
 def test_bystander() -> None:
     """Who has only been computing is not blamed."""
-    heard = reports(gloo_failures.bystander, 3)
+    heard = reports(failure_workers.bystander, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
@@ -128,7 +127,7 @@ def test_bystander() -> None:
 
 def test_broken_method() -> None:
     """Nobody waits for a rank whose method failed, and all are told how."""
-    heard = reports(gloo_failures.broken_method, 3)
+    heard = reports(failure_workers.broken_method, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, peers, seconds, text in heard.values():
         assert kind == "ExchangeError", text
@@ -139,13 +138,13 @@ def test_broken_method() -> None:
 
 def test_undecided_step() -> None:
     """A step that some could not confirm is taken by all in the end."""
-    heard = reports(gloo_failures.undecided, 3)
+    heard = reports(failure_workers.pending, 3)
     assert {rank: heard[rank] for rank in (10, 11, 12)} == dict.fromkeys((10, 11, 12), ("together again",))
 
 
 def test_frozen_on_one_rank() -> None:
     """Replicas do not drift apart: the step is refused on all ranks."""
-    heard = reports(gloo_failures.frozen, 3)
+    heard = reports(failure_workers.frozen, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text

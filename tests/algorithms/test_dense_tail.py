@@ -6,7 +6,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.step.bucket import by_size
+from tritoncomm.step.bucket import split_by_size
 
 
 def backward(net: nn.Module) -> None:
@@ -32,14 +32,14 @@ def test_small_tensors_travel_dense() -> None:
     for opt, trained in ((bare, plain), (optimizer, wrapped)):
         backward(trained)
         opt.step()
-    owed = optimizer._exchange.owed()
+    residuals_by_parameter = optimizer._exchange.residuals_by_parameter()
     for (name, a), b in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
         if name == "0.weight":
             assert not torch.equal(a, b)
-            assert owed[b].any()
+            assert residuals_by_parameter[b].any()
         else:
             assert torch.equal(a, b)
-            assert not owed[b].any()
+            assert not residuals_by_parameter[b].any()
     small = sum(p.numel() for p in wrapped.parameters()) - 1200
     assert optimizer.metrics()["density_delivered"] == pytest.approx((60 + small) / (1200 + small))
 
@@ -56,7 +56,7 @@ def test_small_tensors_travel_dense() -> None:
 def test_what_is_small(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
     """Few elements, or one dimension beside others; nothing with 0; flattened shards by their elements alone."""
     parameters = [torch.zeros(shape) for shape in shapes]
-    large, dense = by_size(parameters, dense_below)
+    large, dense = split_by_size(parameters, dense_below)
     assert [any(p is d for d in dense) for p in parameters] == small
     assert len(large) + len(dense) == len(parameters)
 
@@ -74,7 +74,11 @@ def test_residuals_find_their_parameters() -> None:
     first.step()
     second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
     second.load_state_dict(first.state_dict())
-    for a, b in zip(first._exchange.owed().values(), second._exchange.owed().values(), strict=True):
+    for a, b in zip(
+        first._exchange.residuals_by_parameter().values(),
+        second._exchange.residuals_by_parameter().values(),
+        strict=True,
+    ):
         assert torch.equal(a, b)
         assert a.any()
     assert second._exchange.feedback.algorithm.state_dict()["step"] == 0

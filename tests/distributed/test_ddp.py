@@ -5,22 +5,26 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
+import ddp_workers
 import pytest
+from helpers import run_workers
+from training_workers import several
 from tritoncomm.scheduler.local_workers import WorkerError
-
-import gloo_ddp
-from gloo_training import several
-from workers import run_workers
 
 
 @pytest.mark.parametrize(
     "situations",
     [
-        [gloo_ddp.dense_is_ddp, gloo_ddp.conservation],
-        [gloo_ddp.training, gloo_ddp.beside_backward, gloo_ddp.accumulation, gloo_ddp.narrow_wrappers],
-        [gloo_ddp.loss_scaling, gloo_ddp.resume],
-        [gloo_ddp.non_finite, gloo_ddp.narrow_buckets, gloo_ddp.small_tensors, gloo_ddp.settings_in_between],
-        [gloo_ddp.disagreement, gloo_ddp.what_torch_refuses, gloo_ddp.raw_accumulation],
+        [ddp_workers.dense_is_ddp, ddp_workers.conservation],
+        [ddp_workers.training, ddp_workers.beside_backward, ddp_workers.accumulation, ddp_workers.narrow_wrappers],
+        [ddp_workers.loss_scaling, ddp_workers.resume],
+        [
+            ddp_workers.non_finite,
+            ddp_workers.narrow_buckets,
+            ddp_workers.small_tensors,
+            ddp_workers.settings_in_between,
+        ],
+        [ddp_workers.disagreement, ddp_workers.what_torch_refuses, ddp_workers.raw_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -34,12 +38,12 @@ def test_situations(situations: list, world_size: int) -> None:
 
 def test_nodes() -> None:
     """Two nodes of two ranks."""
-    run_workers(gloo_ddp.nodes, 4)
+    run_workers(ddp_workers.nodes, 4)
 
 
 def test_killed_rank() -> None:
     """The survivors are told out of backward()."""
     heard: list[tuple[int, str]] = []
     with suppress(WorkerError):
-        run_workers(gloo_ddp.killed, 3, listen=heard.append, grace=timedelta(seconds=30))
+        run_workers(ddp_workers.killed, 3, listen=heard.append, grace=timedelta(seconds=30))
     assert sorted(heard) == [(0, "named"), (2, "named")]

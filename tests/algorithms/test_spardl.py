@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spardl_oracle import SparDLOracle, adapt
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
 from tritoncomm.algorithms.spardl import adapted, reduce_scatter_schedule
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
-from spardl_oracle import SparDLOracle, adapt
 
 
 @dataclasses.dataclass(frozen=True)

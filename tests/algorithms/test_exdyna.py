@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from fractions import Fraction
 
+import exdyna_oracle as oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, Layout
 
-import exdyna_oracle as oracle
 import laws
 from tritoncomm_kernels import rebalance
 

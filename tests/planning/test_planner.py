@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from spardl_oracle import SPARDL_TABLE
 from tritoncomm import ConfigurationError, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
-from tritoncomm.planning.comparison import shortened, survey, table
-from tritoncomm.planning.planner import TRUSTED, at, choose, options
+from tritoncomm.planning.comparison import compare_methods, shortened, table
+from tritoncomm.planning.planner import TRUSTED, at, estimates, recommend
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
     LayeredGradients,
@@ -20,14 +21,12 @@ from tritoncomm.planning.synthetic_gradients import (
 )
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
 
-from test_cost import SPARDL_TABLE
-
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
 
 def test_options_are_ranked() -> None:
     """Every method at every density, fastest step first; dense hides behind half of the computation."""
-    ranked = options(1_000_000, 8, SLOW, 0.02)
+    ranked = estimates(1_000_000, 8, SLOW, 0.02)
     assert len(ranked) == 1 + 3 * (len(algorithms()) - 1)
     assert [option.step for option in ranked] == sorted(option.step for option in ranked)
     (dense,) = (option for option in ranked if option.is_dense)
@@ -36,10 +35,10 @@ def test_options_are_ranked() -> None:
 
 def test_choice() -> None:
     """A slow network takes a sparse method that trains well; a fast one, or a tiny model, stays dense."""
-    assert choose(25_000_000, 8, SLOW, 0.01).name in TRUSTED
-    assert choose(25_000_000, 8, SLOW, 0.02).density == 0.02
-    assert isinstance(choose(100_000, 64, FAST, 0.01, 0.1), Dense)
-    assert isinstance(choose(1000, 1, SLOW, 0.01), Dense)
+    assert recommend(25_000_000, 8, SLOW, 0.01).name in TRUSTED
+    assert recommend(25_000_000, 8, SLOW, 0.02).density == 0.02
+    assert isinstance(recommend(100_000, 64, FAST, 0.01, 0.1), Dense)
+    assert isinstance(recommend(1000, 1, SLOW, 0.01), Dense)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_choice() -> None:
 def test_plans_that_make_no_sense(arguments: tuple, named: str) -> None:
     """Named."""
     with pytest.raises(ConfigurationError, match=named):
-        options(*arguments)
+        estimates(*arguments)
 
 
 def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +107,8 @@ def test_longer_vectors_are_continued() -> None:
     """From a shorter vector and half of it: words, messages and time of the long one, exactly where they are linear."""
     numel = 160_000
     assert shortened(numel, 4, 0.01, 1e6) == 12_500
-    (direct,) = survey([SparDL()], [4], numel, SLOW, LayeredGradients)
-    (continued,) = survey([SparDL()], [4], numel, SLOW, LayeredGradients, memory=20 * 4 * 40_000)
+    (direct,) = compare_methods([SparDL()], [4], numel, SLOW, LayeredGradients)
+    (continued,) = compare_methods([SparDL()], [4], numel, SLOW, LayeredGradients, memory=20 * 4 * 40_000)
     assert continued.simulated == 40_000
     assert (direct.words, direct.messages) == (continued.words, continued.messages)
     assert direct.milliseconds == pytest.approx(continued.milliseconds)
@@ -120,8 +119,8 @@ def test_longer_vectors_are_continued() -> None:
 def test_continued_figures_make_sense(name: str) -> None:
     """From a fortieth of the length: words in k as measured there, no message lost, the busiest at least the mean."""
     method = at(name, 0.01)
-    (row,) = survey([method], [8], 4_000_000, SLOW, LayeredGradients, memory=20 * 8 * 100_000)
-    (direct,) = survey([method], [8], 100_000, SLOW, LayeredGradients)
+    (row,) = compare_methods([method], [8], 4_000_000, SLOW, LayeredGradients, memory=20 * 8 * 100_000)
+    (direct,) = compare_methods([method], [8], 100_000, SLOW, LayeredGradients)
     assert row.messages == direct.messages > 0
     assert row.busiest >= row.words > 0
     assert row.milliseconds > direct.milliseconds
@@ -136,7 +135,7 @@ def test_the_constants_of_spardl_are_simulated(world_size: int, teams: int) -> N
         if least is None:
             continue
         method = SparDL(density=0.01, teams=teams, sag=sag)
-        (row,) = survey([method], [world_size], 400_000, SLOW, LayeredGradients)
+        (row,) = compare_methods([method], [world_size], 400_000, SLOW, LayeredGradients)
         assert row.messages == latencies
         # Headers of 8 words, the counts of B-SAG, and budgets in whole entries.
         assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
@@ -199,14 +198,16 @@ def test_recordings(tmp_path: Path) -> None:
 
 def test_words_are_bytes() -> None:
     """A survey counts words of four bytes."""
-    (row,) = survey([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)
+    (row,) = compare_methods([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)
     assert row.words * WORD == 2 * 3 / 4 * 1600
     assert row.load == 1
 
 
 def test_columns_stand_under_their_names() -> None:
     """Of the table that ``simulate`` prints, whatever the longest label is."""
-    rows = [*survey([Dense(), SparDL(teams=2, residuals="partial")], [4], 400, SLOW, LayeredGradients, steps=1)]
+    rows = [
+        *compare_methods([Dense(), SparDL(teams=2, residuals="partial")], [4], 400, SLOW, LayeredGradients, steps=1)
+    ]
     _, head, first, second, *_ = table(rows, SLOW).splitlines()
     assert head.split()[:3] == ["method", "workers", "simulated"]
     assert len(head) == len(first) == len(second)

@@ -1,24 +1,18 @@
-"""Timelines, and the doctor."""
+"""Timelines of exchanges."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import training_workers
 import tritoncomm
+from helpers import run_workers
 from tritoncomm import SimulatedWorld
-from tritoncomm.__main__ import main
-from tritoncomm.planning.doctor import break_even
 from tritoncomm.scheduler.cost import Link
-
-import gloo_training
-from workers import run_workers
 
 
 def test_trace_of_a_simulation(tmp_path: Path) -> None:
@@ -51,7 +45,7 @@ def _is_round(spans: list[dict], phase: str, collectives: tuple[str, ...]) -> bo
 
 def test_trace_of_processes(tmp_path: Path) -> None:
     """Each process writes its own file, with method, step and round of each phase."""
-    run_workers(gloo_training.traced, 2, str(tmp_path / "run.json"))
+    run_workers(training_workers.traced, 2, str(tmp_path / "run.json"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run-rank-0.json", "run-rank-1.json"]
     for rank in range(2):
         events = json.loads((tmp_path / f"run-rank-{rank}.json").read_text())["traceEvents"]
@@ -60,43 +54,3 @@ def test_trace_of_processes(tmp_path: Path) -> None:
         assert {e["args"]["step"] for e in spans} == {2, 3}
         assert {e["args"]["method"] for e in spans} == {"oktopk"}
         assert {e["name"] for e in events if e["ph"] == "i"} == {f"to {1 - rank}", f"from {1 - rank}"}
-
-
-def test_doctor_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow link pays, a fast one does not; the exit code says so, and the file has the figures."""
-    file = tmp_path / "doctor.json"
-    arguments = ["doctor", "--numel", "2e5", "--workers", "8", "--json", str(file), "--link"]
-    assert main([*arguments, "10mbit,1us"]) == 0
-    figures = json.loads(file.read_text())
-    assert figures["pays"] is True
-    assert figures["measured"] is False
-    assert 0 < figures["selection_seconds"] < 10
-    assert 0.05 < figures["break_even_density"] <= 0.2
-    assert "Compression pays at 5.00%" in capsys.readouterr().out
-    assert main([*arguments, "10000gbit,1us"]) == 1
-    assert "Stay dense" in capsys.readouterr().out
-    assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # dense hides behind the computation
-
-
-def test_doctor_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks measure each other."""
-    file = tmp_path / "doctor.json"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tritoncomm",
-        "doctor", "--numel", "1e5", "--json", str(file),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
-    figures = json.loads(file.read_text())
-    assert figures["workers"] == 2
-    assert figures["measured"] is True
-    assert figures["dense_seconds"] > 0
-    assert (done.returncode == 0) == figures["pays"], done.stderr
-    assert "2 workers, 100,000 values, exchanges measured" in done.stdout
-
-
-def test_break_even() -> None:
-    """Between densities, along a line in their logarithms."""
-    assert break_even({0.001: 2.0, 0.1: 3.0}, 1.0) == 0
-    assert break_even({0.001: 0.5, 0.1: 0.9}, 1.0) == 0.1
-    assert break_even({0.001: 0.5, 0.1: 1.5}, 1.0) == pytest.approx(0.01)

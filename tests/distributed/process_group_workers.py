@@ -63,11 +63,11 @@ def collectives_in_backward(rank: int, world_size: int, send) -> None:
     """A context variable's value, which autograd keeps in whatever a backward pass begins, dies in this thread."""
     variable: ContextVar[Any] = ContextVar("variable")
     scheduler = ProcessGroupScheduler()
-    scheduler.enrol()
+    scheduler.agree_on_exchange_id()
     died_in: list[int] = []
 
     def exchanged(gradient: torch.Tensor) -> torch.Tensor:
-        return scheduler.run(one_word(AllReduce("test", gradient)))
+        return scheduler.run(one_op(AllReduce("test", gradient)))
 
     def backward() -> None:
         value = nn.Module()
@@ -86,9 +86,9 @@ def collectives_in_backward(rank: int, world_size: int, send) -> None:
     assert elsewhere <= 2, f"{elsewhere} of 50 died in a thread of gloo"
 
 
-def one_word(word: AllReduce) -> Pattern[torch.Tensor]:
+def one_op(op: AllReduce) -> Pattern[torch.Tensor]:
     """A pattern of one word."""
-    reply: torch.Tensor = yield word
+    reply: torch.Tensor = yield op
     return reply
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
+from process_group_workers import loss_of, possible, tiny_model, total
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from training_workers import flat, residual, same_everywhere
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step import state_format
 
 import laws
-from gloo_training import flat, residual, same_everywhere
-from gloo_workers import loss_of, possible, tiny_model, total
 
 MAKERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -207,7 +207,7 @@ def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> Non
         content = {
             "model": stopped.state_dict(),
             "optimizer": get_optimizer_state_dict(stopped, second),
-            "owed": checkpoint.Owed(second),
+            "residuals": checkpoint.ResidualState(second),
         }
         path = f"{folder}/{make}"
         dcp.save(content, checkpoint_id=path)
@@ -216,7 +216,7 @@ def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> Non
         content = {
             "model": resumed.state_dict(),
             "optimizer": get_optimizer_state_dict(resumed, third),
-            "owed": checkpoint.Owed(third),
+            "residuals": checkpoint.ResidualState(third),
         }
         dcp.load(content, checkpoint_id=path)
         resumed.load_state_dict(content["model"])

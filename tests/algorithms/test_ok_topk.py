@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ok_topk_oracle import Oracle
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
 from tritoncomm.algorithms.ok_topk import WARM_START
 from tritoncomm.primitives.region_cuts import offsets
@@ -17,7 +18,6 @@ from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post
 
 import laws
-from ok_topk_oracle import Oracle
 
 HEADER = WORD * HEADER_WORDS
 WORKED = torch.tensor(

@@ -5,22 +5,21 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
+import fsdp_workers
 import pytest
+from helpers import run_workers
+from training_workers import several
 from tritoncomm.scheduler.local_workers import WorkerError
-
-import gloo_fsdp
-from gloo_training import several
-from workers import run_workers
 
 
 @pytest.mark.parametrize(
     "situations",
     [
-        [gloo_fsdp.dense_training, gloo_fsdp.conservation],
-        [gloo_fsdp.accumulation, gloo_fsdp.unused_and_narrow],
-        [gloo_fsdp.non_finite, gloo_fsdp.resume],
-        [gloo_fsdp.refusals, gloo_fsdp.nodes, gloo_fsdp.used_twice],
-        [gloo_fsdp.loss_scaling, gloo_fsdp.narrow_reduction, gloo_fsdp.sparse_accumulation],
+        [fsdp_workers.dense_training, fsdp_workers.conservation],
+        [fsdp_workers.accumulation, fsdp_workers.unused_and_narrow],
+        [fsdp_workers.non_finite, fsdp_workers.resume],
+        [fsdp_workers.refusals, fsdp_workers.nodes, fsdp_workers.used_twice],
+        [fsdp_workers.loss_scaling, fsdp_workers.narrow_reduction, fsdp_workers.sparse_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -35,5 +34,5 @@ def test_killed_rank() -> None:
     """All survivors are told in the same pass, before any of them steps."""
     heard: list[tuple[int, str]] = []
     with suppress(WorkerError):
-        run_workers(gloo_fsdp.killed, 4, listen=heard.append, grace=timedelta(seconds=30))
+        run_workers(fsdp_workers.killed, 4, listen=heard.append, grace=timedelta(seconds=30))
     assert sorted(heard) == [(0, "named"), (2, "named"), (3, "named")]

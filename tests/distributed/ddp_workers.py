@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from process_group_workers import total
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from training_workers import flat, same_everywhere
 from tritoncomm import ConfigurationError, NonFiniteError, PeerLostError
 from tritoncomm.ddp import CommState, comm_hook, register
 
 import laws
-from gloo_training import flat, same_everywhere
-from gloo_workers import total
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
-from tritoncomm.algorithms import Rescaled
-from tritoncomm.algorithms.preconditioned import Moment, RescaledAlgorithm, without_scale
+from tritoncomm.algorithms import Preconditioned
+from tritoncomm.algorithms.preconditioned import Moment, PreconditionedAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
-from tritoncomm.primitives.second_moment import Matrices
-from tritoncomm.step.state_format import written
+from tritoncomm.primitives.second_moment import FactoredSecondMoment
+from tritoncomm.step.state_format import with_checksum
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 
@@ -36,7 +36,7 @@ def as_matrices(dense: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torc
 @settings(deadline=None)
 def test_sums(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: int) -> None:
     """Of squares by row and by column, of tensors of any shape, to 40 bits of the largest, sparse and dense."""
-    matrices, generator = Matrices(shapes), torch.Generator().manual_seed(seed)
+    matrices, generator = FactoredSecondMoment(shapes), torch.Generator().manual_seed(seed)
     dense = torch.randn(matrices.numel, generator=generator) * 2.0**exponent
     dense[torch.rand(matrices.numel, generator=generator) >= share] = 0.0
     squares = as_matrices(dense.double().square(), shapes)
@@ -64,12 +64,12 @@ def test_sums(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: 
 )
 def test_cuts(shape: tuple[int, ...], cut: tuple[int, int, int]) -> None:
     """As few rows and columns as the dimensions allow; no mean of its own for every element of a vector."""
-    assert Matrices([shape]).cuts == [cut]
+    assert FactoredSecondMoment([shape]).cuts == [cut]
 
 
 def test_sums_do_not_depend_on_the_order() -> None:
     """Entries in any order, as atomic additions of a GPU would take them: the same bits."""
-    matrices = Matrices([(30, 40)])
+    matrices = FactoredSecondMoment([(30, 40)])
     values = torch.randn(1199, generator=torch.Generator().manual_seed(0)) ** 5
     expected = matrices.sums(SparseVector(torch.arange(1199).int(), values, 1200))
     for seed in range(5):
@@ -91,7 +91,7 @@ def test_root(seed: int) -> None:
     ]
     rows = torch.cat([moment.sum(1) for moment in moments])
     columns = torch.cat([moments[0].sum(0), moments[1].sum(0), moments[2].sum().reshape(1)])
-    scale = Matrices(shapes).root(rows, columns, floor)
+    scale = FactoredSecondMoment(shapes).root(rows, columns, floor)
     flat = torch.cat([moment.reshape(-1) for moment in moments])
     exact = ((flat / flat.mean() + floor) / floor).sqrt()
     assert scale.dtype == torch.float32
@@ -102,10 +102,10 @@ def test_root(seed: int) -> None:
 
 def test_nothing_delivered() -> None:
     """Without a moment the scale is the same everywhere, and a vector may be empty."""
-    matrices = Matrices([(2, 3)])
+    matrices = FactoredSecondMoment([(2, 3)])
     zeros = matrices.sums(SparseVector.full(torch.zeros(6)))
     assert torch.equal(matrices.root(*zeros, 2.0**-10), torch.ones(6))
-    empty = Matrices([])
+    empty = FactoredSecondMoment([])
     assert empty.root(*empty.sums(SparseVector.full(torch.zeros(0))), 2.0**-10).shape == (0,)
 
 
@@ -126,13 +126,13 @@ def test_rows_of_small_gradients_are_served() -> None:
     inner = TopkAllgather(density=0.1)
     starved = delivered(inner, 80)
     assert starved[-1] < 0.02 * starved[:-1].mean()
-    served = delivered(Rescaled(recipe=inner, shapes=((8, 10),)), 80)
+    served = delivered(Preconditioned(recipe=inner, shapes=((8, 10),)), 80)
     assert served[-1] > 0.4 * served[:-1].mean()
 
 
 def test_scale_is_renewed() -> None:
     """None before the first time, the same between two, and made of the mean that all ranks know."""
-    recipe = Rescaled(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
+    recipe = Preconditioned(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
     world, seen = SimulatedWorld(recipe, 3, 40), []
     for step in range(9):
         world.step(torch.randn(3, 40, generator=torch.Generator().manual_seed(step)))
@@ -146,7 +146,7 @@ def test_scale_is_renewed() -> None:
 
 def test_huge_values() -> None:
     """A sum over workers that only fits in units of the scale is delivered; what one of them cannot hold is refused."""
-    recipe = Rescaled(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
+    recipe = Preconditioned(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
     world, gradient = SimulatedWorld(recipe, 2, 32), torch.full((2, 32), 1e-3)
     gradient[:, :2] = 1.0
     world.step(gradient)
@@ -166,7 +166,7 @@ def test_huge_values() -> None:
     ("fields", "message"),
     [
         ({"recipe": tritoncomm.RandomK()}, "give a method that compares entries"),
-        ({"recipe": Rescaled(recipe=OkTopk(), shapes=((2, 2),))}, "and not twice"),
+        ({"recipe": Preconditioned(recipe=OkTopk(), shapes=((2, 2),))}, "and not twice"),
         ({"decay": 1.0}, "decay=1.0.*below 1"),
         ({"renew_every": 0}, "renew_every=0.*at least 1"),
     ],
@@ -174,13 +174,13 @@ def test_huge_values() -> None:
 def test_fields(fields: dict[str, object], message: str) -> None:
     """Each is checked and named."""
     with pytest.raises(ConfigurationError, match=message):
-        Rescaled(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
+        Preconditioned(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
 
 
 def test_shapes_must_fit() -> None:
     """The vector's length and that of the shapes."""
     with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*has 6 elements, this vector 7"):
-        Rescaled(recipe=OkTopk(), shapes=((2, 3),)).build(7)
+        Preconditioned(recipe=OkTopk(), shapes=((2, 3),)).build(7)
 
 
 # In a wrapped optimizer
@@ -206,9 +206,9 @@ def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
     return tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.02, **fields)
 
 
-def is_rescaled(optimizer: tritoncomm.SparseOptimizer) -> bool:
+def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
     """Whether entries are chosen by their update."""
-    return isinstance(optimizer._exchange.feedback.algorithm.inner, RescaledAlgorithm)
+    return isinstance(optimizer._exchange.feedback.algorithm.inner, PreconditionedAlgorithm)
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
@@ -222,15 +222,15 @@ def test_where_it_is_used() -> None:
     def sgd(algo: str = "oktopk", **fields) -> tritoncomm.SparseOptimizer:
         return tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=0.1), algo, **fields)
 
-    assert is_rescaled(adamw(model()))
-    assert not is_rescaled(adamw(model(), select_by="gradient"))
-    assert not is_rescaled(adamw(model(), staleness="off"))
-    assert is_rescaled(adamw(model(), staleness="off", select_by="update"))
-    assert not is_rescaled(sgd())
-    assert is_rescaled(sgd(select_by="update"))
-    assert not is_rescaled(sgd("dense", select_by="update"))
+    assert is_preconditioned(adamw(model()))
+    assert not is_preconditioned(adamw(model(), select_by="gradient"))
+    assert not is_preconditioned(adamw(model(), staleness="off"))
+    assert is_preconditioned(adamw(model(), staleness="off", select_by="update"))
+    assert not is_preconditioned(sgd())
+    assert is_preconditioned(sgd(select_by="update"))
+    assert not is_preconditioned(sgd("dense", select_by="update"))
     for algo in ("dense", "random_k", "hard_threshold"):
-        assert not is_rescaled(tritoncomm.wrap(torch.optim.AdamW(model().parameters()), algo=algo))
+        assert not is_preconditioned(tritoncomm.wrap(torch.optim.AdamW(model().parameters()), algo=algo))
     with pytest.raises(ConfigurationError, match="select_by='size': choose one of 'auto', 'update', 'gradient'"):
         sgd(select_by="size")
     with pytest.raises(ConfigurationError, match=r"select_by='update': DGC.* does not compare entries"):
@@ -240,7 +240,7 @@ def test_where_it_is_used() -> None:
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "micro", "spardl", "gtopk"])
 def test_thresholds_after_a_renewal(algo: str) -> None:
     """Magnitudes mean something else then, even with rows over three decades: no burst, and about the density."""
-    recipe = Rescaled(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
+    recipe = Preconditioned(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
     world, generator = SimulatedWorld(recipe, 4, 5000), torch.Generator().manual_seed(0)
     rows = torch.logspace(0, -3, 100)[:, None]
     densities = []
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_other_shapes() -> None:
     optimizer, other = adamw(model()), adamw(model())
     state = optimizer._exchange.state_dict()
     state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
-    state = written(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
+    state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
     with pytest.raises(ConfigurationError, match="a moment of 3 rows and 30 columns was loaded, needed are 50 and 30"):
         other._exchange.loaded(state)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import checkpoint_workers
 import pytest
 import torch
+from helpers import run_workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError
@@ -14,14 +16,11 @@ from tritoncomm.checkpoint import reshard
 from tritoncomm.scheduler.local_workers import WorkerError
 from tritoncomm.step import state_format
 
-import gloo_checkpoints
-from workers import run_workers
-
 
 def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
     """What so many ranks would save."""
     return [
-        state_format.written(
+        state_format.with_checksum(
             rank=rank,
             world_size=len(residuals),
             recipe="oktopk",
@@ -65,11 +64,11 @@ def test_states_that_do_not_belong_together() -> None:
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     """To the bit, for every recipe and on every rank: parameters, what is owed, what the method has learnt."""
     straight: list[tuple[str, int, str]] = []
-    run_workers(gloo_checkpoints.never_killed, 3, str(tmp_path), listen=straight.append)
+    run_workers(checkpoint_workers.never_killed, 3, str(tmp_path), listen=straight.append)
     with pytest.raises(WorkerError):
-        run_workers(gloo_checkpoints.until_killed, 3, str(tmp_path))
+        run_workers(checkpoint_workers.until_killed, 3, str(tmp_path))
     resumed: list[tuple[str, int, str]] = []
-    run_workers(gloo_checkpoints.resumed, 3, str(tmp_path), listen=resumed.append)
+    run_workers(checkpoint_workers.resumed, 3, str(tmp_path), listen=resumed.append)
     assert sorted(resumed) == sorted(straight)
     assert len(straight) > 3 * 25
 
@@ -79,13 +78,13 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
 def test_another_number_of_ranks(recipe: str, before: int, after: int, tmp_path: Path) -> None:
     """What is pending stays, whether ranks come or go."""
     pending: list[list[float]] = []
-    run_workers(gloo_checkpoints.write, before, str(tmp_path), recipe, listen=pending.append)
-    run_workers(gloo_checkpoints.read, after, str(tmp_path), recipe, listen=pending.append)
+    run_workers(checkpoint_workers.write, before, str(tmp_path), recipe, listen=pending.append)
+    run_workers(checkpoint_workers.read, after, str(tmp_path), recipe, listen=pending.append)
     assert any(pending[0])
     assert pending[1] == pytest.approx(pending[0], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("situation", [gloo_checkpoints.damaged, gloo_checkpoints.foreign])
+@pytest.mark.parametrize("situation", [checkpoint_workers.damaged, checkpoint_workers.foreign])
 def test_checkpoints_that_are_refused(situation, tmp_path: Path) -> None:
     """By all ranks, which say why."""
     run_workers(situation, 3, str(tmp_path))
@@ -93,4 +92,4 @@ def test_checkpoints_that_are_refused(situation, tmp_path: Path) -> None:
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     """PyTorch's own format."""
-    run_workers(gloo_checkpoints.distributed_checkpoint, 2, str(tmp_path))
+    run_workers(checkpoint_workers.distributed_checkpoint, 2, str(tmp_path))

@@ -109,11 +109,15 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert min(metrics[name] for name in ("bytes_sent", "bytes_received", "messages_sent", "seconds_exchange")) > 0
         owed, small = [], 0.0
         for exchange in state.exchanges:
-            parts = exchange.feedback.residual.split([piece.padded for piece in exchange.pieces])
+            parts = exchange.feedback.residual.split([shard_slice.padded for shard_slice in exchange.shard_slices])
             small += sum(
-                float(part.abs().sum()) for piece, part in zip(exchange.pieces, parts, strict=True) if piece.small
+                float(part.abs().sum())
+                for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)
+                if shard_slice.small
             )
-            owed.append({piece.name: part for piece, part in zip(exchange.pieces, parts, strict=True)})
+            owed.append(
+                {shard_slice.name: part for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)}
+            )
         assert small == 0
         by_name = {name: part for parts in owed for name, part in parts.items()}
         pending = torch.cat([by_name[name][: p.to_local().numel()] for name, p in model.named_parameters()])
@@ -169,13 +173,15 @@ def unused_and_narrow(rank: int, world_size: int, send) -> None:
     assert torch.allclose(grads(narrow), plain_grads(rank, world_size, 0), rtol=0.1, atol=0.05)
 
 
-def owed(state: front.State, model: nn.Module) -> torch.Tensor:
+def owed(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
     """What both replicas of this rank's shards owe together, in the order of :func:`shards`."""
     parts = {
-        piece.name: part
+        shard_slice.name: part
         for exchange in state.exchanges
-        for piece, part in zip(
-            exchange.pieces, exchange.feedback.residual.split([piece.padded for piece in exchange.pieces]), strict=True
+        for shard_slice, part in zip(
+            exchange.shard_slices,
+            exchange.feedback.residual.split([shard_slice.padded for shard_slice in exchange.shard_slices]),
+            strict=True,
         )
     }
     pending = torch.cat([parts[name][: p.to_local().numel()] for name, p in model.named_parameters()])
@@ -326,9 +332,9 @@ def killed(rank: int, world_size: int, send) -> None:
     os._exit(0)
 
 
-def last_scheduler(state: front.State):
+def last_scheduler(state: front.FSDPState):
     """Of the parameter group whose gradients come last in backward: the first layer's."""
-    (exchange,) = [e for e in state.exchanges if e.pieces[0].name.startswith("layers.0")]
+    (exchange,) = [e for e in state.exchanges if e.shard_slices[0].name.startswith("layers.0")]
     return exchange._scheduler
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import tritoncomm
 
-from test_docs import blocks
+from pages import blocks
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 

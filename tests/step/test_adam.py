@@ -31,7 +31,11 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
     """Parameters after ``steps``; ``gradient(t)`` is delivered at ``delivered(t)`` (indices, or None for all)."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(numel))
-    limits = {name: options.pop(name) for name in ("max_catch_up", "max_walk", "max_change") if name in options}
+    limits = {
+        name: options.pop(name)
+        for name in ("max_catch_up", "max_sqrt_staleness", "max_relative_update")
+        if name in options
+    }
     optimizer = kind([parameter], **({"lr": 0.02} | options))
     aware = StalenessAwareAdam(optimizer, **limits)
     for t in range(1, steps + 1):
@@ -60,7 +64,7 @@ def test_density_one_is_torch(kind, options: dict[str, object], everything: torc
 @pytest.mark.parametrize("catch_up", [1, 4, 20])
 @pytest.mark.parametrize("walk", [1.5, 3.0, math.inf])
 def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
-    """A constant gradient delivered every tau steps moves min(tau, max_catch_up, max_walk sqrt(tau))/tau of dense."""
+    """A constant gradient delivered every tau steps moves a part of dense's way: the smallest of three limits."""
     steps, share = 20 * tau, min(tau, catch_up, walk * math.sqrt(tau)) / tau
     adam = torch.optim.AdamW
     dense, _ = run(adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(12), weight_decay=0)
@@ -70,8 +74,8 @@ def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
         delivered=lambda t: torch.arange(12) if t % tau == 0 else torch.arange(0),
         gradient=lambda t: torch.full((12,), float(tau)) if t % tau == 0 else torch.zeros(12),
         max_catch_up=catch_up,
-        max_walk=walk,
-        max_change=math.inf,
+        max_sqrt_staleness=walk,
+        max_relative_update=math.inf,
         weight_decay=0,
     )
     torch.manual_seed(0)
@@ -105,7 +109,7 @@ def test_what_is_on_time_takes_a_dense_step(kind) -> None:
     moved = {}
     for change in (0.0, math.inf):
         moved[change], _ = run(
-            kind, 41, gradient=lambda t: gradients[t - 1].clone(), max_change=change, betas=(0.0, 0.9),
+            kind, 41, gradient=lambda t: gradients[t - 1].clone(), max_relative_update=change, betas=(0.0, 0.9),
             delivered=lambda t: torch.arange(int(0 < t - 1 < 40), 12),
         )  # fmt: skip
     torch.manual_seed(0)
@@ -131,12 +135,18 @@ def test_a_norm_is_looked_at_now_and_then() -> None:
         held = root_mean_square(parameter)
         parameter.grad = torch.ones(2000)
         aware.step([parameter], [None])
-        looked.append(torch.equal(optimizer.state[parameter]["magnitude"], held))
+        looked.append(torch.equal(optimizer.state[parameter]["param_rms"], held))
     assert [step for step, fresh in enumerate(looked) if fresh] == [*range(21), 40, 60]
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_catch_up": 0.5}, {"max_walk": 0.9}, {"max_change": -1.0}, {"max_change": math.nan}]
+    "bad",
+    [
+        {"max_catch_up": 0.5},
+        {"max_sqrt_staleness": 0.9},
+        {"max_relative_update": -1.0},
+        {"max_relative_update": math.nan},
+    ],
 )
 def test_bad_limits_are_refused(bad: dict[str, float]) -> None:
     """A delivery is at least one step."""
@@ -145,10 +155,10 @@ def test_bad_limits_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_no_limit_is_none() -> None:
-    """``max_change=inf`` lets weights of zero catch up as well."""
+    """``max_relative_update=inf`` lets weights of zero catch up as well."""
     for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
         parameter = nn.Parameter(torch.zeros(1000))
-        aware = StalenessAwareAdam(torch.optim.Adam([parameter], lr=0.0), max_change=change)
+        aware = StalenessAwareAdam(torch.optim.Adam([parameter], lr=0.0), max_relative_update=change)
         for t in range(1, 18):
             parameter.grad = torch.full((1000,), 1.0 if t == 1 else 16.0)
             aware.optimizer.param_groups[0]["lr"] = 0.01 * (t == 17)
@@ -164,7 +174,7 @@ def test_the_step_count_is_fp32_whatever_the_default() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     (state,) = optimizer.state.values()
-    assert state["step"].dtype == state["magnitude"].dtype == torch.float32
+    assert state["step"].dtype == state["param_rms"].dtype == torch.float32
 
 
 def test_a_magnitude_has_one_value() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spardl_oracle import SPARDL_TABLE
 from tritoncomm import ConfigurationError, Dense, GTopk, OkTopk, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, recipe
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.scheduler.clock import VirtualClock
@@ -46,21 +47,6 @@ def test_the_volumes_of_ok_topk_and_its_rivals(
         volume(GTopk(density=density))[0], *volume(OkTopk(density=density)),
     ]  # fmt: skip
     assert found == pytest.approx(expected, rel=0.006)
-
-
-# By workers and teams: latencies, words/k of B-SAG from and to, words/k of R-SAG.
-SPARDL_TABLE = {
-    (4, 1): (4, 3.00, 3.00, None), (4, 2): (3, 2.50, 3.00, 3.00), (4, 4): (2, 1.50, 6.00, 4.00),
-    (6, 1): (6, 3.33, 3.33, None), (6, 2): (5, 3.00, 3.33, 3.33), (6, 3): (4, 2.67, 4.00, None),
-    (6, 6): (3, 1.67, 10.0, None), (8, 1): (6, 3.50, 3.50, None), (8, 2): (5, 3.25, 3.50, 3.50),
-    (8, 4): (4, 2.75, 5.00, 4.00), (8, 8): (3, 1.75, 14.0, 6.00), (14, 1): (8, 3.71, 3.71, None),
-    (14, 2): (7, 3.57, 3.71, 3.71), (14, 7): (5, 2.86, 8.00, None), (14, 14): (4, 1.86, 26.0, None),
-    (16, 1): (8, 3.75, 3.75, None), (16, 2): (7, 3.63, 3.75, 3.75),
-    (16, 4): (6, 3.38, 4.50, 4.00), (16, 8): (5, 2.88, 9.00, 5.00),
-    (16, 16): (4, 1.88, 30.0, 8.00), (64, 1): (12, 3.94, 3.94, None), (64, 2): (11, 3.91, 3.94, 3.94),
-    (64, 4): (10, 3.84, 4.13, 4.00), (64, 8): (9, 3.72, 5.25, 4.25), (64, 16): (8, None, None, 5.00),
-    (64, 64): (6, None, None, 12.0),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("world_size", "teams"), SPARDL_TABLE)

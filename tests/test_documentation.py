@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import tritoncomm
@@ -12,13 +11,7 @@ from tritoncomm.__main__ import main
 
 import laws
 import recipes
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def blocks(page: str) -> list[str]:
-    """The Python code of a page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+from pages import ROOT, blocks
 
 
 def test_write_a_method() -> None:

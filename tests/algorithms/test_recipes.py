@@ -1,0 +1,30 @@
+"""Recipes by name, and as values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tritoncomm
+from tritoncomm import ConfigurationError, OkTopk
+
+
+def test_recipes_by_name() -> None:
+    """Names are listed, looked up, and unknown names and fields list the known ones."""
+    assert tritoncomm.algorithms() == [
+        "dense", "dgc", "exdyna", "gaussiank", "gtopk", "hard_threshold", "micro", "oktopk", "random_block", "random_k",
+        "sidco", "spardl", "topk_allgather", "topk_dsa",
+    ]  # fmt: skip
+    assert tritoncomm.recipe("oktopk", density=0.02) == OkTopk(density=0.02)
+    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, dgc.*topk_allgather"):
+        tritoncomm.recipe("okaytopk")
+    with pytest.raises(ConfigurationError, match=r"no field 'tau'.*repartition_every"):
+        tritoncomm.recipe("oktopk", tau=3)
+    with pytest.raises(ConfigurationError, match=r"TopkAllgather\(density=2\)"):
+        tritoncomm.recipe("topk_allgather", density=2)
+
+
+def test_recipes_are_frozen() -> None:
+    """A recipe cannot change under an algorithm that was built from it."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OkTopk().density = 0.5

@@ -1,0 +1,50 @@
+"""What happens around the exchange in real training, on real gloo processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import training_workers
+from helpers import run_workers
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
+def test_loss_scaling(ours: bool) -> None:
+    """GradScaler: with and without unscale_ and clipping, before and after synchronize()."""
+    routes = [partial(training_workers.loss_scaling, ours=ours, route=route) for route in training_workers.ROUTES]
+    done: list[str] = []
+    run_workers(training_workers.several, 3, routes, listen=done.append)
+    assert len(done) == len(routes)
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [
+            training_workers.scaled_synchronize,
+            training_workers.autocast,
+            training_workers.accumulation,
+            training_workers.clipping,
+        ],
+        [training_workers.non_finite, training_workers.names_in_messages, training_workers.double_reduction],
+        [training_workers.settings_in_between, training_workers.flushing, training_workers.weight_decay],
+        [
+            training_workers.no_gradients_under_a_scaler,
+            training_workers.a_quiet_start,
+            training_workers.policies_under_a_scaler,
+        ],
+        [training_workers.chosen_and_why, training_workers.refused_then_right],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+def test_situations(situations: list) -> None:
+    """What the sentences of the situations say; processes are started once for several."""
+    done: list[str] = []
+    run_workers(training_workers.several, 3, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]
+
+
+def test_nodes() -> None:
+    """Two nodes of two ranks."""
+    run_workers(training_workers.nodes, 4)

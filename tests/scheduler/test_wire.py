@@ -1,0 +1,104 @@
+"""Messages: how entries are packed, framed and checked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tritoncomm import ProtocolMismatchError
+from tritoncomm.scheduler import wire
+from tritoncomm.scheduler.cost import HEADER_WORDS
+
+
+@given(st.sets(st.integers(0, 2**31 - 2)))
+def test_pack_and_unpack(chosen: set[int]) -> None:
+    """Indices and values survive bit for bit, NaN and -0.0 included."""
+    indices = torch.tensor(sorted(chosen), dtype=torch.int32)
+    values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
+    got, floats = wire.unpack(wire.pack(indices, values))
+    wire.check_indices(got, 0, 2**31 - 1)
+    assert torch.equal(got, indices)
+    assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
+
+
+@given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
+def test_packed_parts(parts: list[set[int]], free: int) -> None:
+    """Many messages written and read at once are what one at a time would be; padded ones keep their length."""
+    lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
+    values = [torch.randn(len(indices)) for indices in lists]
+    messages = wire.pack_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
+    for message, indices, floats in zip(messages, lists, values, strict=True):
+        assert torch.equal(message, wire.pack(indices, floats))
+        padded = wire.pack_padded(indices, floats, 2 * (len(indices) + free))
+        assert padded.numel() == 2 * (len(indices) + free)
+        assert all(map(torch.equal, wire.unpack_padded(padded), (indices, floats)))
+    indices, floats = wire.unpack_parts(messages)
+    assert torch.equal(indices, torch.cat(lists))
+    assert torch.equal(floats, torch.cat(values))
+    wire.check_indices(indices, 0, 100, [len(part) for part in parts])
+
+
+@pytest.mark.parametrize("indices", [[1, 5, 2, 2], [1, 5, 4, 10], [5, 1, 2, 3], [-1, 5, 2, 3]])
+def test_malformed_parts_are_refused(indices: list[int]) -> None:
+    """Each part of two must ascend by itself, inside the range."""
+    wire.check_indices(torch.tensor([1, 5, 2, 3], dtype=torch.int32), 0, 10, [2, 2])
+    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+        wire.check_indices(torch.tensor(indices, dtype=torch.int32), 0, 10, [2, 2])
+
+
+def test_every_bit_of_a_message_counts() -> None:
+    """One bit flipped anywhere, signs included, in header or payload: the message is refused."""
+    frame = wire.Frame(7, 3, "reduce", wire.stamp("somebody"))
+    payload = wire.pack(torch.tensor([3, 8], dtype=torch.int32), torch.tensor([2.0, -1e-30]))
+    message = wire.framed(payload, frame)
+
+    def check(arrived: torch.Tensor) -> None:
+        wire.check_payload(arrived[HEADER_WORDS:], wire.check_frame(arrived[:HEADER_WORDS], frame, len(payload)))
+
+    check(message)
+    for word in range(len(message)):
+        for bit in range(32):
+            struck = message.clone()
+            struck[word] ^= int(np.uint32(1 << bit).view(np.int32))
+            with pytest.raises(ProtocolMismatchError):
+                check(struck)
+
+
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])
+def test_malformed_indices_are_refused(indices: list[int]) -> None:
+    """Indices that do not ascend inside the receiver's range never reach a scatter."""
+    message = wire.pack(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
+    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+        wire.check_indices(wire.unpack(message)[0], 0, 10)
+
+
+def test_frame() -> None:
+    """A header tells step, round, phase, method and length apart, and damage."""
+    payload = torch.arange(5, dtype=torch.int32)
+    frame = wire.Frame(7, 3, "gather", wire.stamp("oktopk of 100"))
+    message = wire.framed(payload, frame)
+    header = message[:HEADER_WORDS]
+    assert torch.equal(message[HEADER_WORDS:], payload)
+    total = wire.check_frame(header, frame, 5)
+    wire.check_payload(payload, total)
+    with pytest.raises(ProtocolMismatchError, match="corrupt"):
+        wire.check_payload(payload ^ torch.tensor([0, 0, 1 << 30, 0, 0], dtype=torch.int32), total)
+    for other, words, named in (
+        (frame._replace(step=8), 5, "expected step 8, .* the message says step 7, .* the same method"),
+        (frame._replace(number=4), 5, "round 4, .* says step 7, round 3"),
+        (frame._replace(phase="balance"), 5, "phase 'balance', .* phase 'gather'"),
+        (frame._replace(phase="gather of something long"), 5, "phase 'gather of something long', .* phase 'gather'"),
+        (frame._replace(stamp=wire.stamp("spardl of 100")), 5, "another method and settings"),
+        (frame, 4, "4 words; .* 5 words"),
+    ):
+        with pytest.raises(ProtocolMismatchError, match=named):
+            wire.check_frame(header, other, words)
+    damaged = header.clone()
+    damaged[-1] += 1
+    with pytest.raises(ProtocolMismatchError):
+        wire.check_frame(damaged, frame, 5)
+    for wrong in (payload.float(), payload.view(1, 5)):
+        with pytest.raises(ProtocolMismatchError, match="one-dimensional int32"):
+            wire.framed(wrong, frame)

@@ -1,0 +1,41 @@
+"""All workers in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld
+
+
+@pytest.mark.parametrize(("arguments", "named"), [((0, 5), "world_size=0"), ((2, -1), "numel=-1")])
+def test_simulated_world_refuses(arguments: tuple[int, int], named: str) -> None:
+    """Impossible worlds are named."""
+    with pytest.raises(ConfigurationError, match=named):
+        SimulatedWorld(OkTopk(), *arguments)
+
+
+def test_empty_vector() -> None:
+    """A vector without coordinates is legal everywhere."""
+    for name in tritoncomm.algorithms():
+        world = SimulatedWorld(tritoncomm.recipe(name, density=0.1), 3, 0)
+        assert world.step(torch.empty(3, 0))[0].to_dense().numel() == 0
+
+
+def test_foreign_state_is_refused() -> None:
+    """States and residuals that do not fit are refused by name and change nothing."""
+    world = SimulatedWorld(OkTopk(density=0.1), 2, 20)
+    world.step(torch.randn(2, 20))
+    before = world.residuals
+    with pytest.raises(ConfigurationError, match="saved by 3 workers"):
+        world.load_state_dict(SimulatedWorld(OkTopk(), 3, 20).state_dict())
+    with pytest.raises(ConfigurationError, match=r"residual has shape \(21,\)"):
+        world.load_state_dict(SimulatedWorld(OkTopk(), 2, 21).state_dict())
+    with pytest.raises(ConfigurationError, match="not a state of OkTopkAlgorithm"):
+        world.load_state_dict(SimulatedWorld(tritoncomm.Dense(), 2, 20).state_dict())
+    half_good = world.state_dict()
+    half_good["workers"][0]["residual"] += 1
+    half_good["workers"][1]["algorithm"] = {}
+    with pytest.raises(ConfigurationError, match="not a state"):
+        world.load_state_dict(half_good)
+    assert torch.equal(world.residuals, before)
