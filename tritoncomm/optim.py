@@ -53,6 +53,7 @@ def wrap(
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
+    broadcast_parameters: bool = False,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
     """``optimizer``, but ``step()`` first averages the gradients over all ranks, sparsely.
@@ -78,6 +79,8 @@ def wrap(
     ``timeout`` limits each wait for a peer; None leaves it to the process group. Tensors of fewer than ``dense_below``
     elements or of at most one dimension (biases, norms) travel dense, all in one all-reduce, unless ``dense_below=0``;
     a model of one-dimensional shards goes by the number of elements alone.
+    ``broadcast_parameters=True`` first copies the parameters of the group's first rank to its other ranks, as
+    ``DistributedDataParallel`` does. Buffers are not copied, because an optimizer does not know them.
 
     Every rank must call this alike: parameters, optimizer, recipe and options are compared, and a
     difference, or an argument that is wrong on some rank, is a
@@ -109,7 +112,7 @@ def wrap(
             dense_below=dense_below,
         )
         chosen.check_optimizer(optimizer)
-        return SparseOptimizer(optimizer, chosen, process_group, options)
+        return SparseOptimizer(optimizer, chosen, process_group, options, broadcast_parameters=broadcast_parameters)
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -126,9 +129,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         recipe: Recipe,
         process_group: dist.ProcessGroup | None,
         options: WrapOptions,
+        *,
+        broadcast_parameters: bool = False,
     ) -> None:
         self._take_in(optimizer, recipe, options)
-        self._exchange = self._set_up(process_group)
+        self._exchange = self._set_up(process_group, broadcast=broadcast_parameters)
 
     def _take_in(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
         self.optimizer = optimizer
@@ -431,19 +436,25 @@ class SparseOptimizer(torch.optim.Optimizer):
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
         )
 
-    def _set_up(self, group: dist.ProcessGroup | None) -> GradientExchange:
+    def _set_up(self, group: dist.ProcessGroup | None, *, broadcast: bool) -> GradientExchange:
         """An exchange for the present parameters, once all ranks agree about it."""
         exchange = self._build(group)
-        self._compare(exchange)
+        self._compare(exchange, broadcast=broadcast)
         if is_distributed():
             exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
         return exchange
 
-    def _compare(self, exchange: GradientExchange) -> None:
+    def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         setup_checks.compare_setup(
-            self.optimizer, exchange.parameters, self.recipe, self._options, exchange.steps, exchange.group
+            self.optimizer,
+            exchange.parameters,
+            self.recipe,
+            self._options,
+            exchange.steps,
+            exchange.group,
+            broadcast=broadcast,
         )
         exchange.agree_on_exchange_id()
 

@@ -27,7 +27,12 @@ def test_loss_scaling(ours: bool) -> None:
             training_workers.accumulation,
             training_workers.clipping,
         ],
-        [training_workers.non_finite, training_workers.names_in_messages, training_workers.double_reduction],
+        [
+            training_workers.non_finite,
+            training_workers.names_in_messages,
+            training_workers.double_reduction,
+            training_workers.broadcast,
+        ],
         [training_workers.settings_in_between, training_workers.flushing, training_workers.weight_decay],
         [
             training_workers.no_gradients_under_a_scaler,

@@ -318,6 +318,41 @@ def double_reduction(rank: int, world_size: int, send) -> None:
     assert torch.equal(model.weight, before)
 
 
+def broadcast(rank: int, world_size: int, send) -> None:
+    """``broadcast_parameters=True`` copies the first rank's parameters, frozen and transposed ones too."""
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        made = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+        made[0].weight = nn.Parameter(torch.randn(5, 4).t())
+        made[1].bias.requires_grad_(False)
+        return made
+
+    def wrap(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
+        return sparse_wrap(torch.optim.SGD(net.parameters(), lr=0.1), **fields)
+
+    net = model(rank)
+    with pytest.raises(ConfigMismatchError, match=r"broadcast_parameters=True.*parameter values"):
+        wrap(net)
+    assert same_everywhere(flat(net)) == (world_size == 1)
+    optimizer = wrap(net, broadcast_parameters=True)
+    assert flat(net) == flat(model(0))
+    net(torch.ones(3, 5)).sum().backward()
+    optimizer.step()
+    assert same_everywhere(flat(net))
+    with pytest.raises(ConfigMismatchError, match=r"broadcast_parameters: .*rank 1 has True"):
+        wrap(model(0), broadcast_parameters=rank == 1)
+    shapes = nn.Linear(2 + rank, 2)
+    shapes.weight.requires_grad_(False)
+    with pytest.raises(ConfigMismatchError, match="shapes of all parameters"):
+        wrap(shapes, broadcast_parameters=True)
+    group = dist.new_group([1, 2])  # counts from its own first rank
+    if rank > 0:
+        within = model(rank)
+        wrap(within, broadcast_parameters=True, process_group=group)
+        assert flat(within) == flat(model(1))
+
+
 def chosen_and_why(rank: int, world_size: int, send) -> None:
     """One line says what was chosen and what it saves; a warning when that is nothing."""
     lines: list[tuple[int, str]] = []
@@ -342,8 +377,10 @@ def chosen_and_why(rank: int, world_size: int, send) -> None:
     assert "density=0.9" in other_text
     assert level == logging.INFO
     assert "OkTopk(density=0.01" in text
-    assert "over 3 ranks: 90300 values, of which 300 in small tensors travel dense" in text
-    assert "times fewer" in text
+    assert "over 3 ranks: 90,300 values, of which 300 in small tensors are sent dense" in text
+    assert "each rank receives " in text
+    assert " times less than the 482 kB of a dense all-reduce" in text
+    assert "not less than the 482 kB of a dense all-reduce: use algo='dense'" in other_text
 
 
 def nodes(rank: int, world_size: int, send) -> None:

@@ -140,18 +140,32 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
-    """Say once what was chosen, and what it is predicted to save; a warning when that is nothing.
+    """Log once, on rank 0, which method was chosen and how many bytes it is predicted to save.
 
-    ``parts`` of the vector are exchanged by themselves, each with so many values that travel dense.
+    ``parts`` are the vectors that are exchanged separately: the algorithm of each, and how many of its values belong
+    to small tensors, which are sent dense. The level is WARNING if nothing is saved.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
-    sparse = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
+    received = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
     dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
-    logger.log(
-        logging.INFO if sparse < dense or recipe.density == 1 else logging.WARNING,
-        "%r over %d ranks: %d values, of which %d in small tensors travel dense; %.3g kB received per step and "
-        "rank instead of %.3g kB, %.3g times fewer",
-        recipe, world_size, sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts),
-        sparse / 1e3, dense / 1e3, dense / max(sparse, 1),
-    )  # fmt: skip
+    numel, small = sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts)
+    text = f"{recipe!r} over {world_size} ranks: {numel:,} values"
+    if small and not is_dense(recipe):
+        text += f", of which {small:,} in small tensors are sent dense"
+    text += f"; each rank receives {readable_size(received)} per step"
+    saves = received < dense
+    if saves:
+        text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
+    elif not is_dense(recipe) and recipe.density < 1:
+        text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
+    logger.log(logging.INFO if saves or recipe.density == 1 else logging.WARNING, "%s", text)
+
+
+def readable_size(size: float) -> str:
+    """``size`` in bytes with a unit and three digits, for example ``"5.20 MB"``."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 999.5:  # noqa: PLR2004 - more would be printed with four digits
+            return f"{size:.3g} {unit}" if unit == "bytes" else f"{size:#.3g} {unit}".replace(". ", " ")
+        size /= 1000
+    return f"{size:,.2f} GB"

@@ -35,8 +35,8 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     differences = [text for name in fields if (text := _difference(name, [e.get(name) for e in everybody]))]
     if differences:
         raise ConfigMismatchError(
-            "ranks are set up differently, make them alike before wrapping (torch.distributed.broadcast for values): "
-            + "; ".join(differences)
+            "ranks are configured differently; make them equal before wrapping (for parameter values: "
+            "wrap(..., broadcast_parameters=True)): " + "; ".join(differences)
         )
 
 
@@ -95,8 +95,15 @@ def compare_setup(
     options: object,
     steps: int,
     group: dist.ProcessGroup | None,
+    *,
+    broadcast: bool = False,
 ) -> None:
-    """Raise :class:`~tritoncomm.ConfigMismatchError` on all ranks unless all are set up alike and at the same step."""
+    """Check that all ranks of ``group`` are configured identically and are at the same step.
+
+    ``trained`` are the parameters of ``optimizer`` that require gradients. With ``broadcast``, all parameters of the
+    optimizer then get the values of the group's first rank. Otherwise the values must be equal.
+    Raises :class:`~tritoncomm.ConfigMismatchError` on all ranks if anything differs.
+    """
     if not is_distributed():
         return
     settings = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
@@ -109,10 +116,29 @@ def compare_setup(
         "options": repr(options),
         "param_groups": repr(settings),
         "steps": steps,
+        "broadcast_parameters": broadcast,
     }
     names = dict(named_parameters(optimizer))
     fields |= parameter_fields(trained, [names[parameter] for parameter in trained])
+    if broadcast:
+        fields["parameter values"] = "broadcast from the first rank"
+        fields["shapes of all parameters"] = [tuple(parameter.shape) for parameter in names]
     compare(fields, group)
+    if broadcast:
+        _broadcast(list(names), group)
+
+
+@torch.no_grad()
+def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of the group's first rank to its other ranks."""
+    source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    for parameter in parameters:
+        values = parameter.detach().contiguous()
+        try:
+            dist.broadcast(values, src=source, group=group)
+        except RuntimeError as error:
+            raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
+        parameter.copy_(values)
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
