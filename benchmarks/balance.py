@@ -1,7 +1,8 @@
-"""Who does how much, step after step: Ok-Topk's regions and ExDyna's partitions on gradients of unequal layers.
+"""Load balance by step: Ok-Topk's regions and ExDyna's partitions on gradients of unequal layers.
 
-Imbalance is the busiest worker over the mean: of entries received for its region (Ok-Topk) or selected in its
-partition (ExDyna with each rule, MiCRO). 1 is perfect; chance alone leaves a little more.
+Imbalance is the load of the busiest worker divided by the mean load. The load is the number of entries received for a
+region (Ok-Topk), or selected in a partition (ExDyna with each rule, MiCRO). 1 is perfect. Random placement of entries
+gives a little more.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from tritoncomm.planning.synthetic_gradients import (
     load_recording,
 )
 
-# Quantiles of the largest of P normal deviates, for the noise floor of selected counts.
+# Expected maximum of P standard normal values. It gives the imbalance that random placement of entries causes.
 EXPECTED_LARGEST = {4: 1.03, 8: 1.42, 16: 1.77, 32: 2.07, 64: 2.35}
 
 
 def methods(density: float) -> dict[str, Recipe]:
-    """What is compared."""
+    """Return the recipes to compare, by label."""
     return {
         "oktopk": OkTopk(density=density),
         "oktopk, never again": OkTopk(density=density, repartition_every=10**9, skew_trigger=1e9),
@@ -38,7 +39,7 @@ def methods(density: float) -> dict[str, Recipe]:
 
 
 def imbalance(recipe: Recipe, world_size: int, numel: int, steps: int, source: Source) -> list[float]:
-    """The busiest worker over the mean, by step."""
+    """Return the imbalance of each step: the load of the busiest worker divided by the mean."""
     world = SimulatedWorld(recipe, world_size, numel)
     ranks = [source(numel, rank) for rank in range(world_size)]
     found = []
@@ -50,7 +51,7 @@ def imbalance(recipe: Recipe, world_size: int, numel: int, steps: int, source: S
 
 
 def picture(series: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """One panel per kind of gradients; means over ten steps."""
+    """Write a PNG with one panel per kind of gradients. Points are means over ten steps."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -61,23 +62,23 @@ def picture(series: dict[str, dict[str, list[float]]], path: Path) -> None:
                 means = [statistics.fmean(values[i : i + 10]) for i in range(0, len(values), 10)]
                 axes.plot(range(0, len(values), 10), means, label=name, linewidth=1.2)
             axes.set(title=kind, xlabel="step", yscale="log")
-            axes.set_ylabel("busiest worker over mean")
+            axes.set_ylabel("imbalance: busiest worker / mean")
             axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=120, format="png")
 
 
 def main() -> None:
-    """Measure and print, and write what is asked for."""
+    """Measure, print the table, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--numel", type=float, default=2**18)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--recording", type=Path, help="gradients that demo --record has written, as a third kind")
+    parser.add_argument("--recording", type=Path, help="file from demo --record, used as a third kind of gradients")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.numel = 12, 4e3
@@ -87,19 +88,22 @@ def main() -> None:
         recording = load_recording(options.recording)
         sources["recorded"] = lambda size, rank: RecordedGradients(size, rank, recording)
     series: dict[str, dict[str, list[float]]] = {}
-    print(f"{numel} values, {world_size} workers, density {options.density:.2%}: mean imbalance of the steps")
+    print(
+        f"{numel} values, {world_size} workers, density {options.density:.2%}: "
+        "imbalance (busiest worker / mean), averaged over steps"
+    )
     tenth = max(1, options.steps // 10)
-    print(f"{'gradients':14}{'method':22}{'first tenth':>12}{'second half':>12}{'largest there':>15}")
+    print(f"{'gradients':14}{'method':22}{'first tenth':>12}{'second half':>12}{'its maximum':>15}")
     for kind, source in sources.items():
         series[kind] = {}
         for name, recipe in methods(options.density).items():
             values = series[kind][name] = imbalance(recipe, world_size, numel, options.steps, source)
-            late = values[len(values) // 2 :]
-            first, second = statistics.fmean(values[:tenth]), statistics.fmean(late)
-            print(f"{kind:14}{name:22}{first:12.2f}{second:12.2f}{max(late):15.2f}", flush=True)
+            second_half = values[len(values) // 2 :]
+            first, second = statistics.fmean(values[:tenth]), statistics.fmean(second_half)
+            print(f"{kind:14}{name:22}{first:12.2f}{second:12.2f}{max(second_half):15.2f}", flush=True)
     if world_size in EXPECTED_LARGEST:
         floor = 1 + EXPECTED_LARGEST[world_size] * ((world_size - 1) / (numel * options.density)) ** 0.5
-        print(f"chance alone: {floor:.2f}")
+        print(f"imbalance of random placement: {floor:.2f}")
     if options.json:
         settings = {"workers": world_size, "numel": numel, "density": options.density, "steps": options.steps}
         options.json.write_text(json.dumps({"settings": settings, "imbalance": series}) + "\n")

@@ -1,7 +1,7 @@
 """Bytes and milliseconds of one exchange of every method, between local processes.
 
-Every method runs in the same processes on the same gradients. Bytes are per rank and direction, the
-larger of sent and received on the busiest rank. Times are medians over steps of the mean over ranks.
+Every method runs in the same processes on the same gradients. Bytes are those of the busiest rank, in the direction
+with more bytes. Times are means over the ranks, and of these the median over the steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one density; one entry per step in each list."""
+    """One method at one density. Lists have one entry per step.
+
+    ``select``, ``exchange`` and ``apply`` are milliseconds: of the selection, of waiting for the network, and of the
+    rest.
+    """
 
     name: str
     density: float
@@ -49,7 +53,7 @@ class Row:
 
 
 def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tritoncomm.Recipe]]:
-    """What is compared at one density; rescaled, the vector is taken for a matrix."""
+    """Return label and recipe of each method to compare. For ``Preconditioned``, the vector is treated as a matrix."""
     found = [(name, planner.at(name, density)) for name in names if name != "dense"]
     if "oktopk" in names:
         found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
@@ -62,7 +66,7 @@ def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tri
 def work(
     rank: int, world_size: int, send: Send, numel: int, names: list[str], densities: list[float], steps: int
 ) -> None:
-    """One worker: every method in turn; rank 0 reports."""
+    """Run every method in turn in one worker. Rank 0 sends the rows."""
     gradients = LayeredGradients(numel, rank)
     table = [("dense", 1.0, tritoncomm.Dense())]
     table += [(name, density, recipe) for density in densities for name, recipe in methods(names, density, numel)]
@@ -76,7 +80,7 @@ def measure(
     name: str, density: float, recipe: tritoncomm.Recipe, gradients: LayeredGradients,
     rank: int, world_size: int, steps: int,
 ) -> Row:  # fmt: skip
-    """``steps`` exchanges of one method."""
+    """Run ``steps`` exchanges of one method and return its row, the same on all ranks."""
     numel = gradients.noise.numel()
     scheduler, feedback = ProcessGroupScheduler(), ErrorFeedback(recipe.build(numel))
     algorithm = feedback.algorithm
@@ -110,9 +114,12 @@ def measure(
 
 
 def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
-    """Print the table and return its figures."""
+    """Print the table and return its figures. ``rows[0]`` is dense."""
     dense = statistics.median(map(sum, zip(rows[0].select, rows[0].exchange, rows[0].apply, strict=True)))
-    print("per step and busiest rank; words in multiples of k: mean, largest ordinary step, mean of re-evaluations")
+    print(
+        "per step on the busiest rank; words/k: mean; largest: largest step that reuses thresholds; "
+        "re-eval: mean of the other steps; held: no step exceeds the prediction"
+    )
     print(
         f"{'method':22}{'density':>8}{'MB':>8}{'predicted':>10}{'words/k':>9}{'largest':>9}{'re-eval':>9}{'6(P-1)/P':>9}"
         f"{'held':>6}{'msgs':>6}{'select':>8}{'exch.':>8}{'apply':>8}{'total ms':>9}{'vs dense':>9}"
@@ -151,7 +158,7 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this was measured."""
+    """Return date, commit, machine and versions of this measurement."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -165,7 +172,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print, and write what ``--json`` names."""
+    """Measure, print the table, and write the file that ``--json`` names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--numel", type=float, default=25e6)
     parser.add_argument("--workers", type=int, default=4)
@@ -173,10 +180,10 @@ def main() -> None:
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.numel, options.steps = 2e5, 24  # the scale begins after 20
+        options.numel, options.steps = 2e5, 24  # Preconditioned scales from step 20 on
     numel, world_size = int(options.numel), options.workers
     print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
     rows: list[Row] = []

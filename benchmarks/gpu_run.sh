@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, from a bare checkout, in under eight minutes (the limits below add up to 450 s):
-# correctness first, then the sanitizers on small inputs, then speed. Installs nothing. Needs Python 3.10 or newer
-# with torch (CUDA), Triton >= 3.6 and numpy; pytest and hypothesis for the tests (the benchmark compares every result
-# with the reference too); matplotlib for the plot. Results land in one folder:
+# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 450 s):
+# first correctness, then the sanitizers on small inputs, then speed. It installs nothing.
 #
 #   bash benchmarks/gpu_run.sh [FOLDER]      (default: benchmarks/results/gpu-DATE)
 #
-# The sanitizers see accesses out of bounds and races in shared memory. Races in global memory they do not see.
+# All results are written to FOLDER. Required: Python 3.10 or newer with torch (CUDA), Triton >= 3.6 and numpy. The
+# tests also require pytest and hypothesis. Without them, only the benchmark compares results with the reference.
+# The plot requires matplotlib. The sanitizers detect accesses out of bounds and races in shared memory. They do not
+# detect races in global memory.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu-$(date +%F)}
@@ -18,7 +19,7 @@ failed=0
 
 note() { echo "== $*" | tee -a "$out/summary.txt"; }
 
-stage() {  # stage NAME SECONDS COMMAND...: one log per stage; a failure is remembered and the rest still runs
+stage() {  # stage NAME SECONDS COMMAND...: writes one log per stage; after a failure the other stages still run
   local name=$1 limit=$2 started=$SECONDS
   shift 2
   timeout -s INT -k 1 "$limit" "$@" >"$out/$name.log" 2>&1
@@ -32,7 +33,7 @@ has() { "$python" -c "import $1" 2>/dev/null; }
 
 stage machine 10 nvidia-smi
 for needed in torch triton numpy; do
-  has "$needed" || { note "$needed is missing: nothing can run"; exit 1; }
+  has "$needed" || { note "$needed is missing: install it in $python and run again"; exit 1; }
 done
 tests=("$python" -m pytest -v --tb=short -W default -p no:cacheprovider -m gpu tests/kernels)
 if has pytest && has hypothesis; then
@@ -43,10 +44,10 @@ if has pytest && has hypothesis; then
     stage memcheck 70 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
     stage racecheck 35 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
   else
-    note "compute-sanitizer is not on the PATH: skipped"
+    note "compute-sanitizer is not on the PATH: memcheck and racecheck are skipped"
   fi
 else
-  note "pytest or hypothesis is missing: only the benchmark's own comparison with the reference runs"
+  note "pytest or hypothesis is missing: only the benchmark compares results with the reference"
   failed=1
 fi
 picture=()

@@ -1,8 +1,8 @@
-"""PowerSGD (Vogels, Karimireddy, Jaggi, 2019) on one process, to be compared with; PyTorch has it as a DDP hook.
+"""PowerSGD (Vogels, Karimireddy, Jaggi, 2019) in one process, for comparison. PyTorch provides it as a DDP hook.
 
-Every matrix of gradients is averaged as a product of two thin ones, by one step of power iteration that starts where
-the last one ended; what that leaves out is added to the next gradient. Vectors, and matrices that would not become
-half as large, travel dense.
+Each gradient matrix is averaged as a product of two factors of low rank. The factors come from one step of power
+iteration, which starts from the factor of the last step. The approximation error is added to the next gradient. Vectors
+travel dense. So do matrices whose factors would be at least half as large as the matrix.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tritoncomm.scheduler.cost import Traffic
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """``rank`` columns in each factor."""
+    """Settings of PowerSGD. ``rank`` is the number of columns of each factor."""
 
     rank: int
     name: str = "powersgd"
 
 
 class PowerSGDWorld:
-    """``world_size`` workers that average gradients of tensors of ``shapes``, dense in the first ``warmup`` steps."""
+    """``world_size`` workers that average gradients of tensors of ``shapes``. The first ``warmup`` steps are dense."""
 
     def __init__(self, recipe: PowerSGD, world_size: int, shapes: Sequence[torch.Size], warmup: int) -> None:
         self.world_size = world_size
@@ -43,7 +43,7 @@ class PowerSGDWorld:
             self._right.append(torch.randn(columns, rank, generator=generator) if compresses else None)
 
     def step(self, gradients: torch.Tensor) -> list[SparseVector]:
-        """The mean of ``gradients`` (``[world_size, numel]``), the same for every worker."""
+        """Return the mean of ``gradients`` (``[world_size, numel]``), the same for every worker."""
         total = gradients + self.errors
         self.steps += 1
         self.words = 0
@@ -52,7 +52,7 @@ class PowerSGDWorld:
         mean = torch.cat(means)
         self.errors = total - mean if self.steps > self.warmup else torch.zeros_like(total)
         for index, error in enumerate(torch.split(self.errors, [shape.numel() for shape in self.shapes], dim=1)):
-            if self._right[index] is None:  # delivered whole
+            if self._right[index] is None:  # travels dense, without error
                 error.zero_()
         return [SparseVector.full(mean)] * self.world_size
 
@@ -70,5 +70,5 @@ class PowerSGDWorld:
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What each worker sent in the last step: rings."""
+        """What each worker sent in the last step, counted as ring all-reduces."""
         return [cost.all_reduce(self.words, cost.WORD, self.world_size)] * self.world_size

@@ -1,8 +1,8 @@
-"""How fast are the kernels that select? Every route is timed beside a plain copy in the same run.
+"""Measure the speed of the selection kernels, relative to a plain copy in the same run.
 
-A route adds the gradient to the residual, finds what is large, gathers it and clears it in the residual;
-the others do one part of that. A route whose result differs from the reference gets no speed. See
-benchmarks/README.md for how to read the table.
+A complete route adds the gradient to the residual, finds the large entries, gathers them and clears them in the
+residual. Other routes do one part of that. No time is printed for a route whose result differs from the reference.
+benchmarks/results/selection-cpu-2026-11-20.md explains the table.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 
 from selection_routes import DISTRIBUTIONS, DTYPES, Problem, Route, problem, routes
 
-FLUSH_BYTES = 256 << 20  # five times the second-level cache of an H200
-QUEUE_CYCLES = 4_000_000  # two milliseconds: the launches of the longest route take Python one
+FLUSH_BYTES = 256 << 20  # five times the level-2 cache of an H200
+QUEUE_CYCLES = 4_000_000  # two milliseconds; Python needs one millisecond to launch the longest route
 WARM_UPS = 2
-NOISY = 1.5  # a copy whose 80 % quantile is so many times its 20 % quantile gets a warning
+NOISY = 1.5  # warn if the 80 % quantile of the copy exceeds its 20 % quantile by this factor
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in milliseconds."""
+    """One line of the table. Times are milliseconds."""
 
     name: str
     n: int
@@ -45,26 +45,30 @@ class Row:
     p20: float
     p80: float
     must_bytes: int
-    of_copy: float  # bandwidth on the bytes that must move, over that of the copy
-    copies: float  # how many times as long as a copy of n fp32
-    over_topk: float | None  # how many times faster than abs().topk, for what does the same job
+    of_copy: float  # bandwidth on the bytes that must move, divided by that of the copy
+    copies: float  # time divided by that of a copy of n fp32 values
+    over_topk: float | None  # time of abs().topk divided by this time; None for partial routes
 
 
 class Clock:
-    """Times one call at a time, from cold second-level caches on a GPU."""
+    """Time single calls. On a GPU, the level-2 cache is flushed before each."""
 
     def __init__(self, device: str) -> None:
         self._cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device != "cpu" else None
 
     def time(self, call: Callable[[], Any], *, warm: bool = False) -> float:
-        """Milliseconds; on a GPU without Python's between launches, unless the route itself waits for the host."""
+        """Return the milliseconds of ``call``.
+
+        On a GPU, launches are queued first. Python's time between launches is then not measured, unless the route
+        itself waits for the host. With ``warm``, the cache is not flushed.
+        """
         if self._cache is None:
             started = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - started)
         if not warm:
             self._cache.zero_()
-        torch.cuda._sleep(QUEUE_CYCLES)  # noqa: SLF001  # the launches below queue up behind it
+        torch.cuda._sleep(QUEUE_CYCLES)  # noqa: SLF001  # keeps the GPU busy while the launches below are queued
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -74,14 +78,17 @@ class Clock:
 
 
 def measure(p: Problem, compared: list[Route], reps: int, device: str, advance: Callable[[], None]) -> list[Row]:
-    """All routes by turns, ``reps`` times; the residual is restored before each call and not timed."""
+    """Run all routes ``reps`` times, one after the other in each turn.
+
+    The residual is restored before each call, outside of the measured time. ``advance`` reports progress.
+    """
     clock, residual = Clock(device), p.residual.clone()
     times: dict[str, list[float]] = {route.name: [] for route in compared}
     correct = dict.fromkeys(times, True)
     for turn in range(WARM_UPS + reps):
         for route in compared:
             residual.copy_(p.residual)
-            if turn == 0 or turn == WARM_UPS + reps - 1:  # the first call and the last, warm one are compared
+            if turn == 0 or turn == WARM_UPS + reps - 1:  # check the first call and the last one, which is warm
                 correct[route.name] &= bool(route.check(route.run(residual), residual))
                 residual.copy_(p.residual)
             if turn >= WARM_UPS:
@@ -91,7 +98,7 @@ def measure(p: Problem, compared: list[Route], reps: int, device: str, advance: 
     rows = []
     for route in compared:
         p20, p80 = np.quantile(times[route.name], [0.2, 0.8]).tolist()
-        # Turn by turn, so that a slow moment of the machine slows both sides of a ratio.
+        # Ratios are taken within a turn. A slow period of the machine then affects both sides.
         copies = statistics.median(t / c for t, c in zip(times[route.name], times["copy"], strict=True))
         rows.append(
             Row(
@@ -113,11 +120,11 @@ def measure(p: Problem, compared: list[Route], reps: int, device: str, advance: 
 
 
 def show(rows: list[Row]) -> None:
-    """The table; a wrong result has no speed."""
+    """Print the table. A wrong result is reported without a time."""
     print(f"{'':24}{'median':>10}{'p20':>9}{'p80':>9}  {'must move':>10}  {'of copy':>8}{'x copy':>8}{'vs topk':>9}")
     for row in rows:
         if not row.correct:
-            print(f"{row.name:24} WRONG RESULT, no speed")
+            print(f"{row.name:24} WRONG RESULT, not timed")
             continue
         print(
             f"{row.name:24}{row.median:7.3f} ms{row.p20:9.3f}{row.p80:9.3f}  {row.must_bytes / 1e6:7.1f} MB  "
@@ -125,11 +132,11 @@ def show(rows: list[Row]) -> None:
         )
     spread = rows[0].p80 / rows[0].p20
     if spread > NOISY:
-        print(f"The machine was not quiet: the copy itself varied by a factor of {spread:.1f}.")
+        print(f"Warning: other load on this machine. The time of the copy varied by a factor of {spread:.1f}.")
 
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
-    """Achieved share of the copy's bandwidth, one panel per size and density."""
+    """Write a plot of bandwidth relative to the copy, with one panel per size, density and dtype."""
     import matplotlib as mpl  # optional
 
     mpl.use("agg")
@@ -142,9 +149,10 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     for axis, panel in zip(axes[0], panels, strict=True):
         bars = [row for row in shown if (row.n, row.density, row.dtype) == panel][::-1]
         names = [row.name for row in bars]
-        colours = ["#888888" if name == "copy" else "#1f77b4" if _ours(name) else "#d9a066" for name in names]
-        drawn = axis.barh(names, [row.of_copy for row in bars], color=colours)
-        for bar, row in zip(drawn, bars, strict=True):  # panels share names, not all panels have every one
+        colors = ["#888888" if name == "copy" else "#1f77b4" if _ours(name) else "#d9a066" for name in names]
+        drawn = axis.barh(names, [row.of_copy for row in bars], color=colors)
+        # Panels share the axis of names, but a panel may lack some names.
+        for bar, row in zip(drawn, bars, strict=True):
             place = bar.get_y() + bar.get_height() / 2
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
             axis.text(row.of_copy * 1.1, place, f"{row.median:.3g} ms", va="center", fontsize=8, bbox=box)
@@ -153,7 +161,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
         axis.set_xlim(right=4)
         axis.xaxis.set_major_formatter("{x:.0%}")
         axis.set_title(f"{panel[0] / 1e6:g}M {panel[2]}, density {panel[1]:.2%}", fontsize=10)
-        axis.set_xlabel("bandwidth on the bytes that must move,\nas a share of a plain copy's")
+        axis.set_xlabel("bandwidth on the bytes that must move,\nrelative to a plain copy")
     figure.suptitle(f"{title} (blue: this library, ochre: alternatives)", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -164,12 +172,12 @@ def _ours(name: str) -> bool:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Where and with what this ran."""
+    """Return machine, versions, commit and date of this run."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     if device == "cpu":
         found |= {"processor": _processor(), "threads": str(torch.get_num_threads())}
     else:
-        import triton  # not needed on a CPU
+        import triton  # not required on a CPU
 
         found |= {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
@@ -185,7 +193,7 @@ def _processor() -> str:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error where rich is installed."""
+    """Yield a function that advances a progress bar on standard error. Without rich, it does nothing."""
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -198,43 +206,45 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--n", type=float, nargs="+", default=[25e6], help="elements")
+    parser.add_argument("--n", type=float, nargs="+", default=[25e6], help="numbers of elements")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="of the gradient")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32"], help="dtypes of the gradient")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, default="normal")
     parser.add_argument("--reps", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile of the peers (CUDA)")
-    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="skip torch.compile of the PyTorch alternatives (CUDA)"
+    )
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.n, options.density, options.reps = [200e3], [0.01], 3
     for name, values, low, high in (("n", options.n, 1, 2**31 - 2**16), ("density", options.density, 0, 1)):
         for value in values:
             if not low <= value <= high or value <= 0:
-                parser.error(f"--{name} {value:g} is not between {low} and {high}")
+                parser.error(f"--{name} {value:g}: must be above 0 and between {low} and {high}")
     if options.reps < 1:
-        parser.error(f"--reps {options.reps}: at least 1")
+        parser.error(f"--reps must be at least 1, got {options.reps}")
     if options.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: no GPU is visible to torch; use --device cpu")
+        parser.error(f"--device {options.device}: torch finds no GPU, use --device cpu")
     if options.device != "cpu":
         torch.cuda.set_device(options.device if ":" in options.device else "cuda:0")
     return options
 
 
 def write(path: Path, about: dict[str, str], options: argparse.Namespace, rows: list[Row]) -> None:
-    """Machine, settings and rows; of a wrong result only that it was wrong."""
+    """Write machine, settings and rows as JSON. A wrong result has no times."""
     settings = {"distribution": options.distribution, "reps": options.reps, "device": options.device}
     kept = [asdict(row) if row.correct else {"name": row.name, "n": row.n, "correct": False} for row in rows]
     path.write_text(json.dumps({"machine": about, "settings": settings, "rows": kept}, indent=1) + "\n")
 
 
 def main() -> None:
-    """Measure what the options ask for; exit with 1 when any result was wrong."""
+    """Measure as the options say. The exit code is 1 when a result was wrong."""
     options, rows = arguments(), []
     about = machine(options.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
@@ -248,7 +258,7 @@ def main() -> None:
                 print(f"\n{n:,} elements, {dtype} gradient, density {density:.3%}, {options.distribution}")
                 show(measured)
                 rows += measured
-                if options.json:  # after every problem, so that a run cut short leaves what it has
+                if options.json:  # after every problem, so that an interrupted run keeps its results
                     write(options.json, about, options, rows)
     if options.plot:
         plot(rows, options.plot, about.get("gpu") or about["processor"])

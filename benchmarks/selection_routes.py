@@ -1,4 +1,4 @@
-"""The implementations that ``selection.py`` compares, and what each must find."""
+"""The implementations that ``selection.py`` compares, and the expected result of each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import torch
 
 import tritoncomm_kernels as kernels
 
-Found = tuple[torch.Tensor, ...]  # indices, values, and where the kernel counts, how many
+Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
 LISTS = 8
-WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # where caches and launches show
+WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # largest sizes at which caches or launch times matter
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One vector: what is selected from, and what must come out."""
+    """One input and its expected results.
+
+    ``total`` is ``residual`` plus ``gradient``. ``largest`` holds its k largest entries by magnitude, ``reaching`` its
+    entries with a magnitude of at least ``threshold``.
+    """
 
     n: int
     density: float
@@ -36,20 +40,26 @@ class Problem:
 
     @property
     def k(self) -> int:
-        """How many an exact selection takes."""
+        """Number of entries that an exact selection returns."""
         return self.largest[0].numel()
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that adding has to move: residual in and out, gradient in."""
+        """Bytes that the addition must move: residual in and out, gradient in."""
         return self.n * (8 + self.gradient.element_size())
 
 
 @dataclass(frozen=True)
 class Route:
-    """One implementation. ``run`` takes the residual, restored before each call, and returns what it found.
+    """One implementation.
 
-    ``selects`` when it does the same job as abs().topk; ``warm`` when a GPU's caches are left as they are.
+    Attributes:
+        name: Label in the table.
+        bytes: Bytes that any implementation must move.
+        run: Function of the residual, which is restored before each call. Returns the result.
+        check: Function of the result and the residual after the call. Returns whether both are correct.
+        selects: Whether the route does the same job as ``abs().topk``.
+        warm: Whether a GPU's caches are not flushed before each call.
     """
 
     name: str
@@ -61,7 +71,7 @@ class Route:
 
 
 def problem(n: int, density: float, dtype: str, distribution: str, device: str) -> Problem:
-    """Residual and gradient of one distribution, with the reference's answers."""
+    """Return residual and gradient of one distribution, with the results of the reference."""
     generator = torch.Generator().manual_seed(n)
 
     def noise() -> torch.Tensor:
@@ -87,7 +97,7 @@ def problem(n: int, density: float, dtype: str, distribution: str, device: str) 
 
 @contextmanager
 def forced(choice: str) -> Iterator[None]:
-    """Answers of the reference come from torch, wherever the tensors are."""
+    """Force the implementation of the kernels, ``"torch"`` or ``"triton"``, inside the block."""
     before = os.environ.pop("TRITONCOMM_KERNELS", None)
     os.environ["TRITONCOMM_KERNELS"] = choice
     yield
@@ -97,7 +107,7 @@ def forced(choice: str) -> Iterator[None]:
 
 
 def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
-    """Everything that is compared on one problem; the copy first, abs().topk among the rest."""
+    """Return all routes to compare on one problem. The first is the copy. ``abs().topk`` is one of them."""
     return [_copy(p), *parts(p), *_ours(p), *_peers(p, compiled=compile_peers)]
 
 
@@ -125,7 +135,7 @@ def _peers(p: Problem, *, compiled: bool) -> list[Route]:
     size, reaching = p.pass_bytes + 8 * p.reaching[0].numel(), _same(p, p.reaching)
 
     def magnitudes(found: Found, left: torch.Tensor) -> bool:
-        # Peers break ties as they like: the same k magnitudes, and those entries cleared.
+        # Alternatives may break ties differently. They must find the same k magnitudes and clear these entries.
         return torch.equal(*(v.abs().sort().values for v in (found[1], p.largest[1]))) and not left[found[0]].any()
 
     made = [
@@ -141,13 +151,13 @@ def _peers(p: Problem, *, compiled: bool) -> list[Route]:
 
 
 def _same(p: Problem, expected: Found) -> Callable[[Any, torch.Tensor], bool]:
-    """A check that exactly ``expected`` was found, and nothing else cleared."""
+    """Return a check that exactly ``expected`` was found and exactly these entries were cleared."""
 
     def check(found: Found, left: torch.Tensor) -> bool:
         cleared = p.total.clone()
         cleared[expected[0].long()] = 0.0
         indices, values, *count = found
-        counted = all(int(n) == expected[0].numel() for n in count)  # more than there was room for is wrong
+        counted = all(int(n) == expected[0].numel() for n in count)  # a count above the capacity is wrong
         return counted and all(map(torch.equal, (indices.int(), values, left), (*expected, cleared)))
 
     return check
@@ -166,7 +176,7 @@ def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
             return kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold, clear=True)[:2]
 
         return run
-    # As in a captured step: fixed capacity, threshold in device memory, nothing waits for the host.
+    # As in a captured step: fixed capacity, threshold in device memory, no synchronization with the host.
     marks = kernels.Marks.empty(p.n, p.residual.device)
     limit = torch.tensor([p.threshold], device=p.residual.device)
     indices, values = (torch.empty_like(t) for t in p.reaching)
@@ -181,12 +191,12 @@ def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
 
 
 def _graphed(p: Problem) -> Callable[[torch.Tensor], Found]:
-    """The same launches, captured at the first call and replayed afterwards, always on that residual."""
+    """Capture the launches of the fused route at the first call and replay them later, always on the same residual."""
     launch, graph, captured = _fused(p), torch.cuda.CUDAGraph(), []
 
     def run(residual: torch.Tensor) -> Found:
         if not captured:
-            launch(residual.clone())  # compiles, and allocates the workspace
+            launch(residual.clone())  # compiles the kernels and allocates the workspace
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 captured.append(launch(residual))
@@ -207,7 +217,7 @@ def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
 
 
 def _apart(p: Problem) -> Callable[[torch.Tensor], Found]:
-    """As training does it: the sum goes elsewhere, so that a failed exchange changes nothing; sized on the host."""
+    """Write the sum to another tensor, as in training, where a failed exchange must not change the residual."""
     workspace, out = kernels.Workspace(), torch.empty_like(p.residual)
 
     def run(residual: torch.Tensor) -> Found:
@@ -285,7 +295,7 @@ def _numpy(p: Problem) -> Callable[[torch.Tensor], Found]:
 
 
 def parts(p: Problem) -> list[Route]:
-    """Single operations: adding, marking, and the way back."""
+    """Return routes of single operations: addition, marking, merging and decompression."""
     device, workspace = p.residual.device, kernels.Workspace()
     dense = torch.zeros_like(p.residual)
     dense[p.largest[0].long()] = p.largest[1]
@@ -334,7 +344,7 @@ def parts(p: Problem) -> list[Route]:
 
 
 def _rebalance(p: Problem) -> Route:
-    """64 partitions of 16 blocks by the paper's rule, evenly loaded; microseconds, not bandwidth."""
+    """Rebalance 64 equally loaded partitions of 16 blocks by the paper's rule. Read its time, not its bandwidth."""
     device = p.residual.device
     fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
     counts = torch.full((64,), 100, dtype=torch.int32, device=device)

@@ -1,7 +1,8 @@
-"""How long does a step of the simulation take, and how much memory? Ok-Topk at 1 %, on layered heavy-tailed gradients.
+"""Measure time and memory of a simulated step: Ok-Topk at density 1 %, on layered heavy-tailed gradients.
 
-Wall-clock seconds of the steps after the first two (which find thresholds and regions), and the peak memory of the
-process beyond what it had before, as a multiple of one fp32 vector per worker: memory should be linear in P x n.
+The time is wall-clock seconds. The first two steps are not counted, because they search thresholds and regions. The
+memory is the increase of the peak memory of the process, in multiples of one fp32 vector per worker. It should be
+linear in the number of workers times the vector length.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WARMUP = 2
 
 
 def measure(workers: int, numel: int, steps: int) -> dict[str, Any]:
-    """One row."""
+    """Simulate one size and return its row."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     world = tritoncomm.SimulatedWorld(tritoncomm.OkTopk(density=0.01), workers, numel)
     sources = [LayeredGradients(numel, rank) for rank in range(workers)]
@@ -49,11 +50,11 @@ def measure(workers: int, numel: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Each size in a process of its own, as memory is a peak."""
+    """Measure each size in a separate process, because the peak memory of a process never falls."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    parser.add_argument("--steps", type=int, default=3, help="number of timed steps")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     sizes, options.steps = ([(4, 10_000), (8, 10_000)], 1) if options.smoke else (SIZES, options.steps)
     print(f"{'workers':>8}{'numel':>10}{'first s':>10}{'median s':>10}{'limit s':>9}{'GB':>8}{'vectors':>9}")

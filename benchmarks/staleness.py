@@ -1,8 +1,8 @@
-"""How much of the loss that sparse delivery costs Adam does the staleness-aware step win back?
+"""Measure how far variants of the staleness-aware Adam step reduce the loss gap between sparse and dense training.
 
-Trains the demo's byte-level GPT with four simulated workers: dense, with plain AdamW over sparse
-deliveries, and with variants of the staleness-aware rule. One table row per variant, validation loss by
-seed and the gap to the dense run of the same seed.
+Trains the demo's byte-level GPT with four simulated workers: dense, with unmodified AdamW on sparse deliveries, and
+with variants of the staleness-aware step. The table has one row per variant, with the validation loss of each seed and
+the gap to the dense run of the same seed.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 @dataclass(frozen=True)
 class GrowingCatchUp(StalenessAwareAdam):
-    """The limit grows with training, as the square root of the step."""
+    """The staleness-aware step with a ``max_catch_up`` that grows as the square root of the step number."""
 
     def catch_up(self, steps: int) -> float:
-        """sqrt(steps)."""
+        """Return the square root of ``steps``, at least 1."""
         return max(1.0, steps**0.5)
 
 
 @dataclass(frozen=True)
 class CorrectedAtFirst(StalenessAwareAdam):
-    """Bias corrections in the dense steps, as torch's own AdamW has them, and none afterwards."""
+    """The staleness-aware step with bias correction in the dense steps only."""
 
     dense_steps: int = 0
 
     def corrects(self, steps: int) -> bool:
-        """Not after the dense steps."""
+        """Return True during the dense steps."""
         return steps <= self.dense_steps
 
 
-Rule = Callable[[torch.optim.Optimizer, int], StalenessAwareAdam]  # of the optimizer and the number of dense steps
-NO_LIMITS = {"max_sqrt_staleness": math.inf, "max_relative_update": math.inf}  # but the one on catching up
+Rule = Callable[[torch.optim.Optimizer, int], StalenessAwareAdam]  # (optimizer, number of dense steps) -> step
+NO_LIMITS = {"max_sqrt_staleness": math.inf, "max_relative_update": math.inf}  # max_catch_up still limits
 UNLIMITED = partial(StalenessAwareAdam, **NO_LIMITS)
 VARIANTS: dict[str, Rule | None] = {
     "AdamW as is": None,
@@ -78,7 +78,7 @@ def train(
     lr: float,
     lr_warmup: int,
 ) -> float:
-    """Final validation loss in nats per byte."""
+    """Train once and return the final validation loss in nats per byte. ``rule`` None is unmodified AdamW."""
     torch.manual_seed(seed)
     model = ByteGPT(Shape())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -106,7 +106,7 @@ def train(
 
 
 def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """The results with settings and machine."""
+    """Write the results as JSON, with settings and machine."""
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "smoke")}
     machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
     content = {"settings": settings | {"workers": WORKERS}, "machine": machine, "rows": rows}
@@ -114,21 +114,19 @@ def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Run the table that the options ask for."""
+    """Train all variants and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--warmup", type=int, default=6, help="dense steps")
+    parser.add_argument("--warmup", type=int, default=6, help="dense steps at the start")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument(
-        "--lr-warmup", type=int, default=30, help="steps of linear learning-rate warm-up, dense run included"
-    )
+    parser.add_argument("--lr-warmup", type=int, default=30, help="steps of linear learning-rate warm-up, in all runs")
     parser.add_argument("--rows", type=int, default=8, help="sequences per worker and step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01])
     parser.add_argument("--algo", nargs="+", default=["oktopk"], choices=tritoncomm.algorithms())
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.warmup, options.seeds, options.variants = 4, 1, [0], ["AdamW as is", "aware"]

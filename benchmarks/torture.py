@@ -1,8 +1,8 @@
-"""What happens when something goes wrong: plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
+"""Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
 
-Every situation is acted out on real gloo processes by all three; what is printed is what was seen. A process that is
-still waiting after ``LIMIT`` seconds hangs. ``good`` is: all ranks go on alike, or all that are left get an error that
-says what is wrong, and nothing that was owed is lost.
+Each situation runs on real gloo processes with each library, and the observed behavior is printed. A process that is
+still running after ``LIMIT`` seconds counts as hanging. The behavior is ``good`` if all ranks continue with equal
+parameters, or if all surviving ranks raise an error that says what is wrong. No residual may be lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PEERS = ("DDP", "PowerSGD", "tritoncomm")
 
 @dataclass
 class Row:
-    """One situation and one library: what was seen, and whether that is good."""
+    """The observed behavior of one library in one situation, and whether it is good."""
 
     situation: str
     library: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def act(rank: int, world_size: int, send: Callable[[Any], None], situation: str, library: str, folder: str) -> None:
-    """In one of ``world_size`` worker processes."""
+    """Run the situation in one of ``world_size`` worker processes."""
     assert world_size == WORKERS
     action, _ = SITUATIONS[situation]
     trainer = Trainer(library, rank)
@@ -51,7 +51,7 @@ def act(rank: int, world_size: int, send: Callable[[Any], None], situation: str,
 
 
 def observe(situation: str, library: str, folder: str) -> Row:
-    """Act it out, and judge."""
+    """Run the situation with the library and return the observed behavior."""
     heard: dict[int, str] = {}
     died = ""
     started = time.monotonic()
@@ -70,23 +70,23 @@ def observe(situation: str, library: str, folder: str) -> Row:
     if "still running" in died:
         texts.append(f"hangs (more than {time.monotonic() - started:.0f} s)")
     elif silent and "exit code" in died and situation != "a rank is killed":
-        texts.append(f"rank {', '.join(map(str, silent))}: process aborted or said nothing")
+        texts.append(f"rank {', '.join(map(str, silent))}: process aborted or sent no report")
     elif silent:
-        texts.append(f"rank {', '.join(map(str, silent))}: nothing said")
+        texts.append(f"rank {', '.join(map(str, silent))}: no report")
     good = SITUATIONS[situation][1]
     fine = not silent and all(
-        (all(part in text for part in good.split(", ")) and "does not n" not in text) or text == "nothing is owed"
+        (all(part in text for part in good.split(", ")) and "does not n" not in text) or text == "no residual"
         for text in texts
     )
     return Row(situation, library, "; ".join(texts), fine)
 
 
 def main() -> None:
-    """Every situation with every library."""
+    """Run every situation with every library and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--situation", nargs="+", default=list(SITUATIONS), choices=list(SITUATIONS), metavar="NAME")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--smoke", action="store_true", help="only tritoncomm, only two situations")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--smoke", action="store_true", help="only two situations, only with tritoncomm")
     options = parser.parse_args()
     libraries = PEERS
     if options.smoke:

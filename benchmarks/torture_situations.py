@@ -1,4 +1,4 @@
-"""The situations of ``torture.py``, as the ranks act them out, and what a good end of each says."""
+"""The situations of ``torture.py``: a function that each rank runs, and the report that counts as good."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAD_STEP = 4
 
 
 class Trainer:
-    """A small model under one of the libraries; a step is forward, backward, exchange and update."""
+    """A small model trained with one of the libraries. A step is forward, backward, exchange and update."""
 
     def __init__(self, library: str, rank: int, *, numel: int = 64, algo: str = "oktopk", density: float = 0.1) -> None:
         torch.manual_seed(0)
@@ -46,18 +46,18 @@ class Trainer:
                 self.net.register_comm_hook(self.state, powerSGD_hook)
 
     def loss(self, step: int) -> torch.Tensor:
-        """On a batch of this rank and step."""
+        """Return the loss on a batch that depends on rank and step."""
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + self.rank))
         return self.net(x).square().mean()
 
     def step(self, step: int, factor: float = 1.0) -> None:
-        """One whole step."""
+        """Take one step. The loss is multiplied by ``factor``."""
         self.optimizer.zero_grad()
         (self.loss(step) * factor).backward()
         self.optimizer.step()
 
-    def owed(self) -> torch.Tensor | None:
-        """What is held back for later, if anything."""
+    def residual(self) -> torch.Tensor | None:
+        """Return the residual as a flat tensor, or None if the library has none."""
         if isinstance(self.optimizer, tritoncomm.SparseOptimizer):
             return torch.cat(self.optimizer.state_dict()["tritoncomm"]["residuals"])
         if self.state is not None and self.state.error_dict:
@@ -65,21 +65,21 @@ class Trainer:
         return None
 
     def finite(self) -> bool:
-        """Neither parameters nor what is owed hold a NaN or Inf."""
-        owed = self.owed()
+        """Return whether parameters and residual are finite."""
+        residual = self.residual()
         return all(bool(p.isfinite().all()) for p in self.model.parameters()) and (
-            owed is None or bool(owed.isfinite().all())
+            residual is None or bool(residual.isfinite().all())
         )
 
-    def alike(self) -> bool:
-        """All ranks hold the same parameters."""
+    def ranks_agree(self) -> bool:
+        """Return whether all ranks hold the same parameters."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, [p.tolist() for p in self.model.parameters()])
         return all(other == everybody[0] for other in everybody)
 
 
 def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
-    """A rank is killed."""
+    """A rank is killed. The others may continue in a new process group."""
     trainer.step(0)
     if trainer.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,15 +89,15 @@ def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
     except RuntimeError as error:
         named = f"rank {VICTIM}" in str(error)
         kept = all(map(torch.equal, before, trainer.model.parameters()))
-        goes_on = False
+        continues = False
         if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
             left = [r for r in range(WORKERS) if r != VICTIM]
             group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
             trainer.optimizer.reset_process_group(group)
             trainer.step(2)
-            goes_on = True
+            continues = True
         send(f"error, {'names' if named else 'does not name'} the rank, parameters {'kept' if kept else 'changed'}"
-             + (", the others go on in a new group" if goes_on else ""))  # fmt: skip
+             + (", the others continue in a new group" if continues else ""))  # fmt: skip
 
 
 def slow(trainer: Trainer, send: Callable[[str], None]) -> None:
@@ -121,14 +121,14 @@ def nan_on_one_rank(trainer: Trainer, send: Callable[[str], None]) -> None:
     for step in range(5, 8):
         trainer.step(step)
     send(
-        "skipped by all, training goes on"
-        if trainer.finite() and trainer.alike()
-        else "parameters or error are NaN for ever"
+        "skipped by all, training continues"
+        if trainer.finite() and trainer.ranks_agree()
+        else "parameters or residual stay NaN"
     )
 
 
 def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None:
-    """GradScaler, and an overflow on one rank."""
+    """Training uses a GradScaler, and one rank's gradients overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
         from tritoncomm.amp import GradScaler
@@ -142,12 +142,12 @@ def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None
         scaler.update()
     scales: list[Any] = [None] * WORKERS
     dist.all_gather_object(scales, scaler.get_scale())
-    fine = trainer.finite() and trainer.alike() and len(set(scales)) == 1
-    send("all skip, scales equal" if fine else "parameters or error not finite, or ranks differ")
+    fine = trainer.finite() and trainer.ranks_agree() and len(set(scales)) == 1
+    send("all skip, scales equal" if fine else "parameters or residual not finite, or ranks differ")
 
 
 def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
-    """The loss scale halves in the middle of a run: is what is owed still worth the same?"""
+    """The loss scale halves during a run. Check that the residual keeps its value in gradient units."""
     for step in range(5):
         scale = 1024.0 if step < BAD_STEP else 512.0
         trainer.optimizer.zero_grad()
@@ -161,17 +161,17 @@ def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
             for parameter in trainer.model.parameters():
                 parameter.grad /= scale
             trainer.optimizer.step()
-    owed = trainer.owed()
-    if owed is None:
-        send("nothing is owed")
+    residual = trainer.residual()
+    if residual is None:
+        send("no residual")
     else:
         gradient = torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()])
-        send("owed in units of the gradient" if float(owed.norm()) < 100 * float(gradient.norm()) + 1 else
-             "owed in units of the old scale, worth twice as much now")  # fmt: skip
+        send("residual in units of the gradient" if float(residual.norm()) < 100 * float(gradient.norm()) + 1 else
+             "residual in units of the old loss scale, which doubles its value")  # fmt: skip
 
 
 def other_settings(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """One rank is configured with another rank, density or width."""
+    """One rank has another PowerSGD rank, density or layer width than the others."""
     try:
         if library == "PowerSGD":
             trainer.state.matrix_approximation_rank = 2 if trainer.rank == VICTIM else 1
@@ -186,26 +186,26 @@ def other_settings(trainer: Trainer, send: Callable[[str], None], library: str) 
         named = "density" in text if library == "tritoncomm" else "rank" in text.lower() or "params" in text
         send(f"error at start, {'says' if named else 'does not say'} what differs")
     else:
-        send("not noticed" if trainer.alike() else "not noticed, ranks differ")
+        send("not noticed" if trainer.ranks_agree() else "not noticed, ranks differ")
 
 
 def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """A message is longer than its receiver expects."""
+    """A message is longer than the receiver expects."""
     long, short = torch.ones(100), torch.zeros(10)
     try:
         if library == "tritoncomm":
             _send_words(trainer.rank, sent=100, expected=10)
-        elif trainer.rank == 0:  # what a hook of one's own would do
+        elif trainer.rank == 0:  # as in a custom communication hook
             dist.isend(long, VICTIM).wait(timedelta(seconds=TIMEOUT))
         elif trainer.rank == VICTIM:
             dist.irecv(short, 0).wait(timedelta(seconds=TIMEOUT))
         dist.barrier()
     except RuntimeError as error:
-        send(f"error, {'says' if '100' in str(error) else 'does not say'} what does not fit")
+        send(f"error, {'says' if '100' in str(error) else 'does not say'} which length is wrong")
 
 
 def _send_words(rank: int, sent: int, expected: int) -> None:
-    """A round in which one rank sends something else than the other expects."""
+    """Run a round in which one rank sends ``sent`` words and its peer expects ``expected``."""
     from tritoncomm.scheduler.process_group import ProcessGroupScheduler
     from tritoncomm.scheduler.rounds import AllReduce, Round
 
@@ -218,7 +218,7 @@ def _send_words(rank: int, sent: int, expected: int) -> None:
 
 
 def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """A message is shorter than its receiver expects."""
+    """A message is shorter than the receiver expects."""
     try:
         if library == "tritoncomm":
             _send_words(trainer.rank, sent=10, expected=100)
@@ -227,19 +227,20 @@ def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> No
         elif trainer.rank == VICTIM:
             buffer = torch.full((100,), -1.0)
             dist.irecv(buffer, 0).wait(timedelta(seconds=TIMEOUT))
-            send("takes what was in memory for the rest" if (buffer == -1).any() else "whole")
+            send("treats old memory contents as the missing part" if (buffer == -1).any() else "whole")
             return
         dist.barrier()
     except RuntimeError as error:
         send(
-            f"error, {'says' if '10 words' in str(error) or ' 10,' in str(error) else 'does not say'} what does not fit"
+            f"error, {'says' if '10 words' in str(error) or ' 10,' in str(error) else 'does not say'} "
+            "which length is wrong"
         )
     else:
         send("not noticed")
 
 
 def skipped(trainer: Trainer, send: Callable[[str], None]) -> None:
-    """One rank takes no part in a step and comes no more."""
+    """One rank skips a step and does not return."""
     trainer.step(0)
     if trainer.rank == VICTIM:
         time.sleep(3 * TIMEOUT)
@@ -251,8 +252,8 @@ def skipped(trainer: Trainer, send: Callable[[str], None]) -> None:
 
 
 def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """Two layers of one shape stand in another order in one rank's optimizer and model."""
-    torch.manual_seed(trainer.rank)  # DDP makes them alike, in the order that it finds
+    """One rank has two layers of equal shape in another order, in its model and optimizer."""
+    torch.manual_seed(trainer.rank)  # DDP broadcasts the parameters in the order of the model
     layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
     order = list(layers) if trainer.rank != VICTIM else list(reversed(layers))
     model = nn.ModuleDict({name: layers[name] for name in order})
@@ -314,7 +315,7 @@ def other_dtype(trainer: Trainer, send: Callable[[str], None], library: str) -> 
 
 
 def other_method(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """One rank has chosen another method: without the hook that the others have, or with it."""
+    """One rank uses another method. With DDP or PowerSGD, it is the only one with or without the hook."""
     victim = trainer.rank == VICTIM
     try:
         if library == "tritoncomm":
@@ -327,11 +328,11 @@ def other_method(trainer: Trainer, send: Callable[[str], None], library: str) ->
     except RuntimeError as error:
         send(f"error at start, {'says' if 'algorithm' in str(error) else 'does not say'} what differs")
     else:
-        send("not noticed" if mixed.alike() else "not noticed, ranks differ")
+        send("not noticed" if mixed.ranks_agree() else "not noticed, ranks differ")
 
 
 def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
-    """One rank runs another release of what exchanges gradients."""
+    """One rank runs another version of the library that exchanges gradients."""
     try:
         if library == "tritoncomm":
             if trainer.rank == VICTIM:
@@ -344,11 +345,11 @@ def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -
     except RuntimeError as error:
         send(f"error at start, {'says' if 'version' in str(error) else 'does not say'} what differs")
     else:
-        send("not looked at")
+        send("not checked")
 
 
 def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
-    """One bit of one rank's checkpoint has flipped on the disk."""
+    """One bit of one rank's checkpoint flips on disk."""
     trainer.optimizer.param_groups[0]["momentum"] = 0.9
     for step in range(3):
         trainer.step(step)
@@ -362,8 +363,8 @@ def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     dist.barrier()
     if trainer.rank == VICTIM:
         content = bytearray(file.read_bytes())
-        some = next(iter(trainer.optimizer.state.values()))["momentum_buffer"]
-        at = content.find(some.numpy().tobytes())
+        momentum = next(iter(trainer.optimizer.state.values()))["momentum_buffer"]
+        at = content.find(momentum.numpy().tobytes())
         content[at + 3] ^= 0x40  # the exponent of a value
         file.write_bytes(content)
     dist.barrier()
@@ -378,7 +379,7 @@ def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
         send(f"error on all ranks, {'names' if file.name in str(error) else 'does not name'} the file")
     else:
         trainer.step(4)
-        send("not noticed" + ("" if trainer.alike() else ", ranks differ"))
+        send("not noticed" + ("" if trainer.ranks_agree() else ", ranks differ"))
 
 
 def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
@@ -388,21 +389,21 @@ def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
             trainer.optimizer.zero_grad()
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + trainer.rank))
             loss = trainer.net(x).square().mean()
-            if trainer.rank == VICTIM:  # a branch of the model that goes around the last layer
+            if trainer.rank == VICTIM:  # this rank's loss does not use the last layer
                 loss = trainer.model[0](x).sum()
             loss.backward()
             trainer.optimizer.step()
     except RuntimeError as error:
         send(f"error: {str(error).splitlines()[0][:60]}")
     else:
-        send("counts as zero, ranks agree" if trainer.alike() else "ranks differ")
+        send("counts as zero, ranks agree" if trainer.ranks_agree() else "ranks differ")
 
 
 def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
-    """Save in the middle of a run, load into a fresh process's objects: is what was owed still there?"""
+    """A checkpoint is saved during a run and loaded into new objects. Check that the residual is restored."""
     for step in range(4):
         trainer.step(step)
-    before = trainer.owed()
+    before = trainer.residual()
     path = Path(folder) / "checkpoint"
     if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
         tritoncomm.checkpoint.save(trainer.optimizer, path)
@@ -411,16 +412,20 @@ def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     else:
         fresh = Trainer("PowerSGD" if trainer.state is not None else "DDP", trainer.rank)
         fresh.optimizer.load_state_dict(trainer.optimizer.state_dict())
-    after = fresh.owed()
+    after = fresh.residual()
     if before is None:
-        send("nothing is owed")
+        send("no residual")
     else:
         kept = after is not None and torch.equal(before, after)
-        send("every rank has its own back" if kept else "lost with the state dict of model and optimizer")
+        send(
+            "every rank gets its own residual back"
+            if kept
+            else "residual lost: no state dict of model or optimizer holds it"
+        )
 
 
 SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
-    "a rank is killed": (killed, "names the rank, parameters kept, the others go on"),
+    "a rank is killed": (killed, "names the rank, parameters kept, the others continue"),
     "a rank is slower than the time-out": (slow, "error, names"),
     "a rank skips a step": (skipped, "error, names the rank"),
     "NaN on one rank, no scaler": (nan_on_one_rank, "skipped by all"),
@@ -434,6 +439,6 @@ SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
     "a message is too long": (wrong_length, "error, says"),
     "a message is too short": (too_short, "error, says"),
     "no gradient on one rank": (no_gradient, "counts as zero"),
-    "save and load": (resumed, "its own back"),
+    "save and load": (resumed, "its own residual back"),
     "a bit of a checkpoint flips": (damaged, "error on all ranks, names"),
 }

@@ -1,10 +1,13 @@
-"""Does it train? Every method against dense on two tasks that need no download, four workers, equal steps.
+"""Train with every method and with dense on two tasks, and compare. Four workers, equal steps, no download.
 
-``gpt``: a byte-level GPT on the standard library's sources with AdamW, as ``wrap`` does it by default, with entries
-selected in units of the gradient, and without the staleness-aware step too; validation loss in nats per byte.
-``digits``: a small convolutional net on scikit-learn's handwritten digits with SGD and momentum; test accuracy in
-percent. Workers are simulated, so that the exchange is the code that trains and nothing else. The gap is to the dense
-run of the same seed; the score after nine tenths of the steps is noted too, to see whether dense has flattened.
+``gpt``: a byte-level GPT on the sources of Python's standard library, with AdamW. The score is the validation loss in
+nats per byte. It is trained with the defaults of ``wrap``, with selection by gradient, and with unmodified AdamW.
+
+``digits``: a small convolutional network on scikit-learn's handwritten digits, with SGD and momentum. The score is the
+test accuracy in percent.
+
+Workers are simulated. The exchange runs the same code as in real training. The gap is relative to the dense run of the
+same seed. The score after nine tenths of the steps is also recorded. It shows whether the dense run has converged.
 """
 
 from __future__ import annotations
@@ -37,25 +40,25 @@ DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02
 LR_WARMUP_SHARE = 0.1
 RANDOM_BLOCK_DENSITY = 1 / 64
-STEPS = DEFAULT, UNSCALED, UNAWARE = "aware", "unscaled", "plain"  # of Adam
+STEPS = DEFAULT, UNSCALED, UNAWARE = "aware", "unscaled", "plain"  # Adam: default, selection by gradient, unmodified
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a loss per rank and step, and what counts at the end."""
+    """A training task: model, optimizer, loss of a rank in a step, and the score of the trained model."""
 
     steps: int
     model: Callable[[], nn.Module]
     optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
     lr: float
-    loss: Callable[[nn.Module, int, int, int], Tensor]  # of model, seed, step, rank
+    loss: Callable[[nn.Module, int, int, int], Tensor]  # (model, seed, step, rank) -> loss
     score: Callable[[nn.Module], float]
     lower_is_better: bool
 
 
 @dataclass
 class Row:
-    """One method at one density: the score of each seed, and the bytes that a worker sends per step."""
+    """One method at one density: a score per seed, and the kilobytes that the busiest worker sends per step."""
 
     task: str
     method: str
@@ -68,7 +71,7 @@ class Row:
 
 @dataclass
 class Outcome:
-    """Of one run: scores at the end and after nine tenths, and kilobytes that the busiest worker sends per step."""
+    """The result of one run: scores at the end and after nine tenths of the steps, and kilobytes as in :class:`Row`."""
 
     score: float
     late: float
@@ -76,7 +79,7 @@ class Outcome:
 
 
 def gpt(steps: int | None) -> Task:
-    """The language model."""
+    """Return the language-model task. ``steps`` None is the default number of steps."""
     text = standard_library()
     shape = Shape(context=32, width=64, layers=2, heads=2)
     held_out = validation_batches(text.validation, 64, shape.context, 32)
@@ -89,7 +92,7 @@ def gpt(steps: int | None) -> Task:
         steps or 1600,
         lambda: ByteGPT(shape),
         lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
-        5e-3,  # dense gains from 1e-2, and what is sparse hardly does: docs/explanation/staleness.md
+        5e-3,  # 1e-2 helps dense runs, but hardly sparse ones: docs/explanation/adamw.md
         loss,
         lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
         lower_is_better=True,
@@ -97,7 +100,7 @@ def gpt(steps: int | None) -> Task:
 
 
 def digits(steps: int | None) -> Task:
-    """The image classifier; every fifth picture is held out."""
+    """Return the image-classification task. Every fifth image is held out."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -142,14 +145,21 @@ def train(
     *,
     see_all: bool = False,
 ) -> Outcome:
-    """One run by one of :data:`STEPS`; none is the optimizer's own. ``catch_up`` is ``wrap``'s ``max_catch_up``.
+    """Train once and return the outcome.
 
-    With ``see_all`` every worker's gradient is the mean of all, and what one would select is what matters to all.
+    Args:
+        task: Task to train.
+        recipe: Method of exchange.
+        seed: Seed of model and data.
+        step_rule: One of :data:`STEPS`, or empty for the step of the optimizer itself.
+        catch_up: ``max_catch_up`` of the staleness-aware step.
+        max_relative_update: ``max_relative_update`` of the staleness-aware step.
+        see_all: Replace every worker's gradient by the mean over workers. All workers then select by the same gradient.
     """
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(list(model.parameters()), task.lr)
-    if isinstance(recipe, tritoncomm.DGC):  # has the momentum itself
+    if isinstance(recipe, tritoncomm.DGC):  # DGC applies momentum itself
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
     aware = step_rule in (DEFAULT, UNSCALED)
@@ -191,7 +201,7 @@ def train(
 
 
 def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step: int, gradients: Tensor) -> None:
-    """Every worker's gradient, a row of ``gradients`` each."""
+    """Compute every worker's gradient into its row of ``gradients``."""
     for rank in range(WORKERS):
         model.zero_grad()
         task.loss(model, seed, step, rank).backward()
@@ -201,7 +211,7 @@ def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step
 def around(
     recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, by_update: bool
 ) -> tritoncomm.Recipe:
-    """``recipe`` with all that ``wrap`` puts around it."""
+    """Return ``recipe`` inside the recipes that ``wrap`` adds: warm-up, preconditioning and dense small tensors."""
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
     if by_update and recipe.compares_entries():
         inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
@@ -209,14 +219,14 @@ def around(
 
 
 def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Recipe | PowerSGD, str]]:
-    """What is trained and by which of :data:`STEPS`, dense first."""
+    """Yield the recipes to train and the rule of :data:`STEPS` for each. Dense is the first."""
     default = DEFAULT if name == "gpt" else ""
     yield tritoncomm.Dense(), ""
     for rank in options.power_sgd:
         yield PowerSGD(rank), ""
     for density in options.density:
         for algo in options.algo:
-            if algo == "dense" or (algo == "dgc" and name == "gpt"):  # DGC does not go with Adam
+            if algo == "dense" or (algo == "dgc" and name == "gpt"):  # DGC cannot be combined with Adam
                 continue
             fields: dict[str, Any] = {"reduced_lr": True} if algo == "random_block" else {}
             recipe = tritoncomm.recipe(algo, density=density, **fields)
@@ -230,13 +240,13 @@ def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Re
 
 
 def gaps(scores: list[float], dense: list[float], *, relative: bool) -> list[float]:
-    """How far ``scores`` are above ``dense``, seed by seed: in percent of it, or as the difference."""
+    """Return how far ``scores`` are above ``dense`` for each seed: in percent if ``relative``, else as difference."""
     pairs = zip(scores, dense, strict=True)
     return [100 * (score / base - 1) if relative else score - base for score, base in pairs]
 
 
 def show(row: Row, dense: Row, *, lower_is_better: bool) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     behind = gaps(row.scores, dense.scores, relative=lower_is_better)
     unit = "%" if lower_is_better else ""
     scores = "  ".join(f"{score:.3f} ({gap:+.1f}{unit})" for score, gap in zip(row.scores, behind, strict=True))
@@ -245,7 +255,7 @@ def show(row: Row, dense: Row, *, lower_is_better: bool) -> None:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """The gap to dense against bytes: mean and spread over seeds, the spread of dense itself shaded."""
+    """Write a PNG of the gap to dense against bytes: mean and range over seeds. The range of dense is shaded."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, ScalarFormatter
@@ -253,14 +263,14 @@ def picture(rows: list[Row], path: Path) -> None:
     tasks = list(dict.fromkeys(row.task for row in rows))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.5 * len(tasks), 4.4), layout="constrained")
-        colours = mpl.colormaps["tab20"].colors
+        colors = mpl.colormaps["tab20"].colors
         methods = sorted({row.method for row in rows} - {"dense"})
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             relative = task == "gpt"
             dense = next(row for row in rows if (row.task, row.method) == (task, "dense"))
             middle = [statistics.fmean(dense.scores)] * len(dense.scores)
             own = gaps(dense.scores, middle, relative=relative)
-            axes.axhspan(min(own), max(own), color="0.85", label="spread of dense")
+            axes.axhspan(min(own), max(own), color="0.85", label="range of dense")
             for number, method in enumerate(methods):
                 shown = [r for r in rows if (r.task, r.method) == (task, method) and r.step in ("", DEFAULT)]
                 if not shown:
@@ -273,12 +283,12 @@ def picture(rows: list[Row], path: Path) -> None:
                 ]
                 axes.errorbar(
                     [row.kilobytes for row in shown], means, yerr=spread, fmt="o", markersize=4, capsize=2,
-                    color=colours[number % len(colours)], label=method,
+                    color=colors[number % len(colors)], label=method,
                 )  # fmt: skip
             axes.axhline(0, color="0.4", linewidth=0.8)
             axes.axvline(dense.kilobytes, color="0.4", linewidth=0.8, linestyle=":", label="bytes of dense")
             axes.set(xscale="log", xlabel="kB per step and worker", title=task)
-            axes.set_yscale("symlog", linthresh=5)  # near dense as they are, far away by orders of magnitude
+            axes.set_yscale("symlog", linthresh=5)  # linear near dense, logarithmic far away
             axes.yaxis.set_major_locator(FixedLocator([-80, -40, -20, -10, -5, -2, 0, 2, 5, 10, 20, 40, 80]))
             axes.yaxis.set_major_formatter(ScalarFormatter())
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -291,28 +301,37 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Train, print as it goes, and write what is asked for."""
+    """Train, print each row when it is done, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--density", type=float, nargs="+", default=[0.05, 0.01, 0.001])
     parser.add_argument(
-        "--unscaled", type=float, nargs="*", default=[0.01], help="densities at which to select by gradient too"
+        "--unscaled", type=float, nargs="*", default=[0.01], help="densities to also train with selection by gradient"
     )
-    parser.add_argument("--unaware", type=float, nargs="*", default=[0.01], help="densities to train plain AdamW at")
-    parser.add_argument("--power-sgd", type=int, nargs="*", default=[1, 4], metavar="RANK", help="beside the methods")
+    parser.add_argument(
+        "--unaware", type=float, nargs="*", default=[0.01], help="densities to also train with unmodified AdamW"
+    )
+    parser.add_argument(
+        "--power-sgd", type=int, nargs="*", default=[1, 4], metavar="RANK", help="ranks of PowerSGD to compare with"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="instead of the task's own")
-    parser.add_argument("--lr", type=float, help="learning rate, instead of the task's own")
+    parser.add_argument("--steps", type=int, help="steps, instead of the task's default")
+    parser.add_argument("--lr", type=float, help="learning rate, instead of the task's default")
     limits = StalenessAwareAdam.max_catch_up, StalenessAwareAdam.max_relative_update
     parser.add_argument("--catch-up", type=float, default=limits[0], help="max_catch_up of the staleness-aware step")
     parser.add_argument(
-        "--max-relative-update", type=float, default=limits[1], help="max_relative_update of the same; inf is no limit"
+        "--max-relative-update",
+        type=float,
+        default=limits[1],
+        help="max_relative_update of the staleness-aware step; inf is no limit",
     )
-    parser.add_argument("--see-all", action="store_true", help="every worker's gradient is the mean of all")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument(
+        "--see-all", action="store_true", help="replace every worker's gradient by the mean over workers"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.density = 4, [0], [0.01]
@@ -339,7 +358,7 @@ def main() -> None:
                 content = {"settings": settings | {"workers": WORKERS}, "machine": machine}
                 content["rows"] = [asdict(row) for row in rows]
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{time.perf_counter() - started:.0f} s")
+    print(f"total time: {time.perf_counter() - started:.0f} s")
     if options.plot:
         picture(rows, options.plot)
 

@@ -1,7 +1,7 @@
-"""Words per rank of every method against the number of workers and the density, measured in simulation.
+"""Measure words per rank of every method against the number of workers and the density, in simulation.
 
-The same table as ``python -m tritoncomm simulate``, for several densities and kinds of gradients, with the lower
-bound 2k(P-1)/P and dense drawn in.
+Prints the table of ``python -m tritoncomm simulate`` for several densities and kinds of gradients. The plot also shows
+dense and the lower bound 2k(P-1)/P.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tritoncomm.scheduler.cost import Link
 
 
 def main() -> None:
-    """Measure and print, and write what is asked for."""
+    """Measure, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 14, 32, 64, 256])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--numel", type=float, default=25e6)
     parser.add_argument("--link", type=Link.parse, default=Link())
-    parser.add_argument("--recording", type=Path, help="gradients that demo --record has written, as a third kind")
+    parser.add_argument("--recording", type=Path, help="file from demo --record, used as a third kind of gradients")
     parser.add_argument("--memory", type=float, default=1e9)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a PNG; density and kind are added to its name")
-    parser.add_argument("--smoke", action="store_true", help="small and quick, to see that it runs")
+    parser.add_argument("--plot", type=Path, help="write PNGs; kind and density are added to this file name")
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.workers, options.density, options.numel = [2, 5], [0.05], 4e3

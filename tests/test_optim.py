@@ -210,12 +210,12 @@ def test_foreign_checkpoints_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="truncated: it has no algorithm"):
         optimizer.load_state_dict(saved)
     other = sparse_wrap(sgd(nn.Linear(3, 2)))
-    with pytest.raises(ConfigurationError, match=r"groups of \[2\] parameters, here they have \[4\]"):
+    with pytest.raises(ConfigurationError, match=r"groups of \[2\] parameters, .* the optimizer have \[4\]"):
         optimizer.load_state_dict(other.state_dict())
     foreign = optimizer.state_dict() | {"tritoncomm": other.state_dict()["tritoncomm"]}
     with pytest.raises(ConfigurationError, match="other parameters"):
         optimizer.load_state_dict(foreign)
-    with pytest.raises(ConfigurationError, match="no state of an optimizer"):
+    with pytest.raises(ConfigurationError, match=r"expected keys 'state', 'param_groups', got \['epoch'\]"):
         optimizer.load_state_dict({"epoch": 3})
     assert optimizer.metrics()["residual_norm"] == owed
 
@@ -381,7 +381,7 @@ def test_nothing_is_saved_between_exchange_and_step() -> None:
     optimizer = sparse_wrap(sgd(net))
     backward(net)
     optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="waiting for its step"):
+    with pytest.raises(RuntimeError, match="have not been used yet: call step"):
         optimizer.state_dict()
 
 
@@ -481,7 +481,7 @@ def test_a_forgotten_process_group_is_noticed(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with caplog.at_level(logging.WARNING, logger="tritoncomm"):
         sparse_wrap(sgd(model()))
-    assert "not initialised" in caplog.text
+    assert "not initialized" in caplog.text
 
 
 def test_a_scheduler_built_before_wrapping() -> None:

@@ -37,7 +37,7 @@ LINK = "10gbit,30us"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit code, 2 for bad arguments."""
+    """Run a command and return its exit code. Bad arguments give 2."""
     parser = argparse.ArgumentParser(prog="python -m tritoncomm", description=tritoncomm.__doc__)
     parser.add_argument("--version", action="version", version=tritoncomm.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'tritoncomm[demo]'")
+        parser.error("--plot requires matplotlib: pip install 'tritoncomm[demo]'")
     try:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
@@ -57,29 +57,30 @@ def main(arguments: list[str] | None = None) -> int:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
-        help="train a small language model, dense and compressed side by side",
-        description="Trains a small GPT on the standard library's source files with local workers over gloo, "
-        "first with dense gradients, then with the chosen method, on the same data from the same start.",
+        help="train a small language model with dense and with sparse exchange, and compare",
+        description="Train a small GPT on the source files of Python's standard library, with local worker processes "
+        "over gloo. The first run exchanges dense gradients, the second uses the chosen method. Both start from the "
+        "same weights and see the same data.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = Settings()
-    # The demo trains with AdamW, and DGC does not go with an optimizer that has momentum.
+    # The demo trains with AdamW. DGC cannot be combined with an optimizer that has momentum.
     trained = [name for name in tritoncomm.algorithms() if name != "dgc"]
-    demo.add_argument("--algo", default=defaults.algo, choices=trained, help="the method")
-    demo.add_argument("--density", type=_density, default=defaults.density, help="share of entries to deliver")
-    demo.add_argument("--workers", type=_positive, default=defaults.workers, help="worker processes")
-    demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps of each run")
-    demo.add_argument("--seed", type=_seed, default=defaults.seed, help="of model and data")
+    demo.add_argument("--algo", default=defaults.algo, choices=trained, help="method of the sparse run")
+    demo.add_argument("--density", type=_density, default=defaults.density, help="fraction of entries to deliver")
+    demo.add_argument("--workers", type=_positive, default=defaults.workers, help="number of worker processes")
+    demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps per run")
+    demo.add_argument("--seed", type=_seed, default=defaults.seed, help="seed of model and data")
     demo.add_argument(
         "--staleness",
         default=defaults.staleness,
         choices=("aware", "off"),
-        help="whether AdamW knows how old a delivered gradient is",
+        help="aware: AdamW accounts for delayed deliveries; off: unmodified AdamW",
     )
-    demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
-    demo.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG here (needs matplotlib)")
+    demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
+    demo.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)")
     demo.add_argument(
-        "--record", type=_writable, metavar="FILE", help="keep the last steps' gradients of all workers, for simulate"
+        "--record", type=_writable, metavar="FILE", help="save all workers' gradients of the last steps, for simulate"
     )
     demo.set_defaults(run=_demo)
 
@@ -112,28 +113,32 @@ def _demo(options: argparse.Namespace) -> int:
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     simulate = commands.add_parser(
         "simulate",
-        help="words, messages and time of every method at any number of workers, in this process",
-        description="Runs the code that trains on a simulated network and prints, per rank, the words and messages "
-        "of a step, the balance, and the virtual time, beside the formula of the paper.",
+        help="compare words, messages and time of the methods on a simulated network",
+        description="Run the methods with any number of workers on a simulated network, in this process. Training uses "
+        "the same code. The table shows, for the last step and per rank, words and messages received, balance and "
+        "virtual time, beside the formulas of the papers. A word has 4 bytes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     simulate.add_argument(
         "--algo", nargs="+", type=_method, default=["all"], metavar="NAME[:FIELD=VALUE...]",
-        help="which methods; fields set what their recipes have, as in spardl:teams=2:sag=bruck",
+        help="methods, with optional recipe fields, for example spardl:teams=2:sag=bruck",
     )  # fmt: skip
-    simulate.add_argument("--workers", type=_numbers, default="8,64", help="comma-separated")
+    simulate.add_argument("--workers", type=_numbers, default="8,64", help="numbers of workers, separated by commas")
     simulate.add_argument("--numel", type=_count, default="25e6", help="length of the vector")
-    simulate.add_argument("--density", type=_density, default=0.01, help="share of entries to deliver")
+    simulate.add_argument("--density", type=_density, default=0.01, help="fraction of entries to deliver")
     simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
-    simulate.add_argument("--steps", type=_positive, default=4, help="steps to take; the last one is shown")
+    simulate.add_argument("--steps", type=_positive, default=4, help="steps to simulate; the table shows the last one")
+    simulate.add_argument("--gradients", default="layered", help="layered, adversarial, or a file from demo --record")
     simulate.add_argument(
-        "--gradients", default="layered", help="layered, adversarial, or a FILE that demo --record has written"
+        "--memory",
+        type=_count,
+        default="1e9",
+        help="bytes to use; figures of longer vectors are extrapolated from shorter ones",
     )
+    simulate.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
     simulate.add_argument(
-        "--memory", type=_count, default="1e9", help="bytes; longer vectors are continued from shorter ones"
+        "--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
     )
-    simulate.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
-    simulate.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG here (needs matplotlib)")
     simulate.set_defaults(run=_simulate)
 
 
@@ -146,8 +151,12 @@ def _simulate(options: argparse.Namespace) -> int:
         steps=options.steps, memory=options.memory,
     ):  # fmt: skip
         rows.append(row)
-        print(f"{row.workers} workers, {row.method}: {row.milliseconds:.2f} ms", file=sys.stderr, flush=True)
-        if options.json:  # after every row, as a large survey takes hours
+        print(
+            f"{row.workers} workers, {row.method}: {row.milliseconds:.2f} ms of virtual time",
+            file=sys.stderr,
+            flush=True,
+        )
+        if options.json:  # after every row, because a large comparison takes hours
             options.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     print(table(rows, options.link))
     if options.plot:
@@ -156,7 +165,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _method(text: str) -> str | tuple[str, dict[str, Any]]:
-    """``all``, or a name and the fields of its recipe."""
+    """Return ``"all"``, or the name of a method and its recipe fields."""
     name, *assignments = text.split(":")
     if text == "all":
         return text
@@ -171,7 +180,7 @@ def _method(text: str) -> str | tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """A number, True or False, or the text itself."""
+    """Return a Python literal, such as a number or ``True``, or the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -190,17 +199,20 @@ def _source(kind: str) -> Source:
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
-        help="is it worth it, and with which method?",
-        description="Ranks every method and density against a dense all-reduce by the papers' cost formulas, "
-        "and prints the line of code to use.",
+        help="predict which method is fastest on a network, or whether dense is",
+        description="Rank every method at several densities against a dense all-reduce, by the papers' cost formulas. "
+        "The last lines show the code to use, or advise to stay dense.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
     plan.add_argument("--workers", type=_positive, required=True)
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
-    plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation of one step")
+    plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     plan.add_argument(
-        "--overlap", type=float, default=planner.OVERLAP, help="share of the computation that hides a dense all-reduce"
+        "--overlap",
+        type=float,
+        default=planner.OVERLAP,
+        help="fraction of the computation that hides a dense all-reduce",
     )
     plan.set_defaults(run=_plan)
 
@@ -213,19 +225,19 @@ def _plan(options: argparse.Namespace) -> int:
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="measure the link between the ranks and the selection: will compression pay?",
-        description="Under torchrun: measures the link, a dense all-reduce and the sparse exchange between the ranks. "
-        "Alone: measures the selection and predicts the rest for --workers on --link. Exit code 0 when compression "
-        "pays, 1 when it does not, 2 for bad arguments.",
+        help="measure whether sparse exchange is faster than dense on this machine and network",
+        description="Under torchrun: measure the link, a dense all-reduce and the sparse exchange between the ranks. "
+        "In a single process: measure the selection, and predict the exchanges for --workers and --link. "
+        "Exit code: 0 if compression pays, 1 if it does not, 2 for bad arguments.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="the method")
-    doctor.add_argument("--density", type=_density, default=planner.TRUSTED_DENSITY, help="share of entries to deliver")
+    doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
+    doctor.add_argument("--density", type=_density, default=planner.TRUSTED_DENSITY, help="density to decide on")
     doctor.add_argument("--numel", type=_count, default="5e6", help="parameters of the model")
-    doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation of one step")
-    doctor.add_argument("--workers", type=_positive, default=8, help="alone: how many there will be")
-    doctor.add_argument("--link", type=_link, default=LINK, help="alone: what will be between them")
-    doctor.add_argument("--json", type=_writable, metavar="FILE", help="write the figures here")
+    doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
+    doctor.add_argument("--workers", type=_positive, default=8, help="single process: workers to predict for")
+    doctor.add_argument("--link", type=_link, default=LINK, help="single process: link to predict for")
+    doctor.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
     doctor.set_defaults(run=_doctor)
 
 
@@ -251,7 +263,7 @@ def _doctor(options: argparse.Namespace) -> int:
             if options.json:
                 options.json.write_text(json.dumps(diagnosis.as_dict(), indent=1) + "\n")
         if together:
-            dist.barrier()  # torchrun stops everybody when one ends with an exit code, as the first does now
+            dist.barrier()  # torchrun stops all ranks when one exits with a non-zero code, as rank 0 may
     finally:
         if together:
             dist.destroy_process_group()
@@ -260,7 +272,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _positive(text: str) -> int:
     if (value := _not_negative(text)) == 0:
-        raise argparse.ArgumentTypeError("choose at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1, got 0")
     return value
 
 
@@ -268,17 +280,17 @@ def _not_negative(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
     return value
 
 
 def _count(text: str) -> int:
-    """A whole number that may be written as 25e6."""
+    """Parse a positive whole number. It may be written as 25e6."""
     value = _number(text)
     if value != int(value) or value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(value)
 
 
@@ -286,9 +298,9 @@ def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
     if not abs(value) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not finite")
+        raise argparse.ArgumentTypeError(f"must be finite, got {text!r}")
     return value
 
 
@@ -298,7 +310,7 @@ def _numbers(text: str) -> list[int]:
 
 def _milliseconds(text: str) -> float:
     if (value := _number(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
     return value
 
 
@@ -311,14 +323,14 @@ def _link(text: str) -> Link:
 
 def _seed(text: str) -> int:
     if (value := _not_negative(text)) >= 2**63:
-        raise argparse.ArgumentTypeError("choose less than 2^63")
+        raise argparse.ArgumentTypeError("must be less than 2^63")
     return value
 
 
 def _density(text: str) -> float:
     value = _number(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a share: choose above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
     return value
 
 

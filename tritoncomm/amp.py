@@ -1,4 +1,4 @@
-"""A gradient scaler whose ranks agree."""
+"""A gradient scaler that keeps its scale equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from tritoncomm.scheduler.process_group import is_distributed
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler``, but an overflow on one rank is an overflow on all: scales stay equal.
+    """A ``torch.amp.GradScaler`` that treats an overflow on one rank as an overflow on all ranks.
 
-    With torch's own, a wrapped optimizer skips the step on all ranks too, but only the rank that overflowed lowers
-    its scale. That changes no result, as residuals are in unscaled units, and wastes range. Arguments are torch's,
-    and ``process_group`` (None: the default one).
+    All ranks therefore lower their scale together. With ``torch.amp.GradScaler``, a wrapped optimizer also skips the
+    step on all ranks, but only the rank that overflowed lowers its scale. Results do not change, because residuals
+    are in unscaled units, but part of the numeric range is wasted.
+
+    Takes the arguments of ``torch.amp.GradScaler``, and ``process_group`` (None is the default group).
     """
 
     def __init__(
@@ -26,9 +28,14 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's; raises :class:`RuntimeError` after ``optimizer.synchronize()``, which averaged what is scaled."""
+        """Unscale the gradients of ``optimizer``, and look for an overflow on any rank.
+
+        Raises :class:`RuntimeError` after ``optimizer.synchronize()``, which has averaged the scaled gradients.
+        """
         if isinstance(optimizer, SparseOptimizer) and optimizer.is_synchronized and self.is_enabled():
-            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
+            raise RuntimeError(
+                "synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before synchronize()"
+            )
         super().unscale_(optimizer)
         if self.is_enabled():
             found = self._agree(self._found_inf_per_device(optimizer))
@@ -41,7 +48,10 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
     def _agree(self, found: dict[Any, torch.Tensor]) -> torch.Tensor:
-        """Whether any rank has found an overflow; one collective, also on a rank without any gradient."""
+        """Set every flag of ``found`` to the maximum over all ranks, and return it: 1 for an overflow, else 0.
+
+        A rank without gradients takes part in the all-reduce, and gets an entry in ``found``.
+        """
         assert self._scale is not None
         flags = [flag.to(self._scale.device) for flag in found.values()]
         flag = torch.stack(flags).amax() if flags else torch.zeros_like(self._scale)

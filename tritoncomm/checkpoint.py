@@ -1,6 +1,8 @@
-"""Checkpoints of what every rank owes: files of our own, for any number of workers, or a part of PyTorch's.
+"""Checkpoints of the optimizer state and the residuals of all ranks.
 
-Residuals differ between ranks, so that saving the optimizer's state on rank 0 alone loses all the others'.
+Residuals differ between ranks. A checkpoint of the optimizer on rank 0 alone loses the residuals of all other ranks.
+:func:`save` and :func:`load` use a file per rank, and support a change of the world size. :class:`ResidualState` is a
+part of a checkpoint of ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -25,11 +27,22 @@ __all__ = ["ResidualState", "load", "reshard", "save"]
 
 
 def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
-    """Write ``rank-r-of-P.pt`` of every rank into ``folder``, which all ranks must be able to read later.
+    """Save the state of a wrapped optimizer: one file per rank, ``rank-r-of-P.pt``.
 
-    Each holds the whole state of the wrapped optimizer and what its rank owes. A file is complete or not there, and
-    says of which save it is. All ranks call this; it returns when all have written. Take a new folder each time: a save
-    that is cut short leaves files of two saves in an old one, which :func:`load` refuses.
+    Each file holds the complete state of the original optimizer, and the residual and method state of its rank. All
+    ranks must call this. It returns when all files are written. A file is written completely or not at all.
+
+    Use a new folder for each checkpoint. If a save into a used folder is interrupted, the folder contains files of two
+    saves, which :func:`load` rejects.
+
+    Args:
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned.
+        folder: Folder to write to. It is created if needed. All ranks must be able to read it when they load.
+
+    Raises:
+        ConfigurationError: This rank cannot write its file.
+        ConfigMismatchError: Another rank cannot write its file.
+        RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
     """
     folder = Path(folder)
     group = optimizer.process_group
@@ -38,7 +51,7 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
         mark["id"] = setup_checks.gather(mark, group)[0]["id"]
-    mark["checksum"] = state_format.checksum(_inner(state))
+    mark["checksum"] = state_format.checksum(_original_state(state))
     file = _file(folder, rank, size)
     with setup_checks.propagate_errors(group):
         try:
@@ -50,19 +63,27 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
     if is_distributed():
         setup_checks.compare({"checkpoint": mark["id"]}, group)
-    if rank == 0:  # of another number of ranks, from before
+    if rank == 0:  # remove older files of another world size
         for other in folder.glob("rank-*-of-*.pt"):
             if other.stem.rpartition("-of-")[2] != str(size):
                 other.unlink(missing_ok=True)
 
 
 def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
-    """Load what :func:`save` wrote into ``folder``, by as many ranks or another number of them. All ranks call this.
+    """Load what :func:`save` wrote, with the same or another number of ranks. All ranks must call this.
 
-    With another number of ranks, the pending update ``sum(residual) / world_size`` stays what it was and methods learn
-    their thresholds and partitions anew. Raises :class:`~tritoncomm.ConfigurationError`, which names the file and the
-    reason, on a rank that cannot read what it needs, and :class:`~tritoncomm.ConfigMismatchError` on the others;
-    nothing has changed then on any rank.
+    With the same number of ranks, training continues bit-identically. With another number, the pending update
+    ``sum(residual) / world_size`` is kept, and methods determine thresholds and partitions from scratch. If a rank
+    cannot load its state, nothing changes on any rank.
+
+    Args:
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned. The original optimizer's class, the model and
+            the method must be those of the save.
+        folder: Folder that :func:`save` wrote.
+
+    Raises:
+        ConfigurationError: This rank cannot load its state. The message names the file and the reason.
+        ConfigMismatchError: Another rank cannot load its state, or ranks load different saves.
     """
     folder = Path(folder)
     group = optimizer.process_group
@@ -72,21 +93,21 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
         if saved_by == size:
             file = _file(folder, rank, size)
             state = _read(file)
-        else:  # a rank needs the states of those whose residuals it gets, and all have to fit together
+        else:  # every rank reads all states, to check that they belong together
             file = folder
             state = _resharded([_read(_file(folder, r, saved_by)) for r in range(saved_by)], folder, rank, size)
         mark, name = state.pop("saved"), type(optimizer.optimizer).__name__
-        with _named(file):
+        with _name_in_errors(file):
             if mark["optimizer"] != name:
                 raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
             optimizer.loadable(state)
     if is_distributed():
-        setup_checks.compare({"checkpoint, of one save": mark["id"]}, group)
+        setup_checks.compare({"id of the checkpoint": mark["id"]}, group)
     optimizer.load_state_dict(state)
 
 
-def _inner(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The wrapped optimizer's part."""
+def _original_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the original optimizer."""
     return {key: value for key, value in state.items() if key not in ("tritoncomm", "saved")}
 
 
@@ -98,23 +119,21 @@ def _saved_by(folder: Path) -> int:
     sizes = sorted({file.stem.rpartition("-of-")[2] for file in folder.glob("rank-*-of-*.pt")})
     if len(sizes) != 1 or not sizes[0].isdigit():
         found = "no checkpoint" if not sizes else f"checkpoints of {' and of '.join(sizes)} ranks"
-        raise ConfigurationError(
-            f"{folder} holds {found}: give the folder of one that tritoncomm.checkpoint.save() wrote"
-        )
+        raise ConfigurationError(f"{folder} contains {found}: pass a folder that tritoncomm.checkpoint.save() wrote")
     return int(sizes[0])
 
 
 def _resharded(states: list[dict[str, Any]], folder: Path, rank: int, size: int) -> dict[str, Any]:
-    """What ``rank`` of ``size`` takes from the ``states`` of another number of ranks."""
+    """Return the state of ``rank`` of ``size``, converted from the ``states`` of another number of ranks."""
     if len({state["saved"]["id"] for state in states}) > 1:
-        raise ConfigurationError(f"{folder} holds files of several saves: one was cut short")
-    with _named(folder):
+        raise ConfigurationError(f"{folder} contains files of several saves: a save was interrupted")
+    with _name_in_errors(folder):
         return states[0] | {"tritoncomm": reshard([state["tritoncomm"] for state in states], size)[rank]}
 
 
 @contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Say which file it is that does not fit; a damaged one fails in many ways."""
+def _name_in_errors(file: Path) -> Iterator[None]:
+    """Turn any error of the body into a ConfigurationError that names ``file``. Damaged files raise many types."""
     try:
         yield
     except Exception as error:
@@ -122,7 +141,7 @@ def _named(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    with _named(file):
+    with _name_in_errors(file):
         state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         _check(state)
     return state
@@ -130,34 +149,41 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _check(state: Any) -> None:
     if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
-        raise ConfigurationError("it is no state of a wrapped optimizer")
+        raise ConfigurationError("it is not the state of a wrapped optimizer")
     state_format.check(state["tritoncomm"])
-    if state_format.checksum(_inner(state)) != state["saved"]["checksum"]:
-        raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not fit")
+    if state_format.checksum(_original_state(state)) != state["saved"]["checksum"]:
+        raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not match")
 
 
 class ResidualState:
-    """What the ranks owe, for ``torch.distributed.checkpoint``, beside ``get_optimizer_state_dict``.
+    """The residuals and method states of all ranks, as a part of a ``torch.distributed.checkpoint`` checkpoint.
 
-    ``dcp.save({"model": ..., "residuals": ResidualState(optimizer)}, checkpoint_id=path)``, and the same with
-    ``dcp.load``, by as many ranks: it would take one rank's tensors for everybody's, so that every rank's are kept
-    under its number. For another number of ranks use :func:`save` and :func:`load`, or ``optimizer.flush()`` first,
-    after which nothing is owed.
+    Use it next to ``get_optimizer_state_dict``, which provides the state of the original optimizer::
+
+        dcp.save({"model": ..., "residuals": ResidualState(optimizer)}, checkpoint_id=path)
+
+    and the same with ``dcp.load``. ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all
+    ranks. The state of each rank is therefore stored under its rank, and must be loaded with the same number of ranks.
+    For another number, use :func:`save` and :func:`load`, or call ``optimizer.flush()`` before saving, after which
+    residuals are zero.
+
+    Args:
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned.
     """
 
     def __init__(self, optimizer: SparseOptimizer) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """For ``dcp.save``; and for ``dcp.load``, which fills in what it finds."""
-        ours = self.optimizer.state_dict()["tritoncomm"]
+        """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
+        state = self.optimizer.state_dict()["tritoncomm"]
         content = io.BytesIO()
-        torch.save(ours, content)
-        return {f"rank {ours['rank']} of {ours['world_size']}": content.getvalue()}
+        torch.save(state, content)
+        return {f"rank {state['rank']} of {state['world_size']}": content.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """For ``dcp.load``. All ranks load together and only if all can."""
+        """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
         (content,) = state_dict.values()
-        ours = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-        # The optimizer's own state is loaded by set_optimizer_state_dict, before or after.
-        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict() | {"tritoncomm": ours})
+        state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
+        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict() | {"tritoncomm": state})

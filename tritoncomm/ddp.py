@@ -1,6 +1,6 @@
-"""Front door 2: a communication hook of ``DistributedDataParallel``.
+"""A communication hook for ``DistributedDataParallel``.
 
-Annotations are evaluated here, as DDP refuses hooks whose annotations are strings.
+This file evaluates annotations, because DDP rejects hooks whose annotations are strings.
 """
 
 import logging
@@ -44,18 +44,34 @@ _POLICIES = ("raise", "propagate", "zero")
 
 
 class CommState:
-    """The state of :func:`comm_hook`: one exchange per bucket, residuals by parameter.
+    """The state of :func:`comm_hook`: one exchange per bucket, and the residuals.
 
-    ``algo``, ``density``, ``warmup_steps``, ``node_group`` and ``recipe_fields`` choose the method as
-    :func:`tritoncomm.wrap` does.
-    ``on_nonfinite``: when any rank holds a NaN or Inf, ``"raise"`` makes ``backward()`` raise
-    :class:`~tritoncomm.NonFiniteError` on all ranks; ``"propagate"`` makes the gradients NaN on all ranks, so that a
-    ``GradScaler`` skips the step everywhere; ``"zero"`` takes these values for zero. With a ``scaler``, whose scale
-    residuals are kept free of, ``"propagate"`` is the default. In all cases residuals are as before the step. A mean
-    that overflows in the bucket's type, under ``fp16_compress_wrapper``, is such a case too.
+    :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. Buckets are
+    exchanged on a separate thread, in parallel with the backward pass. Pickling omits process groups and residuals.
+    Save residuals with :meth:`state_dict`.
 
-    ``process_group`` must be that of the DDP module (None: the default one); the exchange has one of its own with
-    the same ranks, as it runs beside backward. Pickling leaves out groups and what is owed: :meth:`state_dict`.
+    Args:
+        process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
+            default process group.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
+        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
+            between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
+        on_nonfinite: Action when any rank has a NaN or Inf, or when the mean overflows in the dtype of the bucket, as
+            it may with ``fp16_compress_wrapper``. ``"raise"``: ``backward()`` raises
+            :class:`~tritoncomm.NonFiniteError` on all ranks. ``"propagate"``: gradients become NaN on all ranks, and a
+            ``GradScaler`` skips the step on all ranks. ``"zero"``: NaN and Inf are replaced by zero, and an overflow
+            raises. If the step is rejected, residuals do not change. Default: ``"propagate"`` with a ``scaler``, else
+            ``"raise"``.
+        scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
+        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
+        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
+            all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
+        **recipe_fields: Further fields of the recipe of ``algo``.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
     """
 
     def __init__(
@@ -75,8 +91,8 @@ class CommState:
         self.recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         if on_nonfinite == "skip":
             raise ConfigurationError(
-                "on_nonfinite='skip': a hook cannot keep the optimizer from stepping; choose 'propagate' with a "
-                "GradScaler, which skips, or 'raise'"
+                "on_nonfinite='skip': a hook cannot prevent the optimizer's step; use 'propagate' with a GradScaler, "
+                "which skips the step, or use 'raise'"
             )
         self.on_nonfinite = on_nonfinite or ("raise" if scaler is None else "propagate")
         one_of("on_nonfinite", self.on_nonfinite, _POLICIES)
@@ -93,7 +109,7 @@ class CommState:
 
     def _start(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        # One thread: buckets are exchanged in the order in which DDP hands them over, the same on all ranks.
+        # One thread exchanges the buckets in the order in which DDP passes them, which is the same on all ranks.
         self._thread: ThreadPoolExecutor | None = None
         self._exchanges: dict[tuple[int, ...], GradientExchange] = {}
         self._loaded: Mapping[str, Any] | None = None
@@ -101,7 +117,7 @@ class CommState:
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self.steps = self.skipped_steps = self.zeroed_values = 0
-        self.has_averaged = False  # nothing has been added to the averages since
+        self.has_averaged = False  # gradients hold a mean to which nothing has been added
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name in _SETTINGS}
@@ -113,13 +129,13 @@ class CommState:
         self._start()
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Call ``parameters`` by these names in messages and in :meth:`state_dict`; before the first backward pass."""
+        """Use the names of ``parameters`` in messages and in :meth:`state_dict`. Call it before the first backward."""
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
         self._flattened = all(parameter.dim() <= 1 for parameter in parameters.values())
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Start the exchange of ``bucket`` on the thread of this state; the averaged buffer, in the future."""
+        """Start the exchange of ``bucket`` on the thread of this state, and return a future of the averaged buffer."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if self._thread is None:
             self._connect()
@@ -142,7 +158,7 @@ class CommState:
                         stream.synchronize()
             except BaseException as error:
                 self._failure = error
-            finally:  # whatever happens, DDP waits for this future
+            finally:  # DDP always waits for this future
                 if last:
                     self._finish()
                 future.set_result(buffer)
@@ -150,48 +166,48 @@ class CommState:
         assert self._thread is not None
         self._thread.submit(work)
         if last:
-            _after_backward(self._raise)
+            _after_backward(self._raise_failure)
         return future
 
     def _begin(self) -> None:
-        """A pass begins; one before it that did not come to its end is forgotten."""
+        """Begin a backward pass, and discard a previous one that did not finish."""
         for exchange in self._begun:
             exchange.rollback()
         self._begun, self._failure = [], self._broken
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
         error, self._failure = self._failure, None
         if isinstance(error, (ExchangeError, ProtocolMismatchError)):
-            self._broken = error  # the group is of no more use
+            self._broken = error  # the group is unusable
         if error is not None and not (isinstance(error, NonFiniteError) and self.on_nonfinite == "propagate"):
             raise error
 
     def _average(self, parameters: list[torch.Tensor], buffer: torch.Tensor, scale: float) -> None:
-        """Put the mean into ``buffer``; NaN after a failure, which DDP would report without its type."""
-        if self._failure is not None:  # in an earlier bucket of this pass: on all ranks, or the network is gone
+        """Write the mean into ``buffer``, or NaN after a failure. DDP would report an exception without its type."""
+        if self._failure is not None:  # in an earlier bucket of this pass: all ranks stop exchanging
             buffer.fill_(math.nan)
             return
         started = time.perf_counter()
         try:
-            # Here and not in the hook: what the ranks compare must not cross an exchange that is under way.
+            # On this thread, not in the hook: the comparison of ranks must not overlap with an exchange.
             exchange = self._exchanges.get(tuple(map(id, parameters))) or self._new_bucket(parameters)
             flat, layout = exchange.flat, exchange.layout
             parts = dict(zip(map(id, parameters), torch.split(buffer, [p.numel() for p in parameters]), strict=True))
             pairs = [(parts[id(p)], part) for p, part in zip(layout.parameters, layout.parts(flat), strict=True)]
-            for there, here in pairs:
-                here.copy_(there)
+            for bucket_part, flat_part in pairs:
+                flat_part.copy_(bucket_part)
             if scale != 1.0:
                 flat.mul_(1.0 / scale)
             mean = self._deliver(exchange, scale, buffer.dtype)
-            for there, here in pairs:
-                there.copy_(here if scale == 1.0 else here * scale)
+            for bucket_part, flat_part in pairs:
+                bucket_part.copy_(flat_part if scale == 1.0 else flat_part * scale)
             exchange.measure(mean, time.perf_counter() - started)
         except BaseException as error:
             self._failure = error
             buffer.fill_(math.nan)
 
     def _deliver(self, exchange: GradientExchange, scale: float, dtype: torch.dtype) -> SparseVector:
-        """Begin the exchange of ``exchange.flat``, which becomes the mean; ``dtype`` must hold ``scale`` times it."""
+        """Replace ``exchange.flat`` by the mean. Raise if ``scale`` times the mean overflows in ``dtype``."""
         flat = exchange.flat
         if self.on_nonfinite == "zero":
             before = exchange.zeroed
@@ -200,10 +216,10 @@ class CommState:
         try:
             mean = exchange.begin(flat)
         except NonFiniteError as error:
-            raise exchange.explained(error) if self.on_nonfinite == "raise" else error from None
+            raise exchange.describe_error(error) if self.on_nonfinite == "raise" else error from None
         self._begun.append(exchange)
         mean.write_to(flat, workspace=exchange.feedback.workspace)
-        if not fits_dtype(flat if scale == 1.0 else flat * scale, dtype):  # on all ranks alike, as the mean is
+        if not fits_dtype(flat if scale == 1.0 else flat * scale, dtype):  # equal on all ranks, like the mean
             raise NonFiniteError(
                 f"a mean of finite gradients overflows in {dtype}; nothing was applied: use bfloat16, or a "
                 "GradScaler, which lowers its scale"
@@ -211,7 +227,7 @@ class CommState:
         return mean
 
     def _finish(self) -> None:
-        """What the buckets owe changes now that the last one has gone through, or never."""
+        """Commit the backward pass after its last bucket, or roll it back."""
         try:
             if self._failure is None:
                 self._begun[-1].confirm()
@@ -228,25 +244,25 @@ class CommState:
             self.steps += 1
             for exchange in self._begun:
                 exchange.commit()
-            # Buckets are rebuilt after the first pass; then the old ones have given away what they owed.
-            done = {id(exchange) for exchange in self._begun}
-            theirs = {id(parameter) for exchange in self._begun for parameter in exchange.parameters}
+            # DDP rebuilds its buckets after the first pass. The residuals of old buckets were copied to new ones.
+            begun = {id(exchange) for exchange in self._begun}
+            parameters = {id(parameter) for exchange in self._begun for parameter in exchange.parameters}
             self._exchanges = {
                 key: exchange
                 for key, exchange in self._exchanges.items()
-                if id(exchange) in done or not theirs.intersection(key)
+                if id(exchange) in begun or not parameters.intersection(key)
             }
         self._begun, self.has_averaged = [], True
 
     def _connect(self) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError("torch.distributed is not initialised: call init_process_group first")
+            raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         self._group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
         self._thread = ThreadPoolExecutor(1, "tritoncomm")
 
     def _new_bucket(self, parameters: list[torch.Tensor]) -> GradientExchange:
-        for parameter in parameters:  # in the order of the first pass, which is the model's reversed
+        for parameter in parameters:  # in the order of the first pass: the reverse order of the model
             self._names.setdefault(id(parameter), f"parameter {len(self._names)}")
         names = [self._names[id(parameter)] for parameter in parameters]
         exchange = GradientExchange(
@@ -277,7 +293,10 @@ class CommState:
         return self._side_stream
 
     def metrics(self) -> dict[str, float]:
-        """Sums over the buckets of the last backward pass, flat; ``density_delivered`` of the whole, and totals."""
+        """Return metrics of the last backward pass and totals, as a flat dict for TensorBoard or W&B.
+
+        Bytes, messages and seconds are sums over the buckets. See :meth:`tritoncomm.SparseOptimizer.metrics`.
+        """
         exchanges = list(self._exchanges.values())
         numel = sum(exchange.layout.numel for exchange in exchanges)
         delivered = sum(exchange.last["density_delivered"] * exchange.layout.numel for exchange in exchanges)
@@ -291,10 +310,13 @@ class CommState:
         }
 
     def set_density(self, density: float) -> None:
-        """Deliver this share of the entries from the next pass on, on every rank alike. What is owed stays.
+        """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
 
-        Raises :class:`~tritoncomm.ConfigurationError` for a density that cannot be, and
-        :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
+        Call it between backward passes.
+
+        Raises:
+            ConfigurationError: The density is not in (0, 1]. Nothing has changed.
+            ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
         with setup_checks.propagate_errors(self.process_group):
             recipe = with_density(self.recipe, density)
@@ -306,24 +328,25 @@ class CommState:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Put the mean of everything that the ranks still owe into ``.grad``, dense, for one last optimizer step.
+        """Exchange the residuals of all ranks dense, and write their mean into ``.grad``. Residuals become zero.
 
-        Gradients are not looked at. All ranks call this, between passes; nothing is owed then.
+        Call ``optimizer.step()`` next. All ranks must call this between backward passes. It discards the present
+        gradients.
         """
         for exchange in self._exchanges.values():
             exchange.flush()
         self.has_averaged = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, by parameter, and how far the method's schedule is; thresholds are learnt again.
+        """Return this rank's residuals by parameter name, and the position in the schedule of the method.
 
-        Bucket borders of a new process are others, so that a resumed run owes the same and is not bit-identical.
+        Thresholds are not saved. A resumed run has the same residuals, but it is not bit-identical, because a new
+        process has other bucket boundaries. Residuals differ between ranks: save the dict of every rank.
         """
         residuals: dict[str, torch.Tensor] = {}
         for exchange in self._exchanges.values():
             residuals |= {
-                self._names[id(p)]: residuals_by_parameter.clone()
-                for p, residuals_by_parameter in exchange.residuals_by_parameter().items()
+                self._names[id(p)]: residual.clone() for p, residual in exchange.residuals_by_parameter().items()
             }
         algorithms = [exchange.feedback.algorithm.common_state() for exchange in self._exchanges.values()]
         return state_format.with_checksum(
@@ -337,19 +360,21 @@ class CommState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what :meth:`state_dict` of the same rank returned; before the first backward pass.
+        """Load what :meth:`state_dict` of the same rank returned. Call it before the first backward pass.
 
-        All ranks load together and go on only if all can. Raises, with nothing changed,
-        :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to another rank, world size or
-        method, and :class:`~tritoncomm.ConfigMismatchError` when another rank refused its state.
+        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+
+        Raises:
+            ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+            ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         with setup_checks.propagate_errors(self.process_group):
             if self._exchanges:
-                raise ConfigurationError("load_state_dict() comes before the first backward pass")
+                raise ConfigurationError("call load_state_dict() before the first backward pass")
             rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
             state_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
             if self._shapes and self._shapes != {
-                name: residuals_by_parameter.numel() for name, residuals_by_parameter in state["residuals"].items()
+                name: residual.numel() for name, residual in state["residuals"].items()
             }:
                 raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         setup_checks.compare({"steps": state["steps"]}, self.process_group)
@@ -357,36 +382,37 @@ class CommState:
 
 
 def _after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when DDP has put the gradients where they belong, so that an error leaves DDP in order."""
+    """Call ``callback`` after DDP has finished the backward pass. An error in it leaves DDP in a valid state."""
     queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
     try:
-        queue(lambda: queue(callback))  # DDP's own callback is queued between the two
+        queue(lambda: queue(callback))  # DDP queues its own callback between the two
     except RuntimeError as error:
-        raise ConfigurationError(f"buckets outside of a backward pass, as model.join() makes them: {error}") from error
+        raise ConfigurationError(f"buckets outside of backward, as in join(), are not supported: {error}") from error
 
 
 _SETTINGS = ("recipe", "on_nonfinite", "scaler", "process_group", "_timeout", "_dense_below")
 
 
 def _fill(exchange: GradientExchange, state: Mapping[str, Any], names: list[str]) -> None:
-    for (parameter, residuals_by_parameter), name in zip(exchange.residuals_by_parameter().items(), names, strict=True):
+    """Load the residuals and the method state of one bucket."""
+    for (parameter, residual), name in zip(exchange.residuals_by_parameter().items(), names, strict=True):
         saved = state["residuals"].get(name)
-        if saved is None or saved.numel() != residuals_by_parameter.numel():
+        if saved is None or saved.numel() != residual.numel():
             raise ConfigurationError(
-                f"the loaded state owes nothing of this shape to {name}, {tuple(parameter.shape)}: "
+                f"the loaded state has no residual for {name} of shape {tuple(parameter.shape)}: "
                 "it belongs to another model"
             )
-        residuals_by_parameter.copy_(saved)
+        residual.copy_(saved)
     exchange.feedback.algorithm.migrate([], 1.0, state["algorithm"])
 
 
 def comm_hook(
     state: CommState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined] # it is there at run time
+    bucket: dist.GradBucket,  # type: ignore[name-defined] # exists at run time
 ) -> torch.futures.Future[torch.Tensor]:
-    """For ``ddp_model.register_comm_hook(CommState(...), comm_hook)`` and trainers that take such a pair.
+    """Communication hook for ``ddp_model.register_comm_hook(CommState(...), comm_hook)``, and for trainers.
 
-    Accumulate gradients under ``ddp_model.no_sync()``, as DDP does not tell a hook what it averaged before.
+    Accumulate gradients under ``ddp_model.no_sync()``. A hook cannot see which gradients have been averaged before.
     """
     return state.exchange(bucket)
 
@@ -404,21 +430,44 @@ def register(
     dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
 ) -> CommState:
-    """Let ``model`` average its gradients sparsely, bucket by bucket, beside backward. Arguments: :class:`CommState`.
+    """Average the gradients of a ``DistributedDataParallel`` model by sparse exchanges, in parallel with backward.
 
-    Every rank must call this alike. A backward pass that would add to averaged gradients raises
-    :class:`RuntimeError`: accumulate under ``model.no_sync()``.
+    All ranks must call this with the same arguments. Each bucket is exchanged when DDP has filled it. Accumulate
+    gradients under ``model.no_sync()``: a backward pass that would add to averaged gradients raises
+    :class:`RuntimeError`.
+
+    Args:
+        model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
+        algo: See :class:`CommState`. Default: ``"oktopk"``.
+        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        node_group: See :class:`CommState`. Default: None, nodes are not treated separately.
+        on_nonfinite: ``"raise"``, ``"propagate"`` or ``"zero"``, see :class:`CommState`. Default: ``"propagate"`` with
+            a ``scaler``, else ``"raise"``.
+        scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
+        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
+        dense_below: Tensors with fewer elements, or at most one dimension, are sent dense. 0 sends none dense.
+            Default: 1024.
+        **recipe_fields: Further fields of the recipe of ``algo``.
+
+    Returns:
+        The state of the hook, with metrics and checkpoints.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+        ConfigMismatchError: Ranks are configured differently. The first backward pass raises it.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or use tritoncomm.wrap() "
-            "on the optimizer of a plain one"
+            f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or call tritoncomm.wrap() "
+            "on the optimizer of a plain module"
         )
     chosen = resolve_recipe(algo, density, 0, recipe_fields)
     if model.find_unused_parameters and not (is_dense(chosen) or chosen.density == 1):
         raise ConfigurationError(
-            "find_unused_parameters=True: DDP throws away what is delivered to a parameter that no rank used in a "
-            "pass. Use every parameter, or tritoncomm.wrap() on the plain module, where a missing gradient is zero"
+            "find_unused_parameters=True: DDP discards the entries that are delivered to a parameter that no rank used "
+            "in a pass. Use every parameter, or call tritoncomm.wrap() on the optimizer of the plain module, where a "
+            "missing gradient counts as zero"
         )
     state = CommState(
         model.process_group,
@@ -434,22 +483,22 @@ def register(
     )
     state.name(dict(model.module.named_parameters()))
     model.register_comm_hook(state, comm_hook)
-    _refuse_accumulation(list(model.parameters()), weakref.ref(state))
+    _check_accumulation(list(model.parameters()), weakref.ref(state))
     return state
 
 
-def _refuse_accumulation(parameters: list[torch.Tensor], owner: "weakref.ref[CommState]") -> None:
-    """Raise in the backward pass that would add to gradients which are averages."""
+def _check_accumulation(parameters: list[torch.Tensor], owner: "weakref.ref[CommState]") -> None:
+    """Make a backward pass raise if it would add to averaged gradients."""
 
-    def check(_: torch.Tensor) -> None:  # before anything of this pass is added to any gradient
+    def check(_: torch.Tensor) -> None:  # runs before this pass adds to any gradient
         state = owner()
         if state is None or not state.has_averaged:
             return
         state.has_averaged = False
         if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
             raise RuntimeError(
-                "gradients of the last backward pass are still there: call zero_grad(), or accumulate under "
-                "model.no_sync() in all passes but the last, as averaged gradients must not be averaged again"
+                "the averaged gradients of the last backward pass were not reset, and must not be averaged again: call "
+                "zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
             )
 
     for parameter in parameters:

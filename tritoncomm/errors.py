@@ -1,4 +1,4 @@
-"""Every error a user can meet."""
+"""The exceptions that this library raises."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from collections.abc import Iterable
 
 
 class TritoncommError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base class of all exceptions that this library raises on purpose."""
 
 
 class ConfigurationError(TritoncommError, ValueError):
-    """An argument that cannot work; the message names it, its value and the fix."""
+    """An argument is invalid. The message names the argument, its value and the fix."""
 
 
 class ConfigMismatchError(TritoncommError, RuntimeError):
-    """Ranks were set up differently; the message names the differing fields and the ranks."""
+    """Ranks are configured differently. The message names the fields that differ and the ranks."""
 
 
 class ProtocolMismatchError(TritoncommError, RuntimeError):
-    """Two ranks disagree about what travels in a round; the message names round, phase and both sides."""
+    """The ranks disagree about the messages of a round. The message names the round, the phase and both sides."""
 
 
 class ExchangeError(TritoncommError, RuntimeError):
-    """The network failed during a round: a lost peer, a time-out. Nothing of the step was applied.
+    """An exchange failed during a round: a peer was lost, a wait timed out, or a rank raised an exception.
 
-    ``peers`` are the ranks at fault, as far as known. The message names step, round, phase and method. The process
-    group is of no more use: make one of the ranks that are left and call ``optimizer.reset_process_group()``.
+    Nothing of the step was applied. The message names step, round, phase and method. The process group is unusable
+    afterwards. To continue with :func:`~tritoncomm.wrap`, create a new group of the remaining ranks and call
+    ``optimizer.reset_process_group()``.
+
+    Attributes:
+        peers: Global ranks that caused the failure, as far as known.
     """
 
     def __init__(self, message: str, peers: Iterable[int] = ()) -> None:
@@ -34,18 +38,21 @@ class ExchangeError(TritoncommError, RuntimeError):
 
 
 class PeerLostError(ExchangeError):
-    """A rank has died, or closed its connections without a word."""
+    """A rank died, or closed its connections without reporting an error."""
 
 
 class ExchangeTimeoutError(ExchangeError):
-    """A rank did not answer within the time-out; it may still be there."""
+    """A rank did not answer within the time-out. It may still be running."""
 
 
 class NonFiniteError(TritoncommError, ArithmeticError):
-    """A NaN or Inf came up in this step; every rank raises it and no residual has changed.
+    """A gradient or a sum of gradients is NaN or Inf in this step.
 
-    ``ranks`` names the ranks where it was seen first (their own gradients, or the region in which a
-    sum overflowed); it is empty when the method can tell only that the sum is not finite.
+    Every rank raises this error, and no residual has changed.
+
+    Attributes:
+        ranks: Ranks where the NaN or Inf was found first: in their own gradients, or in the region of the vector whose
+            sum overflowed. Empty when the method only sees that the sum is not finite.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:

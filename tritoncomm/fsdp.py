@@ -1,7 +1,7 @@
-"""Front door 3: FSDP2, sharded inside a fast network, replicated across a slow one.
+"""Sparse exchange for FSDP2 models that are sharded inside a fast network and replicated across a slow one.
 
-``fully_shard`` over a one-dimensional mesh reduce-scatters gradients within it; the hook that this module sets then
-averages the shards over the replicas, sparsely.
+``fully_shard`` with a one-dimensional mesh reduce-scatters gradients within this mesh. The hook of this file then
+averages the shards over the replicas by a sparse exchange.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ logger = logging.getLogger("tritoncomm")
 
 
 class ShardSlice(NamedTuple):
-    """Where a parameter's shard lies in what FSDP reduces at once: ``padded`` elements from ``start``."""
+    """The shard of one parameter within the flat shard that FSDP reduces for a parameter group.
+
+    Attributes:
+        name: Name of the parameter.
+        start: Index of the first element.
+        padded: Number of elements, padding included.
+        small: Whether the shard is sent dense.
+    """
 
     name: str
     start: int
@@ -47,7 +54,16 @@ class ShardSlice(NamedTuple):
 
 
 class ShardExchange:
-    """The exchange of one parameter group of FSDP: called with its reduced shard, which becomes the mean."""
+    """The exchange of one FSDP parameter group. A call replaces its reduced shard by the mean over the replicas.
+
+    Args:
+        number: Position among the parameter groups of the model.
+        group: The parameter group of FSDP.
+        shard_slices: The shards of its parameters.
+        recipe: The recipe of the exchange.
+        scheduler: Scheduler of the replicas.
+        owner: The state that holds this exchange.
+    """
 
     def __init__(
         self,
@@ -72,25 +88,25 @@ class ShardExchange:
         self._group = group
         self._scheduler = scheduler
         self._owner = owner
-        self._held: torch.Tensor | None = None
+        self._unsent: torch.Tensor | None = None
 
     def __call__(self, shard: torch.Tensor) -> None:
-        """Average ``shard`` (flat, any dtype, padding included) over the replicas, in place."""
+        """Replace ``shard`` (flat, any float dtype, padding included) by its mean over the replicas, in place."""
         if shard.is_cuda:  # pragma: no cover - needs a GPU
             shard.record_stream(torch.cuda.current_stream(shard.device))
         if shard.numel() != self.numel:
             raise ConfigurationError(
-                f"FSDP reduces {shard.numel()} elements at once where {self.numel} were registered "
-                f"({self.shard_slices[0].name} and others): register() after all of fully_shard() and freezing, and "
-                "use every parameter in each pass"
+                f"FSDP reduced a shard of {shard.numel()} elements, but {self.numel} were registered "
+                f"({self.shard_slices[0].name} and others): call register() after fully_shard() and after freezing, "
+                "and use every parameter in each pass"
             )
-        if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself looks at only in HSDP
-            self._held = shard.to(torch.float32, copy=True) if self._held is None else self._held.add_(shard)
+        if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself reads only in HSDP
+            self._unsent = shard.to(torch.float32, copy=True) if self._unsent is None else self._unsent.add_(shard)
             shard.zero_()
             return
-        if self._held is not None:
-            shard.add_(self._held)
-            self._held = None
+        if self._unsent is not None:
+            shard.add_(self._unsent)
+            self._unsent = None
         self._owner.enter(self)
         scale = self._owner.scale()
         for shard_slice, part in self._parts():
@@ -100,19 +116,21 @@ class ShardExchange:
             self._deliver(scale, shard.dtype)
         except NonFiniteError as error:
             bad = [shard_slice.name for shard_slice, part in self._parts() if not part.isfinite().all()]
-            logger.warning("gradients become NaN: %s; on rank %d in %s", error, dist.get_rank(), bad or "none")
-            self._owner.refused = True
+            logger.warning(
+                "gradients become NaN: %s; rank %d has NaN or Inf in %s", error, dist.get_rank(), bad or "none"
+            )
+            self._owner.found_nonfinite = True
             shard.fill_(math.nan)
             return
         except BaseException as error:
-            self._owner.abandon(error)
+            self._owner.abort(error)
             raise
         for shard_slice, part in self._parts():
             shard[shard_slice.start : shard_slice.start + shard_slice.padded].copy_(part)
 
     @property
     def meter(self) -> Meter:
-        """The traffic and waiting time of the last backward pass."""
+        """Traffic and waiting time of the last backward pass."""
         return self._scheduler.meter
 
     def agree_on_exchange_id(self) -> None:
@@ -120,13 +138,13 @@ class ShardExchange:
         self._scheduler.agree_on_exchange_id()
 
     def _deliver(self, scale: float, dtype: torch.dtype) -> None:
-        """Exchange ``flat``, which becomes ``scale`` times the mean, and must fit into ``dtype``."""
+        """Replace ``flat`` by ``scale`` times the mean. Raise if this overflows in ``dtype``."""
         scheduler = self._scheduler
         mean = scheduler.run(self.feedback.begin(self.flat, scheduler.rank, scheduler.world_size))
         self.delivered = mean.density
         mean.write_to(self.flat, workspace=self.feedback.workspace)
         self.flat.mul_(scale)
-        if not fits_dtype(self.flat, dtype):  # on all replicas alike, as the mean is
+        if not fits_dtype(self.flat, dtype):  # equal on all replicas, like the mean
             raise NonFiniteError(f"a mean of finite gradients overflows in {dtype}; nothing was applied")
 
     def _parts(self) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
@@ -138,9 +156,18 @@ class ShardExchange:
 
 
 class FSDPState:
-    """What :func:`register` returns: the exchanges of all parameter groups, and what they owe.
+    """The state that :func:`register` returns: the exchanges of all parameter groups, and their residuals.
 
-    A backward pass is adopted at its end, when all ranks know that none refused it; until then residuals are as before.
+    A backward pass is committed at its end. If any rank found a NaN or Inf in it, the pass is rejected, and residuals
+    stay as they were before the pass.
+
+    Attributes:
+        recipe: The recipe of the exchange.
+        group: Process group of the replicas.
+        scaler: The ``GradScaler`` that scales the loss, or None.
+        exchanges: The exchange of each parameter group.
+        steps: Number of committed backward passes.
+        skipped_steps: Number of rejected backward passes.
     """
 
     def __init__(
@@ -155,60 +182,60 @@ class FSDPState:
         self.group = group
         self.scaler = scaler
         self.exchanges: list[ShardExchange] = []
-        self.refused = False
+        self.found_nonfinite = False  # on this rank, in this backward pass
         self.steps = self.skipped_steps = 0
         self._begun: list[ShardExchange] = []
         self._backward = -1
-        self._everybody = dist.new_group(timeout=timeout)
-        self._agreement = ProcessGroupScheduler(self._everybody, timeout, device, f"fsdp {recipe!r}")
-        self._agreement.agree_on_exchange_id()
+        self._world_group = dist.new_group(timeout=timeout)
+        self._commit_scheduler = ProcessGroupScheduler(self._world_group, timeout, device, f"fsdp {recipe!r}")
+        self._commit_scheduler.agree_on_exchange_id()
 
     def scale(self) -> float:
-        """What gradients have been multiplied by."""
+        """Return the scale of the loss, 1 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def enter(self, exchange: ShardExchange) -> None:
-        """``exchange`` is about to begin; the first in a backward pass arranges for its end."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way
+        """Record that ``exchange`` begins. The first one in a backward pass queues the commit at its end."""
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public function
         again = exchange in self._begun
         if again:
             self.rollback()
         if again and backward == self._backward:
             raise ConfigurationError(
-                f"{exchange.shard_slices[0].name} is used twice in a forward pass, so that FSDP reduces its gradient "
-                "in two parts: give the module that uses it to fully_shard instead of the part that is used twice"
+                f"{exchange.shard_slices[0].name} is used twice in a forward pass, and FSDP reduces its gradient in "
+                "two parts: call fully_shard() on the module that uses it, not on the part that is used twice"
             )
-        self._backward = backward  # another one: the pass before came to no end
+        self._backward = backward  # if this is another pass, the previous one did not finish
         if not self._begun:
             torch.autograd.Variable._execution_engine.queue_callback(self._commit_backward)  # noqa: SLF001 - the only way
         self._begun.append(exchange)
 
     def rollback(self) -> None:
-        """Forget the backward pass."""
+        """Discard the backward pass."""
         for exchange in self._begun:
             exchange.feedback.rollback()
-        self._begun, self.refused = [], False
+        self._begun, self.found_nonfinite = [], False
 
-    def abandon(self, error: BaseException) -> None:
-        """The backward pass cannot be finished: forget it, and tell those who wait for its end."""
+    def abort(self, error: BaseException) -> None:
+        """Discard the backward pass, which cannot finish, and report ``error`` to the ranks that wait for its end."""
         self.rollback()
         if isinstance(error, Exception):
-            self._agreement.fail(error)
+            self._commit_scheduler.fail(error)
 
     def _commit_backward(self) -> None:
-        """Adopt the backward pass, or forget it when any rank refused a part of it. All ranks come here."""
+        """Commit the backward pass, or discard it if any rank found a NaN or Inf. All ranks call this."""
         try:
-            refused = self._agreement.run(_any(self.refused, self._device))
+            rejected = self._commit_scheduler.run(_any(self.found_nonfinite, self._device))
         except BaseException:
             self.rollback()
             raise
-        if refused:
+        if rejected:
             self.rollback()
         for exchange in self._begun:
             exchange.feedback.commit()
         self._begun = []
-        self.skipped_steps += refused
-        self.steps += not refused
+        self.skipped_steps += rejected
+        self.steps += not rejected
 
     @property
     def _device(self) -> torch.device:
@@ -219,7 +246,10 @@ class FSDPState:
         return repr([[tuple(shard_slice) for shard_slice in exchange.shard_slices] for exchange in self.exchanges])
 
     def metrics(self) -> dict[str, float]:
-        """What the last backward pass did on this rank."""
+        """Return metrics of the last backward pass and totals on this rank, as a flat dict for TensorBoard or W&B.
+
+        See :meth:`tritoncomm.SparseOptimizer.metrics`.
+        """
         numel = sum(exchange.numel for exchange in self.exchanges)
         meters = [exchange.meter for exchange in self.exchanges]
         return {
@@ -235,7 +265,10 @@ class FSDPState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, by parameter group, and the states of the method."""
+        """Return this rank's residual of each parameter group, and the states of the method.
+
+        Residuals differ between ranks: save the dict of every rank.
+        """
         return state_format.with_checksum(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -248,16 +281,19 @@ class FSDPState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what :meth:`state_dict` of the same rank returned. All ranks load together and only if all can.
+        """Load what :meth:`state_dict` of the same rank returned.
 
-        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
-        another rank, world size, method, model or sharding.
+        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+
+        Raises:
+            ConfigurationError: The state is damaged, or belongs to another rank, world size, method, model or sharding.
+            ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
-        with setup_checks.propagate_errors(self._everybody):
+        with setup_checks.propagate_errors(self._world_group):
             state_format.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
             if state["settings"] != self._sharding:
-                raise ConfigurationError("this checkpoint is of another model, or one that was sharded differently")
-        setup_checks.compare({"steps": state["steps"]}, self._everybody)
+                raise ConfigurationError("this checkpoint belongs to a model with other parameters or another sharding")
+        setup_checks.compare({"steps": state["steps"]}, self._world_group)
         for exchange, residual in zip(self.exchanges, state["residuals"], strict=True):
             algorithm = state["algorithm"][str(exchange.number)]
             exchange.feedback.load_state_dict({"residual": residual.to(self._device), "algorithm": algorithm})
@@ -265,8 +301,8 @@ class FSDPState:
 
 
 def _any(flag: bool, device: torch.device) -> Pattern[bool]:
-    """Whether any rank has set ``flag``."""
-    total = yield AllReduce("settle", torch.tensor([int(flag)], dtype=torch.int32, device=device))
+    """Return True if ``flag`` is set on any rank."""
+    total = yield AllReduce("commit", torch.tensor([int(flag)], dtype=torch.int32, device=device))
     return bool(total)
 
 
@@ -283,19 +319,37 @@ def register(
     dense_below: int = DENSE_BELOW,
     **recipe_fields: Any,
 ) -> FSDPState:
-    """Average the gradient shards of ``model`` over ``replicate_group`` sparsely, module by module, in backward.
+    """Average the gradient shards of an FSDP2 model over its replicas by sparse exchanges, in the backward pass.
 
-    ``model`` has been given to ``fully_shard`` with a one-dimensional mesh, for example ``mesh["shard"]`` of a mesh of
-    replicas and shards; ``replicate_group`` is the group of ranks that hold the same shard,
-    ``mesh["replicate"].get_group()``. Call it on all ranks, after all of ``fully_shard`` and before the first forward
-    pass. The method is chosen as :func:`tritoncomm.wrap` does. Residuals need as much memory as the shard, in fp32.
+    Call this on all ranks, after the last ``fully_shard`` and before the first forward pass. Each parameter group of
+    FSDP is exchanged when its gradients have been reduce-scattered. The optimizer sees averaged gradients that are zero
+    where nothing was delivered. Residuals need as much memory as the shards, in fp32.
 
-    When any replica holds a NaN or Inf, or a mean overflows in an fp16 ``reduce_dtype``, the shard becomes NaN on all,
-    as in a dense run, and nothing that is owed changes, in no module. Give the ``scaler`` that scales the loss, if
-    there is one: residuals are kept in unscaled units. A backward pass ends with a word from every rank, so that none
-    steps when another has failed. The optimizer sees averaged gradients that are zero where nothing was delivered.
-    Raises :class:`~tritoncomm.ConfigurationError` for a model that cannot be served, and
-    :class:`~tritoncomm.ConfigMismatchError` when replicas differ.
+    If any replica has a NaN or Inf, or if a mean overflows with ``reduce_dtype=torch.float16``, the shard becomes NaN
+    on all replicas, as in a dense run, and no residual of any module changes. Every backward pass ends with an
+    all-reduce over all ranks, so no rank steps if another rank has failed.
+
+    Args:
+        model: Model to which ``fully_shard`` was applied with a one-dimensional mesh, for example ``mesh["shard"]`` of
+            a mesh of replicas and shards.
+        replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
+        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and
+            sparse between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
+        scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
+        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
+        dense_below: Shards with fewer elements, or at most one dimension (biases, norms), are sent dense. 0 sends none
+            dense. Default: 1024.
+        **recipe_fields: Further fields of the recipe of ``algo``.
+
+    Returns:
+        The state of the exchanges, with metrics and checkpoints.
+
+    Raises:
+        ConfigurationError: An argument is invalid, or the model is not supported.
+        ConfigMismatchError: Replicas are configured differently, or an argument is invalid on another rank.
     """
     with setup_checks.propagate_errors(None):
         recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
@@ -305,11 +359,11 @@ def register(
         for module, group in found:
             _check_group(module, group, replicate_group)
         if not found:
-            raise ConfigurationError("no module of this model was given to fully_shard: do that first, or use wrap()")
+            raise ConfigurationError("model has no sharded module: call fully_shard() first, or use tritoncomm.wrap()")
     setup_checks.compare({"version": __version__}, None)
-    without_gaps = getattr(model, "set_reduce_scatter_unused_params", None)
-    if callable(without_gaps):  # older ones give a shorter shard when a parameter is unused, which is refused then
-        without_gaps(True)
+    reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
+    if callable(reduce_unused):  # older releases reduce a shorter shard if a parameter is unused, which raises then
+        reduce_unused(True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     device = found[0][1].fsdp_params[0].sharded_param.device
     state = FSDPState(recipe, replicate_group, scaler, timeout, device)
@@ -333,7 +387,7 @@ def register(
     return state
 
 
-# PyTorch has no public way to ask a module what FSDP made of it.
+# PyTorch has no public function that returns the parameter groups of FSDP.
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -347,7 +401,7 @@ def _parameter_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             if groups is None:
                 groups = [group for group in [state._fsdp_param_group] if group is not None]  # noqa: SLF001
             if len(groups) > 1:
-                raise ConfigurationError("one fully_shard() over several meshes has no all-reduce hook: use one mesh")
+                raise ConfigurationError("fully_shard() over several meshes has no all-reduce hook: use one mesh")
             if id(state) not in seen:  # several modules may share one
                 seen.add(id(state))
                 yield from ((module, group) for group in groups)
@@ -359,16 +413,16 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
     if getattr(mesh, "replicate_process_group", None) is not None:
         raise ConfigurationError(
             f"{name} is sharded over a two-dimensional mesh: FSDP then averages over the replicas densely before any "
-            'hook can see the gradient; give fully_shard mesh["shard"] alone and register() the replicas\' group'
+            'hook can see the gradient; call fully_shard() with mesh["shard"] and register() with the replicate group'
         )
     if group._all_reduce_hook is not None:  # noqa: SLF001
-        raise ConfigurationError(f"{name} has an all-reduce hook already: register() once")
+        raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")
     shards = dist.get_process_group_ranks(mesh.shard_process_group)
     replicas = dist.get_process_group_ranks(replicate_group)
     if set(shards) & set(replicas) != {dist.get_rank()}:
         raise ConfigurationError(
-            f"ranks {shards} hold the shards of {name} and replicate_group is {replicas}: they must have this rank, "
-            f"{dist.get_rank()}, and no other in common"
+            f"the shards of {name} are on ranks {shards}, and replicate_group has ranks {replicas}: they must have "
+            f"this rank, {dist.get_rank()}, and no other in common"
         )
 
 

@@ -1,4 +1,4 @@
-"""Front door 1: an optimizer that exchanges gradients before it steps."""
+"""An optimizer wrapper that exchanges gradients before each step."""
 
 from __future__ import annotations
 
@@ -56,45 +56,61 @@ def wrap(
     broadcast_parameters: bool = False,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
-    """``optimizer``, but ``step()`` first averages the gradients over all ranks, sparsely.
+    """Wrap ``optimizer`` so that ``step()`` first averages the gradients over all ranks by a sparse exchange.
 
-    ``algo`` is a name from :func:`tritoncomm.algorithms`, configured by ``density`` and further
-    ``recipe_fields``, or a recipe, which carries its own settings; ``"auto"`` measures the network and takes what
-    the cost formulas predict to be fastest for this model at ``density``, dense included, of methods that have been
-    found to train well; computation that would hide a dense exchange is not counted. The first ``warmup_steps``
-    exchanges are dense. Without an initialised process group this is one worker. Gradients must not be averaged
-    by anything else (no ``DistributedDataParallel`` around the model). ``node_group``, the ranks of this rank's node,
-    makes the exchange dense within nodes and sparse between them: see :class:`~tritoncomm.Hierarchical`.
+    An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
+    added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
+    delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
+    3 sqrt(tau) if that is less.
 
-    ``staleness="aware"`` takes the Adam or AdamW step over what was delivered, each delivery counting for at most
-    ``max_catch_up`` steps and three square roots of the steps it has waited. Catching up is shortened where it would
-    change a tensor by more than ``max_relative_update`` of its norm at once, though not to less than dense steps might;
-    ``"off"`` runs the optimizer as it is.
-    ``select_by="update"`` chooses entries by their gradient over the root of its second moment, which is what Adam
-    steps by, ``"gradient"`` by their gradient; ``"auto"`` is ``"update"`` where the staleness-aware step is taken and
-    ``algo`` compares entries with each other.
-    ``on_nonfinite``: when any rank holds a NaN or Inf, ``"skip"`` drops this step on all ranks, ``"raise"`` raises
-    :class:`~tritoncomm.NonFiniteError` on all, and ``"zero"`` takes these values for zero; a step that a
-    ``GradScaler`` found to overflow is always skipped. ``max_grad_norm`` clips the averaged gradient.
-    ``timeout`` limits each wait for a peer; None leaves it to the process group. Tensors of fewer than ``dense_below``
-    elements or of at most one dimension (biases, norms) travel dense, all in one all-reduce, unless ``dense_below=0``;
-    a model of one-dimensional shards goes by the number of elements alone.
-    ``broadcast_parameters=True`` first copies the parameters of the group's first rank to its other ranks, as
-    ``DistributedDataParallel`` does. Buffers are not copied, because an optimizer does not know them.
+    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Nothing
+    else may average the gradients: train the plain module, without ``DistributedDataParallel``. Without an initialized
+    process group, the optimizer runs as a single worker.
 
-    Every rank must call this alike: parameters, optimizer, recipe and options are compared, and a
-    difference, or an argument that is wrong on some rank, is a
-    :class:`~tritoncomm.ConfigMismatchError` on the other ranks. Raises
-    :class:`~tritoncomm.ConfigurationError` for arguments that cannot work.
+    Args:
+        optimizer: Optimizer to wrap.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, a recipe, or ``"auto"``. ``"auto"`` measures the
+            network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
+            and the methods known to train well, and ignores that a dense exchange can overlap with computation.
+        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        process_group: Process group to exchange in. Default: the default process group.
+        node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
+            between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
+            step. Default: ``"aware"``.
+        select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
+            over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
+            the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
+        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Default: 20.
+        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. Changes
+            of the size of a dense step are always allowed. Default: 0.2.
+        on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
+            :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
+            ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
+        max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
+        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
+        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
+            all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
+        broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
+            ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
+        **recipe_fields: Further fields of the recipe of ``algo``.
+
+    Returns:
+        The wrapped optimizer.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+        ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
     if process_group is not None and not is_distributed():
-        raise ConfigurationError("process_group was given but torch.distributed is not initialised")
+        raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
     if process_group is not None and dist.get_rank(process_group) < 0:
-        raise ConfigurationError("this rank is not a member of process_group")
+        raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
     with setup_checks.propagate_errors(process_group):
         check_optimizer(optimizer)
         if isinstance(optimizer, SparseOptimizer):
-            raise ConfigurationError("optimizer is wrapped already: wrap the original one")
+            raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         setup_checks.check_not_reduced(p for group in optimizer.param_groups for p in group["params"])
         if algo == "auto":
             chosen = automatic_recipe(optimizer, density, process_group, recipe_fields)
@@ -116,9 +132,13 @@ def wrap(
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """What :func:`wrap` returns. Shares ``param_groups``, ``state`` and ``defaults`` with ``optimizer``."""
+    """The optimizer that :func:`wrap` returns.
 
-    # A GradScaler then always calls step(), and says through these what it found on this rank.
+    It shares ``param_groups``, ``state`` and ``defaults`` with the original optimizer, which is ``optimizer``. A copy
+    uses the same process group, an unpickled optimizer the default process group. Hooks are not copied.
+    """
+
+    # A GradScaler then always calls step(). It sets the other two: its scale, and its overflow flag of this rank.
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
@@ -132,55 +152,53 @@ class SparseOptimizer(torch.optim.Optimizer):
         *,
         broadcast_parameters: bool = False,
     ) -> None:
-        self._take_in(optimizer, recipe, options)
+        self._bind(optimizer, recipe, options)
         self._exchange = self._set_up(process_group, broadcast=broadcast_parameters)
 
-    def _take_in(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
+    def _bind(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
         self.optimizer = optimizer
-        # Not super().__init__: parameters and state stay the wrapped optimizer's. This is the part of
-        # it that sets up hooks and profiling, the way unpickling does.
+        # Not super().__init__(): parameters and state stay those of the original optimizer. Like unpickling, this
+        # initializes only hooks and profiling.
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._optimizer_step = OptimizerStep(optimizer, options, late=not is_dense(recipe))
+        self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe))
         self._optimizer_step.check()
         self._step_state = StepState()
 
-    # What belongs to the wrapped optimizer. Read through, because load_state_dict rebinds them.
+    # Properties, because load_state_dict() of the original optimizer replaces these objects.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The parameter groups of the original optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The state of the original optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """The default options of the original optimizer."""
         return self.optimizer.defaults
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that exchange; None is the default one."""
+        """The process group of the exchange. None is the default process group."""
         return self._exchange.group
 
     @property
     def is_synchronized(self) -> bool:
-        """True between :meth:`synchronize` and :meth:`step`."""
+        """True after :meth:`synchronize`, until the next :meth:`step` or :meth:`zero_grad`."""
         return self._step_state.exchanged
 
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
-    # Copies share the process group, unpickled ones take the default group. Hooks are not copied, as torch's are not.
-
     def __getstate__(self) -> dict[str, Any]:
         fields = {"optimizer": self.optimizer, "recipe": self.recipe, "options": self._options}
-        self._nothing_pending("copying")
+        self._check_no_pending_step("copying")
         return fields | {
             "skipped": self._step_state.skipped,
             "steps": self._exchange.steps,
@@ -193,20 +211,20 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseOptimizer:
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        clone._restore(  # noqa: SLF001 - our own
+        clone._restore(  # noqa: SLF001 - of the same class
             copy.deepcopy(self.__getstate__(), memo), self._exchange.group
         )
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        self._take_in(state["optimizer"], state["recipe"], state["options"])
+        self._bind(state["optimizer"], state["recipe"], state["options"])
         self._exchange = self._build(group)
         self._exchange.feedback = self._exchange.loaded(state["exchange"])
         self._step_state.skipped, self._exchange.steps = state["skipped"], state["steps"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike. What is owed to the others is kept, or nothing changes."""
-        self._nothing_pending("add_param_group()")
+        """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
+        self._check_no_pending_step("add_param_group()")
         before = len(self.param_groups)
         try:
             with setup_checks.propagate_errors(self._exchange.group):
@@ -222,12 +240,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._exchange = exchange
 
     def set_density(self, density: float) -> None:
-        """Deliver this share of the entries from now on, on every rank alike. What is owed stays.
+        """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
 
-        Raises :class:`~tritoncomm.ConfigurationError` for a density that cannot be, and
-        :class:`~tritoncomm.ConfigMismatchError` when ranks ask for different ones; nothing changes then.
+        Raises:
+            ConfigurationError: The density is not in (0, 1]. Nothing has changed.
+            ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
-        self._nothing_pending("set_density()")
+        self._check_no_pending_step("set_density()")
         with setup_checks.propagate_errors(self._exchange.group):
             recipe = with_density(self.recipe, density)
         if is_distributed():
@@ -239,19 +258,21 @@ class SparseOptimizer(torch.optim.Optimizer):
     def reset_process_group(
         self, process_group: dist.ProcessGroup | None = None, node_group: dist.ProcessGroup | None = None
     ) -> None:
-        """Go on in another process group (None: the default one), of whatever size and ranks; all its ranks call this.
+        """Continue in another process group of any size. All its ranks must call this.
 
-        After a failure some ranks may have applied a step that others could not confirm: those catch up here. What
-        this rank owes is scaled so that the pending update of the ranks that are left stays what it was; what a lost
-        rank owed is lost with it. Methods learn their thresholds and partitions anew. With ``node_group`` the exchange
-        is dense within nodes; without, it is sparse between all ranks, whatever it was before. Raises
-        :class:`~tritoncomm.ConfigMismatchError` when the ranks are not at the same step or hold other parameters.
+        After a failure, some ranks may have applied a step that other ranks could not confirm. The other ranks apply it
+        here. Residuals are scaled so that the pending update of the remaining ranks does not change. The residual of a
+        lost rank is lost. Methods determine thresholds and partitions from scratch. Without ``node_group``, the
+        exchange is sparse between all ranks, even if it was dense within nodes before. See :func:`wrap`.
+
+        Raises:
+            ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange = self._exchange
         if is_distributed():
             ahead = max(fields["steps"] for fields in setup_checks.gather({"steps": exchange.steps}, process_group))
             if exchange.pending is not None and exchange.steps + 1 == ahead:
-                self._take_step(exchange.commit_pending())
+                self._apply_mean(exchange.commit_pending())
         self._reset()
         exchange.pending = None
         with setup_checks.propagate_errors(process_group):
@@ -265,18 +286,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and an exchange that no step has used."""
+        """Reset the gradients, and discard an exchange that :meth:`step` has not used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange, unless :meth:`synchronize` has done so, then step; returns the closure's loss.
+        """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
 
-        Raises :class:`RuntimeError` when the exchanged gradients have been replaced since.
+        ``closure`` computes the gradients and returns the loss, which is returned. It is called once.
+
+        Raises:
+            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced.
+            NonFiniteError: A rank has a NaN or Inf, and ``on_nonfinite`` is ``"raise"``. Nothing has changed.
+            ExchangeError: A peer was lost, or a wait timed out. Nothing has changed.
         """
         try:
             return self._step(closure)
-        except BaseException:  # a scaler takes these back only when all went well, and multiplies by what is left
+        except BaseException:  # a GradScaler removes these attributes only if step() succeeds
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)
             raise
@@ -294,29 +320,31 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not step_state.exchanged:
             self.synchronize()
         elif getattr(self, "grad_scale", None) is not None:
-            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) before it")
-        if any(now is not then for now, then in zip(self._gradients(), step_state.written, strict=True)):
-            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() first")
+            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
+        if any(now is not then for now, then in zip(self._gradients(), step_state.written_gradients, strict=True)):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if step_state.mean is not None:
-            self._take_step(step_state.mean)
+            self._apply_mean(step_state.mean)
         else:
-            self._check_scale()
+            self._warn_about_scale()
         self._reset()
         return loss
 
     def note_unscaled(self, found: torch.Tensor) -> None:
-        """A scaler has unscaled the gradients and ``found`` (not 0) an overflow on some rank: skip the step."""
+        """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
         self._step_state.found_in_unscale = found
 
     @without_compile
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Replace every ``.grad`` by the average over ranks now, for example to clip it.
+        """Replace every ``.grad`` by the mean over ranks now, for example to clip it before :meth:`step`.
 
-        The following :meth:`step` does not exchange again. Parameters without gradient count as zero
-        and receive one. The staleness-aware step reads ``.grad`` at the delivered coordinates only.
-        With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` before.
-        Raises :class:`RuntimeError` when the gradients were exchanged already.
+        The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created. The
+        staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
+        ``scaler.unscale_(optimizer)`` first.
+
+        Raises:
+            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
         """
         step_state = self._step_state
         if step_state.exchanged:
@@ -336,17 +364,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             if self._options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
-        step_state.exchanged = True  # without a mean the step does nothing
-        step_state.written = self._gradients()
+        step_state.exchanged = True  # without a mean, step() does nothing
+        step_state.written_gradients = self._gradients()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Step by everything that the ranks still owe each other, dense, on every rank alike; nothing is owed then.
+        """Exchange the residuals of all ranks dense, and step by their mean. Residuals are zero afterwards.
 
-        Gradients are not looked at, and are gone afterwards. Before a last evaluation, or a checkpoint for another
-        number of workers.
+        Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
+        gradients are discarded.
         """
-        self._nothing_pending("flush()")
+        self._check_no_pending_step("flush()")
         mean = self._exchange.flush()
         found = mean.values.nonzero().reshape(-1).to(torch.int32)
         sparse = SparseVector(found, mean.values[found.long()], mean.numel)
@@ -354,12 +382,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def metrics(self) -> dict[str, float]:
-        """What the last exchange did, and totals; flat, ready for TensorBoard or W&B.
+        """Return metrics of the last exchange and totals, as a flat dict for TensorBoard or W&B.
 
-        ``bytes_*`` and ``messages_sent`` are this rank's. ``seconds_select``, ``seconds_exchange`` (waiting for the
-        network, which every phase then tells of by itself) and ``seconds_apply`` make up the exchange.
-        ``residual_norm`` is computed here.
-        ``grad_norm`` is that of the averaged gradient before ``max_grad_norm`` clipped it.
+        ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
+        ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
+        split the waiting by phase. ``residual_norm`` is computed by this call. ``grad_norm`` (with ``max_grad_norm``)
+        is the norm of the averaged gradient before clipping.
         """
         clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
         return self._exchange.last | clipped | {
@@ -372,14 +400,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, loadable into the bare one, and what this rank still owes.
+        """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
 
-        Raises :class:`RuntimeError` between :meth:`synchronize` and :meth:`step`, where what was
-        delivered is in the gradients alone.
+        The original optimizer can load this dict, too. Residuals differ between ranks: save the dict of every rank, for
+        example with :func:`tritoncomm.checkpoint.save`.
+
+        Raises:
+            RuntimeError: :meth:`synchronize` was called without :meth:`step`. The gradients hold the delivered entries.
         """
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        self._nothing_pending("state_dict()")
+        self._check_no_pending_step("state_dict()")
         state = self.optimizer.state_dict() | {"tritoncomm": self._exchange.state_dict()}
         for after in list(self._optimizer_state_dict_post_hooks.values()):
             changed = after(self, state)
@@ -388,41 +419,40 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` of the same rank returned, or a bare optimizer's state.
+        """Load what :meth:`state_dict` of the same rank returned, or the state of an optimizer that is not wrapped.
 
-        A bare state leaves what is owed as it is. All ranks load together and go on only if all can.
-        Raises, with nothing changed, :class:`~tritoncomm.ConfigurationError` when the state is damaged or belongs to
-        another rank, world size, method or model, and :class:`~tritoncomm.ConfigMismatchError` when
-        another rank refused its state or loads one of another step.
+        The latter leaves the residual unchanged. All ranks must call this. If a rank cannot load its state, nothing
+        changes on any rank.
+
+        Raises:
+            ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+            ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with setup_checks.propagate_errors(self._exchange.group):
             feedback = self.loadable(state_dict)
-        ours = state_dict.get("tritoncomm")
+        saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
             setup_checks.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         self._exchange.feedback = feedback
-        self._exchange.steps = ours["steps"] if ours is not None else self._exchange.steps
+        self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
         self._reset()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
     def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback:
-        """What is owed by ``state_dict``, for :meth:`load_state_dict`; for this rank alone, and nothing changes.
-
-        Raises :class:`~tritoncomm.ConfigurationError` when it cannot be loaded here.
-        """
+        """Return the residual and method state in ``state_dict``, and raise if this rank cannot load it."""
         setup_checks.check_state_dict(state_dict, self.optimizer)
-        ours = state_dict.get("tritoncomm")
-        return self._exchange.feedback if ours is None else self._exchange.loaded(ours)
+        saved = state_dict.get("tritoncomm")
+        return self._exchange.feedback if saved is None else self._exchange.loaded(saved)
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
-        """An exchange of the gradients of everything that is trained."""
+        """Return an exchange of the gradients of all parameters that require them."""
         named = setup_checks.named_parameters(self.optimizer)
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
@@ -437,13 +467,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     def _set_up(self, group: dist.ProcessGroup | None, *, broadcast: bool) -> GradientExchange:
-        """An exchange for the present parameters, once all ranks agree about it."""
+        """Return an exchange for the present parameters, after the ranks have been compared."""
         exchange = self._build(group)
         self._compare(exchange, broadcast=broadcast)
         if is_distributed():
             exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            logger.warning("WORLD_SIZE is set but torch.distributed is not initialised: this is one worker alone")
+            logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
         return exchange
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
@@ -463,33 +493,33 @@ class SparseOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:
                 return ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                    "wrap with requires_grad=True and freeze it then, or unfreeze it before wrapping"
+                    "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
                 )
-        if not self._step_state.checked:  # a module may have been wrapped since
-            self._step_state.checked = True
+        if not self._step_state.reduction_checked:  # a module may have been passed to DDP after wrap()
+            self._step_state.reduction_checked = True
             try:
                 setup_checks.check_not_reduced(self._exchange.parameters)
             except ConfigurationError as error:
                 return error
         return None
 
-    def _check_scale(self) -> None:
-        """Say once that a skipped step leaves this rank's scale alone, where a scaler looked at this rank only."""
+    def _warn_about_scale(self) -> None:
+        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
         found = getattr(self, "found_inf", None)
-        if found is not None and not bool(found) and not self._step_state.told:
-            self._step_state.told = True
+        if found is not None and not bool(found) and not self._step_state.scale_warning_logged:
+            self._step_state.scale_warning_logged = True
             logger.warning(
-                "rank %d: the step was skipped for an overflow that the GradScaler here has not seen, so that it keeps "
-                "its scale; no result depends on that, but with tritoncomm.amp.GradScaler all scales stay equal",
+                "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It "
+                "keeps its scale. Results do not depend on it. With tritoncomm.amp.GradScaler, all scales stay equal",
                 self._exchange.rank,
             )
 
-    def _take_step(self, mean: SparseVector) -> None:
+    def _apply_mean(self, mean: SparseVector) -> None:
         self._optimizer_step.step(mean, self._exchange.layout)
 
-    def _nothing_pending(self, what: str) -> None:
+    def _check_no_pending_step(self, action: str) -> None:
         if self._step_state.exchanged:
-            raise RuntimeError(f"an exchange is waiting for its step: call step() before {what}")
+            raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
 
     def _reset(self) -> None:
         self._step_state.reset()

@@ -1,4 +1,4 @@
-"""All workers of an exchange in one process: for experiments, tests and planning."""
+"""Simulate all workers of an exchange in one process, for experiments, tests and planning."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 
 
 class SimulatedWorld:
-    """``world_size`` workers that exchange vectors of ``numel`` elements by ``recipe``.
+    """``world_size`` simulated workers that exchange vectors of ``numel`` elements with the method ``recipe``.
 
-    The code that runs is the code that trains; only the network is simulated. Any world size works.
-    Residuals live on ``device``, where the gradients must be too. With a ``link``, ``clock`` runs in virtual
-    time: ``seconds`` is what the last step would have taken on that network, and ``clock.charge(rank, seconds)``
-    lets a rank come late.
+    The workers run the same code as in training. Only the network is simulated. Any world size works.
+    Residuals are on ``device``, and gradients must be on it too. With a ``link``, ``clock`` runs in virtual time:
+    ``seconds`` is the time that the last step would have taken on that link, and ``clock.charge(rank, seconds)``
+    delays a rank.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class SimulatedWorld:
         device: torch.device | str = "cpu",
     ) -> None:
         if world_size < 1:
-            raise ConfigurationError(f"world_size={world_size}: there must be at least 1 worker")
+            raise ConfigurationError(f"world_size must be at least 1, got world_size={world_size}")
         if link is not None and not isinstance(link, Link):
-            raise ConfigurationError(f'link={link!r}: give a Link, for example Link.parse("10gbit,30us")')
+            raise ConfigurationError(f'link must be a Link, for example Link.parse("10gbit,30us"), got link={link!r}')
         if numel < 0:
-            raise ConfigurationError(f"numel={numel}: a vector cannot have fewer than 0 elements")
+            raise ConfigurationError(f"numel must be at least 0, got numel={numel}")
         recipe.check_world_size(world_size)
         self.recipe = recipe
         self.world_size = world_size
@@ -52,17 +52,16 @@ class SimulatedWorld:
     def step(
         self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None, faults: Faults | None = None
     ) -> list[SparseVector]:
-        """Exchange ``gradients`` (``[world_size, numel]``, row r is rank r's); the mean, by rank.
+        """Exchange ``gradients`` (``[world_size, numel]``, row r for rank r). Return each rank's copy of the mean.
 
-        ``before_round(number, words)`` is called before every round and may raise to inject a failure; ``faults``
-        is what the network does to messages.
-        Any error leaves residuals and states bit-identical to before. Raises
-        :class:`~tritoncomm.NonFiniteError` when a gradient has a NaN or Inf.
+        ``before_round(number, operations)`` is called before every round with the operation of each rank. It may
+        raise to inject a failure. ``faults`` injects faults into messages. After any error, residuals and states are
+        bit-identical to before. Raises :class:`~tritoncomm.NonFiniteError` when a gradient has a NaN or Inf.
         """
         if gradients.shape != (self.world_size, self.numel):
             raise ConfigurationError(
-                f"gradients has shape {tuple(gradients.shape)}: "
-                f"pass [world_size, numel] = [{self.world_size}, {self.numel}]"
+                f"gradients has shape {tuple(gradients.shape)}, "
+                f"expected [world_size, numel] = [{self.world_size}, {self.numel}]"
             )
         patterns = [
             worker.begin(gradients[rank].detach().contiguous(), rank, self.world_size)
@@ -83,7 +82,7 @@ class SimulatedWorld:
 
     @property
     def residuals(self) -> torch.Tensor:
-        """What every worker still owes: a new fp32 ``[world_size, numel]`` tensor."""
+        """The residuals of all workers, as a new fp32 ``[world_size, numel]`` tensor."""
         return torch.stack([worker.residual for worker in self.workers])
 
     @property
@@ -98,18 +97,24 @@ class SimulatedWorld:
 
     @property
     def predicted_traffic(self) -> list[Forecast]:
-        """Upper bound for the next step, by rank: per phase and direction."""
+        """Upper bound on the traffic of the next step, by rank. Each bound is per phase and direction."""
         return [worker.algorithm.predicted_traffic(self.world_size) for worker in self.workers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and algorithm states of all workers."""
+        """Return the residuals and algorithm states of all workers."""
         return {"workers": [worker.state_dict() for worker in self.workers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` of an equal world returned; all of it fits, or nothing changes."""
+        """Load a state dict that :meth:`state_dict` of an equally configured world returned.
+
+        Raises :class:`~tritoncomm.ConfigurationError`, and changes nothing, when any part of it does not fit.
+        """
         workers = state["workers"]
         if len(workers) != self.world_size:
-            raise ConfigurationError(f"saved by {len(workers)} workers, this world has {self.world_size}")
+            raise ConfigurationError(
+                f"the state dict was saved by {len(workers)} workers, but this world has {self.world_size}: "
+                "use the same world_size"
+            )
         before = self.state_dict()["workers"]
         try:
             for worker, saved in zip(self.workers, workers, strict=True):

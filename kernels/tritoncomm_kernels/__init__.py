@@ -1,4 +1,4 @@
-"""What runs on one device: accumulate, select, compact, scatter, rebalance, update. Knows nothing of workers."""
+"""Operations on one device: accumulate, select, compact, scatter, rebalance, Adam update. Nothing communicates."""
 
 from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square

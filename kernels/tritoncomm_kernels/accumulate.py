@@ -1,4 +1,4 @@
-"""Residual plus gradient, in fp32, with one rounding."""
+"""Add a scaled gradient to the residual, in fp32 with one rounding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from tritoncomm_kernels.dispatch import kernel, triton_runs
 def accumulate(
     residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, scale: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """``out = residual + scale * gradient`` with one rounding; returns ``out``.
+    """Compute ``out = residual + scale * gradient`` with one rounding and return ``out``.
 
-    ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor; ``gradient`` is
-    contiguous fp32, bf16 or fp16 ``[n]`` and shares no memory with ``out``. ``scale`` is a finite
-    number, or an fp32 ``[1]`` tensor on the same device, which nobody checks. Raises ``ValueError``
-    naming the argument that does not fit.
+    ``residual`` and ``out`` are contiguous fp32 ``[n]`` and may be the same tensor. ``gradient`` is contiguous fp32,
+    bf16 or fp16 ``[n]`` and shares no memory with ``out``. ``scale`` is a finite number, or an fp32 ``[1]`` tensor on
+    the same device. The value of a tensor is not checked. Raises ``ValueError`` naming the invalid argument.
     """
     check_addends(residual, gradient, out, scale)
     if out.numel() == 0:
@@ -30,19 +29,19 @@ def accumulate(
 def add(
     residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, scale: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """The reference. torch's scaled addition rounds once, on the CPU and on CUDA."""
+    """Reference of :func:`accumulate`. torch's scaled addition rounds once, on the CPU and on CUDA."""
     return torch.add(residual, gradient, alpha=float(scale), out=out)
 
 
 def as_argument(scale: float | torch.Tensor) -> float | torch.Tensor:
-    """What a kernel takes: Triton would compile another variant for an int and refuses numpy's scalars."""
+    """Return ``scale`` as a kernel argument. Triton compiles a separate variant for int and rejects numpy scalars."""
     return scale if isinstance(scale, torch.Tensor) else float(scale)
 
 
 def check_addends(
     residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, scale: float | torch.Tensor = 1.0
 ) -> None:
-    """Raise ``ValueError`` unless the three fit together: dtypes, sizes, device, aliasing, scale."""
+    """Raise ``ValueError`` unless dtypes, sizes, devices, aliasing and ``scale`` are valid."""
     check_vector("residual", residual)
     check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
     check_vector("out", out, numel=residual.numel(), like=residual)

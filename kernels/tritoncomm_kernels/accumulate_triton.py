@@ -1,4 +1,4 @@
-"""Kernel of :mod:`tritoncomm_kernels.accumulate`: 12 bytes per fp32 element, 10 with a 16-bit gradient."""
+"""Kernel of :mod:`tritoncomm_kernels.accumulate`. It moves 12 bytes per element, or 10 with a 16-bit gradient."""
 
 import torch
 import triton
@@ -6,15 +6,17 @@ import triton.language as tl
 
 from tritoncomm_kernels.dispatch import on_device_of
 
-# 16 elements per thread: 32 double the registers of the larger kernels, and one size keeps tiles comparable.
+# 16 elements per thread. 32 would double the registers of the larger kernels. All kernels use one size, so their tiles
+# are comparable.
 TILE, WARPS = 4096, 8
 
 
 @triton.jit
 def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
-    """``fma(gradient, factor, residual)`` at ``at``, stored to ``out``; without ``ADD`` just the residual.
+    """Return ``fma(gradient, factor, residual)`` at ``at`` and store it to ``out``.
 
-    ``WHOLE`` tiles need no mask, and only then Triton uses 128-bit accesses whatever n is.
+    Without ``ADD``, return the residual and store nothing.
+    ``WHOLE`` tiles need no mask. Only without a mask does Triton use 128-bit accesses for every n.
     """
     inside = None if WHOLE else at < n
     other = None if WHOLE else 0.0
@@ -28,7 +30,7 @@ def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constex
 
 @triton.jit(do_not_specialize=["n", "scale"])
 def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr):
-    """``out = fma(gradient, scale, residual)`` on one tile."""
+    """Compute ``out = fma(gradient, scale, residual)`` on one tile."""
     factor = tl.load(scale) if SCALE_IN_MEMORY else scale
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
@@ -39,10 +41,10 @@ def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.co
 
 
 def warps(tile: int) -> int:
-    """At least 128 elements for each warp.
+    """Return the number of warps for a tile, with at least 128 elements per warp.
 
-    With fewer than it has threads, several would hold one element, and one could read it in place after
-    another has written it.
+    With fewer elements than threads, several threads would hold the same element. In place, one thread could then
+    read an element after another has written it.
     """
     return max(1, min(WARPS, tile // 128))
 
@@ -55,7 +57,7 @@ def accumulate(
     *,
     tile: int = TILE,
 ) -> None:
-    """Launch; the arguments have been checked and are not empty."""
+    """Launch the kernel on checked, non-empty arguments."""
     n = residual.numel()
     with on_device_of(out):
         accumulate_kernel[(triton.cdiv(n, tile),)](

@@ -1,8 +1,11 @@
-"""Adam's update over late, sparse gradients: a coordinate delivered after tau steps makes up for tau steps.
+"""Adam update for sparse gradients whose coordinates are delivered with a delay.
 
-A delivery of sum s after tau steps is tau steps with gradient s / tau. Powers of the betas are products from
-a table of repeated squares, so that every device computes the same bits; ``1 - beta^tau`` is summed from
-the same table and never cancels. How far a tensor moves in all is summed up in integers, whose order does not matter.
+The staleness tau of a delivery is the number of steps since the coordinate's last delivery. A delivered sum s is
+treated as tau steps with gradient s / tau.
+
+Powers of the betas are products from a table of repeated squares, so every device computes the same bits.
+``1 - beta^tau`` is summed from the same table, without cancellation. The distance that a tensor moves is summed in
+integers, because integer sums do not depend on the order.
 """
 
 from __future__ import annotations
@@ -17,21 +20,21 @@ import torch
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
-POWERS = 31  # squares of beta: tau is int32
-# Squares of distances are summed as integers, in 1/32 of a learning rate, each counting for 1448 rates at most: 2^31
-# of them fit.
+POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
+# Squared distances are summed as int64, in units of 1/32 of a learning rate. One coordinate counts for at most 2^31,
+# which is a distance of 1448 learning rates. A sum of 2^31 such squares does not overflow.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
-_SCALARS = 9  # of AdamControl
-_PART = 1 << 20  # elements whose squares are held at a time
+_SCALARS = 9  # elements of AdamControl.scalars
+_PART = 1 << 20  # elements whose squares are in memory at a time
 
 
 @dataclass(frozen=True)
 class AdamState:
-    """The tensors of one parameter that a step updates, each shaped like the parameter.
+    """Optimizer state of one parameter. Every tensor except ``param_rms`` has the shape of the parameter.
 
-    ``first`` and ``second`` are Adam's moments, ``maximum`` (or None) the running maximum of the second for
-    AMSGrad, ``last`` (int32) the step of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
-    parameter's root mean square, now or not long ago.
+    ``first`` and ``second`` are Adam's moments. ``maximum`` is the running maximum of the second moment for AMSGrad,
+    or None. ``last`` (int32) is the step of each coordinate's last delivery. ``param_rms`` (fp32, one element) is the
+    root mean square of the parameter and may be some steps old.
     """
 
     first: torch.Tensor
@@ -43,22 +46,33 @@ class AdamState:
 
 @dataclass(frozen=True)
 class AdamControl:
-    """The numbers of one step, in device memory: a kernel does not have to be compiled or launched anew for them.
+    """Settings of one step. Numbers that change between steps are in device memory.
 
-    To replay a captured step, write the next numbers into ``scalars`` (and, when it has been looked at again, the
-    param_rms of :class:`AdamState`) outside the graph.
+    New numbers therefore need no new compilation, and a captured CUDA graph can be replayed with them. To replay a
+    captured step, write the next numbers into ``scalars`` outside the graph. Write ``param_rms`` of
+    :class:`AdamState` too, whenever it is computed again.
 
-    ``scalars`` (fp64 ``[9]``): step count, learning rate over the first bias correction, square root of
-    the second, epsilon, the limit on tau for the distance, coupled weight decay, the limit in square roots of tau,
-    32 over the first bias correction, and how many 32nds of a learning rate are the largest share of its param_rms
-    by which a tensor may change.
+    ``scalars`` (fp64 ``[9]``) holds, in this order:
+
+    * the step count, counted from 1
+    * the learning rate divided by the first bias correction
+    * the square root of the second bias correction
+    * epsilon
+    * ``max_catch_up``, the limit on the staleness that counts for the distance
+    * the coupled weight decay
+    * ``max_sqrt_staleness``, the limit in multiples of sqrt(tau)
+    * 32 divided by the first bias correction
+    * 32 times ``max_relative_update``, divided by the learning rate
+
+    ``betas`` and ``maximize`` are Adam's options. ``coupled`` is True if there is coupled weight decay. ``limited`` is
+    True if ``max_relative_update`` is finite.
     """
 
     scalars: torch.Tensor
     betas: tuple[float, float]
     maximize: bool = False
     coupled: bool = False
-    limited: bool = True  # whether there is a largest share; without one, lengths are not added up
+    limited: bool = True  # without a limit, the distance of a tensor is not computed
 
     @classmethod
     def of(
@@ -76,10 +90,16 @@ class AdamControl:
         max_sqrt_staleness: float = 3.0,
         max_relative_update: float = 0.2,
     ) -> AdamControl:
-        """Fill in the formulas."""
+        """Build the settings of step number ``steps`` on ``device`` from the hyper-parameters of the optimizer.
+
+        A delivery moves its coordinate as far as f dense steps would, with f = min(tau, ``max_catch_up``,
+        ``max_sqrt_staleness`` * sqrt(tau)). The root mean square of a tensor's change is limited to
+        ``max_relative_update`` times ``param_rms``, or to one learning rate where that is more. Above the limit, every
+        f shrinks by the same factor, but not below 1.
+        """
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
         rate, root = learning_rate / correct1, math.sqrt(correct2)
-        change = FINE * max_relative_update / learning_rate if learning_rate else 0.0  # nothing moves at a rate of 0
+        change = FINE * max_relative_update / learning_rate if learning_rate else 0.0  # a rate of 0 moves nothing
         scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_sqrt_staleness, FINE / correct1, change]
         on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
         return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_relative_update))
@@ -92,12 +112,12 @@ def adam_update(
     control: AdamControl,
     indices: torch.Tensor | None = None,
 ) -> None:
-    """Update the coordinates ``indices`` (int64 ``[k]``, unique, of the flattened ``parameter``); None for all.
+    """Apply one Adam step to the delivered coordinates of ``parameter``, in place.
 
-    ``parameter`` and ``state`` are updated in place, only in the delivered coordinates; an index outside
-    of ``[0, parameter.numel())`` updates nothing. All tensors have one shape. Half precision is computed
-    in fp32; fp64 and strided tensors are left to torch's operators, on a GPU too. Raises ``ValueError``
-    naming the argument that does not fit.
+    ``indices`` (int64 ``[k]``, unique) are the delivered coordinates of the flattened ``parameter``. None means all.
+    ``parameter`` and ``state`` change at these coordinates only. An index outside ``[0, parameter.numel())`` is
+    ignored. ``gradient`` has the shape of the parameter. Half precision is computed in fp32. fp64 and strided tensors
+    use torch operators, on a GPU too. Raises ``ValueError`` naming the invalid argument.
     """
     floats = _check(parameter, gradient, state, control, indices)
     if parameter.numel() == 0 or (indices is not None and indices.numel() == 0):
@@ -124,7 +144,7 @@ def _check(
     control: AdamControl,
     indices: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Raise ``ValueError`` unless all tensors fit together; returns the floating-point ones."""
+    """Raise ``ValueError`` unless the arguments are valid. Return the floating-point tensors."""
     named = {"parameter": parameter, "gradient": gradient, "first": state.first, "second": state.second}
     if state.maximum is not None:
         named["maximum"] = state.maximum
@@ -132,13 +152,13 @@ def _check(
         if tensor.shape != parameter.shape or tensor.device != parameter.device:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} on {tensor.device}: "
-                f"make it {tuple(parameter.shape)} on {parameter.device}, like the parameter"
+                f"expected {tuple(parameter.shape)} on {parameter.device}, like the parameter"
             )
     if state.last.dtype != torch.int32:
         raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
     if control.scalars.numel() != _SCALARS:
         held = control.scalars.numel()
-        raise ValueError(f"control has {held} scalars, expected {_SCALARS}: make it by AdamControl.of")
+        raise ValueError(f"control has {held} scalars, expected {_SCALARS}: create it with AdamControl.of")
     check_vector("param_rms", state.param_rms.reshape(-1), numel=1, like=parameter)
     if parameter.numel() > INDEX_LIMIT:
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
@@ -154,7 +174,7 @@ def _update(
     control: AdamControl,
     indices: torch.Tensor | None,
 ) -> None:
-    """The reference, in torch operators, one rounding per operation."""
+    """Reference of :func:`adam_update`, in torch operators with one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
     _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
     tables = _tables(control.betas, at.dtype, parameter.device)
@@ -167,10 +187,10 @@ def _update(
         mean = -mean
     if control.coupled:
         mean = mean + decay * values
-    late = not bool((tau == 1).all())  # else there is nothing to multiply, and nothing to catch up with
-    power, complement = _powers(tau, tables[0], tables[1]) if late else tables[:2, 0]
+    delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
+    power, complement = _powers(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
     first = power * at.read(state.first) + complement * mean
-    power, complement = _powers(tau, tables[2], tables[3]) if late else tables[2:, 0]
+    power, complement = _powers(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
     second = power * at.read(state.second) + complement * (mean * mean)
     at.write(state.first, first)
     at.write(state.second, second)
@@ -178,30 +198,31 @@ def _update(
     if state.maximum is not None:
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)
-    move = first / (_square_root(second) / root + epsilon)  # of one step
-    if late:
+    move = first / (_square_root(second) / root + epsilon)  # of one dense step
+    if delayed:
         factor = waited.minimum(limit).minimum(walk * _square_root(waited))
         if control.limited:
             length = _length(factor * move * fine, parameter.numel())
             reach = change * state.param_rms.to(at.dtype)
-            reach = torch.where(reach > FINE, reach, FINE)  # not for NaN
+            reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
             factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
         move = factor * move
     at.write(parameter, values - rate * move)
 
 
 def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
-    """Root mean square over ``numel`` coordinates of which all but ``moves`` are 0; the same bits in any order."""
+    """Return the root mean square over ``numel`` elements: ``moves``, and zeros. The order does not matter."""
     squares = moves * moves
     total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
     return _square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
 
 
 def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all of ``tensor`` (any float dtype, not empty), as fp32 ``[]``: the same bits however it is summed.
+    """Return the root mean square of ``tensor`` (any float dtype, not empty) as fp32 ``[]``.
 
-    Squares are rounded down to multiples of 2^-24 of the largest, so what is less than 1/4096 of the largest counts as
-    0. NaN where anything is not finite.
+    The order of summation does not change the bits, because squares are rounded down to multiples of 2^-24 of the
+    largest square. Elements below 1/4096 of the largest therefore count as 0. The result is NaN if any element is not
+    finite.
     """
     low, high = tensor.detach().aminmax()
     wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -216,19 +237,19 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(beta^tau, 1 - beta^tau)``, multiplied up from the lowest bit of tau."""
+    """Return ``(beta^tau, 1 - beta^tau)``, built from the lowest bit of tau upwards."""
     power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
     complement = torch.zeros_like(power)
     for bit in range(int(tau.max()).bit_length()):
         used = ((tau >> bit) & 1).bool()
-        # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t): sums of positive terms
+        # 1 - b^(s+t) = (1 - b^s) + b^s (1 - b^t) adds positive terms only, so nothing cancels.
         complement = torch.where(used, complement + power * complements[bit], complement)
         power = torch.where(used, power * powers[bit], power)
     return power, complement
 
 
 def _square_root(values: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded; on the CPU torch's own is off by one unit for one value in eight."""
+    """Return correctly rounded square roots. torch's on the CPU is off by one unit for one value in eight."""
     if values.device.type == "cpu":
         with np.errstate(invalid="ignore"):
             return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
@@ -237,7 +258,7 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same of beta2; computed in double precision."""
+    """Return ``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same for beta2, computed in double precision."""
     rows = [row for beta in betas for row in _squares(beta)]
     return torch.tensor(rows, dtype=torch.float64).to(device, dtype)
 
@@ -251,7 +272,7 @@ def _squares(beta: float) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class _Coordinates:
-    """Some coordinates of flattened tensors, or all of them, computed in ``dtype``."""
+    """Access to the delivered coordinates of flattened tensors, or to all of them, in ``dtype``."""
 
     indices: torch.Tensor | None
     dtype: torch.dtype
@@ -264,7 +285,7 @@ class _Coordinates:
         return flat if self.indices is None else flat[self.indices]
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """In place, whatever the strides of ``tensor``."""
+        """Write ``values`` in place, for any strides of ``tensor``."""
         values = values.to(tensor.dtype)
         if self.indices is None:
             tensor.copy_(values.view(tensor.shape))

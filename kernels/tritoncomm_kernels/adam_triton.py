@@ -1,7 +1,8 @@
 """Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
 
-Two, because how far a coordinate may move depends on how far all of its tensor would: the first adds that up, and the
-second computes the same again. Nothing is kept in between, so that no memory is needed but for one number.
+There are two kernels, because the limit for one coordinate depends on the distance that its whole tensor would move.
+The first kernel sums that distance. The second computes the moves again and applies them. Only the sum is stored in
+between.
 """
 
 import torch
@@ -11,12 +12,12 @@ import triton.language as tl
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
 
-BLOCK, WARPS = 512, 4  # 1024 need 160 registers, and spill on sm_80 with every option
+BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
 
 
 @triton.jit
 def _decay(tau, table_ptr, POWERS: tl.constexpr):
-    """``(beta^tau, 1 - beta^tau)`` from a table of both for tau = 1, 2, 4 ...; the lowest bit first."""
+    """Return ``(beta^tau, 1 - beta^tau)`` from a table of both for tau = 1, 2, 4, ..., lowest bit of tau first."""
     power = tl.full(tau.shape, 1.0, tl.float32)
     complement = tl.full(tau.shape, 0.0, tl.float32)
     left = tl.max(tau, axis=0)
@@ -34,7 +35,7 @@ def _decay(tau, table_ptr, POWERS: tl.constexpr):
 
 @triton.jit
 def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
-    """The coordinates that this program is for, and which of them exist."""
+    """Return the coordinates of this program, and a mask of those inside the parameter."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if EVERY:
         at = lane
@@ -50,7 +51,7 @@ def _step(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
     AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """The new moments, the move of one dense step, and how many of them the delivery stands for."""
+    """Return the new moments, the move of one dense step, and the factor by which the delivery multiplies it."""
     steps = tl.load(control_ptr).to(tl.int32)
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
@@ -84,7 +85,7 @@ def length_kernel(
     EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up the squares of how far ``BLOCK`` delivered coordinates would move, in integers; nothing is updated."""
+    """Sum the squared distances that ``BLOCK`` delivered coordinates would move, in integers. Nothing is updated."""
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
     _, _, _, move, factor = _step(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
@@ -103,15 +104,15 @@ def adam_kernel(
     EVERY: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update ``BLOCK`` delivered coordinates; an index out of bounds updates nothing."""
+    """Update ``BLOCK`` delivered coordinates. An index out of bounds updates nothing."""
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
-    # Loaded only where it is needed, it costs spilled registers on sm_100.
+    # Loading the parameter later, where it is used, spills registers on sm_100.
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, factor = _step(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
         AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    tl.debug_barrier()  # the stores may be laid out over other threads than the loads
+    tl.debug_barrier()  # the stores may use other threads than the loads
     tl.store(first_ptr + at, first, mask=inside)
     tl.store(second_ptr + at, second, mask=inside)
     if AMSGRAD:
@@ -119,7 +120,7 @@ def adam_kernel(
     tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
     rate = tl.load(control_ptr + 1).to(tl.float32)
     reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(param_rms_ptr)
-    reach = tl.where(reach > FINE, reach, FINE)  # not for NaN
+    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
     length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
@@ -142,14 +143,14 @@ def update(
     limited: bool,
     block: int = BLOCK,
 ) -> None:
-    """Launch; the arguments have been checked and are not empty."""
+    """Launch the kernels on checked, non-empty arguments."""
     n = parameter.numel()
     count = n if indices is None else indices.numel()
     total = torch.zeros(1, dtype=torch.int64, device=parameter.device)
     grid = (triton.cdiv(count, block),)
     tensors = (parameter, gradient, first, second, maximum, last, indices, control, tables, total)
     with on_device_of(parameter):
-        if limited:  # else no length is too long
+        if limited:  # without a limit the distance is not needed
             length_kernel[grid](
                 *tensors, count, n,
                 EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,

@@ -1,4 +1,4 @@
-"""Keys and bit masks: what the selection kernels share. Plain arithmetic, so that the interpreter runs it."""
+"""Keys and bit masks for the selection kernels. They use plain arithmetic, which Triton's interpreter supports."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def key_of(values):
-    """Magnitude as an integer: a total order, exact for denormals, NaN above infinity."""
+    """Return magnitudes as integer keys: a total order, exact for denormals, with NaN above infinity."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def threshold_key(threshold_ptr, IS_KEY: tl.constexpr):
-    """The key to reach, from a key (int32) or a threshold (fp32) in memory: zeros never, NaN only by NaN."""
+    """Return the key that an element must reach, from a key (int32) or a threshold (fp32) in memory.
+
+    Zeros never reach it. Only NaN reaches the key of a NaN threshold.
+    """
     if IS_KEY:
         key = tl.maximum(tl.load(threshold_ptr), 1)
     else:
@@ -24,14 +27,14 @@ def threshold_key(threshold_ptr, IS_KEY: tl.constexpr):
 
 @triton.jit
 def pack_words(chosen, TILE: tl.constexpr):
-    """``[TILE]`` booleans into ``[TILE / 32]`` words: element j of a row becomes bit j; the sum is an or."""
+    """Pack ``[TILE]`` booleans into ``[TILE / 32]`` words. Element j of a row becomes bit j, so the sum is an or."""
     rows = tl.reshape(chosen.to(tl.int32), (TILE // 32, 32))
     return tl.sum(rows << tl.arange(0, 32)[None, :], axis=1)
 
 
 @triton.jit
 def bits_in(words):
-    """How many bits of each word are set."""
+    """Return the number of set bits of each word."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -40,5 +43,5 @@ def bits_in(words):
 
 @triton.jit
 def lowest_bit(words):
-    """Position of the lowest set bit of each word (not 0): isolated, then read off a float's exponent."""
+    """Return the position of the lowest set bit of each word (not 0), read from the exponent of a float."""
     return (((words & (0 - words)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127

@@ -1,4 +1,4 @@
-"""What every operation demands of its tensors, checked before anything is launched."""
+"""Argument checks of all operations. They run before any kernel is launched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Positions are int32, and a kernel computes them up to the end of a block that may reach past the last element.
+# Indices are int32. A kernel computes them up to the end of a block, which may lie beyond the last element.
 INDEX_LIMIT = 2**31 - 2**16
 
 
@@ -19,9 +19,10 @@ def check_vector(
     numel: int | None = None,
     like: torch.Tensor | None = None,
 ) -> None:
-    """Raise ``ValueError`` naming ``name`` unless it is a contiguous 1-D tensor of a legal dtype.
+    """Raise ``ValueError`` unless ``tensor`` is a contiguous 1-D tensor with one of ``dtypes``.
 
-    ``numel`` is the number of elements it must have; ``like`` a tensor on the device it must be on.
+    ``name`` is the name of the argument in the message. ``numel`` is the required number of elements. ``like`` is a
+    tensor on the required device.
     """
     if tensor.dtype not in dtypes:
         legal = " or ".join(str(dtype) for dtype in dtypes)
@@ -32,15 +33,17 @@ def check_vector(
         raise ValueError(f"{name} is not contiguous: call .contiguous() on it")
     if tensor.numel() > INDEX_LIMIT:
         raise ValueError(
-            f"{name} has {tensor.numel()} elements, indices are int32: split it into parts of at most {INDEX_LIMIT}"
+            f"{name} has {tensor.numel()} elements, too many for int32 indices: "
+            f"split it into parts of at most {INDEX_LIMIT}"
         )
     if numel is not None and tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
     if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, where the rest is")
+        raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, like the other tensors")
     if tensor.device.type in ("cpu", "cuda") and tensor.data_ptr() % tensor.element_size():
         raise ValueError(
-            f"{name} starts at an address that is no multiple of its element size {tensor.element_size()}: clone it"
+            f"{name} starts at an address that is not a multiple of its element size {tensor.element_size()}: "
+            "call .clone() on it"
         )
 
 
@@ -51,20 +54,20 @@ def check_scale(scale: float) -> None:
 
 
 def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise ``ValueError`` when two tensors share memory; a tensor that is written must not be read elsewhere."""
+    """Raise ``ValueError`` if two tensors share memory. A tensor that is written must not overlap another one."""
     first, second = _extent(tensor), _extent(other)
     if tensor.device == other.device and first[0] < second[1] and second[0] < first[1]:
-        raise ValueError(f"{name} shares memory with {other_name}: give it memory of its own")
+        raise ValueError(f"{name} shares memory with {other_name}: pass a tensor with memory of its own")
 
 
 def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless both are the same memory, and so one tensor."""
+    """Raise ``ValueError`` unless both arguments are the same memory."""
     if tensor.shape != other.shape or tensor.device != other.device or _extent(tensor) != _extent(other):
-        raise ValueError(f"{name} is not {other_name}: without a gradient nothing is added, give one tensor for both")
+        raise ValueError(f"{name} is not {other_name}: without a gradient, pass the same tensor for both")
 
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Raise ``ValueError`` when two tensors overlap without being the same memory."""
+    """Raise ``ValueError`` if two tensors overlap without being the same memory."""
     if _extent(tensor) != _extent(other):
         check_apart(name, tensor, other_name, other)
 

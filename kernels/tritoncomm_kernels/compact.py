@@ -1,7 +1,6 @@
-"""Threshold selection and compaction: one pass that adds, compares and gathers.
+"""Threshold selection and compaction in one pass: add, compare and gather.
 
-The pass works chunk by chunk so that everything between reading the inputs and writing the
-accumulator stays in cache; no temporary is ever as long as the vector.
+On the CPU the pass works in chunks. Intermediate results stay in cache, and no temporary is as long as the vector.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
 from tritoncomm_kernels.workspace import Workspace
 
-# 2^18 elements: 1 MiB of keys fits the second-level cache; 2^15 and 2^20 measured 1.3x and 1.05x slower.
+# 2^18 elements: 1 MiB of keys fits into the second-level cache. 2^15 and 2^20 measured 1.3x and 1.05x slower.
 HOST_CHUNK = 1 << 18
 
 
 class Selection(NamedTuple):
-    """What passed a threshold: ascending int32 ``indices``, fp32 ``values``, and how many were ``found``.
+    """Entries that passed a threshold: ``indices`` (int32, ascending) and ``values`` (fp32).
 
-    ``found`` exceeds ``len(indices)`` when a capacity cut the output short.
+    ``found`` is the number of entries that passed. It exceeds ``len(indices)`` if a capacity limited the output.
     """
 
     indices: torch.Tensor
@@ -36,24 +35,24 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, indices: torch.Tensor, values: torch.Tensor) -> Selection:
-        """Just these entries, none cut off."""
+        """Return a selection of exactly these entries."""
         return cls(indices, values, indices.numel())
 
     @classmethod
     def join(cls, parts: Sequence[Selection]) -> Selection:
-        """The entries of ``parts`` (at least one), one after the other."""
+        """Return the entries of ``parts`` (at least one), concatenated."""
         return cls.of(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
 
     def slice(self, start: int, stop: int) -> Selection:
-        """The entries from ``start`` up to ``stop`` (views)."""
+        """Return the entries from ``start`` up to ``stop``, as views."""
         return Selection.of(self.indices[start:stop], self.values[start:stop])
 
 
 def threshold_key(threshold: float) -> int:
-    """The integer key that a magnitude must reach to be selected by ``threshold`` (fp32).
+    """Return the integer key that a magnitude must reach to be selected by ``threshold`` (fp32).
 
-    Positive thresholds map to their bits, everything else to 1 so that zeros are never selected;
-    a NaN threshold selects nothing but NaNs.
+    The key of a positive threshold is its bits. The key of any other number is 1, because zeros are never selected.
+    A NaN threshold selects only NaNs.
     """
     if math.isnan(threshold):
         return MAGNITUDE_MASK
@@ -71,12 +70,11 @@ def select(
     clear: bool = False,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """Every entry of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, ascending.
+    """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
-    Zeros are never selected, NaN always is. At most ``capacity`` entries are written; with
-    ``clear`` exactly the written ones become 0 in ``values``, so that overflow loses nothing.
-    ``workspace`` keeps a GPU's scratch memory from step to step. Raises ``ValueError`` for a wrong
-    dtype, shape or capacity.
+    Zeros are never selected. NaN is always selected. At most ``capacity`` entries are written. With ``clear``, exactly
+    the written entries become 0 in ``values``, so entries above the capacity are not lost. ``workspace`` keeps GPU
+    scratch memory between calls. Raises ``ValueError`` for a wrong dtype, shape or capacity.
     """
     return select_keys(values, threshold_key(threshold), capacity=capacity, clear=clear, workspace=workspace)
 
@@ -91,10 +89,10 @@ def accumulate_and_select(
     clear: bool = False,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """``out = residual + gradient``, then :func:`select` on ``out``, fused into one pass.
+    """Compute ``out = residual + gradient`` and :func:`select` from ``out``, in one fused pass.
 
-    ``residual`` and ``out`` are fp32 ``[n]`` and may be the same tensor; ``gradient`` is fp32, bf16
-    or fp16 ``[n]``. Raises ``ValueError`` naming the argument that does not fit.
+    ``residual`` and ``out`` are fp32 ``[n]`` and may be the same tensor. ``gradient`` is fp32, bf16 or fp16 ``[n]``.
+    Raises ``ValueError`` naming the invalid argument.
     """
     key = threshold_key(threshold)
     return accumulate_and_select_keys(residual, gradient, out, key, capacity, clear=clear, workspace=workspace)
@@ -110,7 +108,7 @@ def accumulate_and_select_keys(
     clear: bool = False,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """:func:`accumulate_and_select` with the threshold already turned into a key."""
+    """Run :func:`accumulate_and_select` with the ``key`` of a threshold."""
     check_addends(residual, gradient, out)
     return _scan(out, key, capacity, clear, (residual, gradient), workspace)
 
@@ -123,13 +121,13 @@ def select_keys(
     clear: bool = False,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """:func:`select` with the threshold already turned into a key."""
+    """Run :func:`select` with the ``key`` of a threshold."""
     check_vector("values", values)
     return _scan(values, key, capacity, clear, None, workspace)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
-    """True when any entry of fp32 ``values`` is Inf or NaN."""
+    """Return True if any entry of ``values`` (fp32) is Inf or NaN."""
     return values.numel() > 0 and not bool(torch.isfinite(values).all())
 
 
@@ -140,7 +138,7 @@ def _scan(
     out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends, workspace: Workspace | None
 ) -> Selection:
     if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity={capacity} is negative: give None for no limit")
+        raise ValueError(f"capacity={capacity} is negative: pass None for no limit")
     room = out.numel() if capacity is None else capacity
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
@@ -153,7 +151,7 @@ def _scan(
 def _scan_triton(
     out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, workspace: Workspace
 ) -> Selection:
-    """Mark and expand. The one host sync, between the two, is there to allocate what is needed and no more."""
+    """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
     residual, gradient = addends if addends is not None else (out, None)
@@ -168,7 +166,7 @@ def _scan_triton(
 
 
 def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
-    """The chunk loop on numpy, whose integer compare and flatnonzero measured faster than torch's."""
+    """Chunk loop in numpy, whose integer comparison and flatnonzero measured faster than torch's."""
     keys = np.empty(min(HOST_CHUNK, out.numel()), dtype=np.int32)
     mask = np.empty(keys.shape, dtype=np.bool_)
     indices, values, count = [], [], 0
@@ -191,7 +189,7 @@ def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Add
 
 
 def _scan_device(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
-    """The same with torch operators alone, on whichever device the tensors are."""
+    """Same as :func:`_scan_host`, with torch operators on any device."""
     if addends is not None:
         residual, gradient = addends
         add(residual, gradient, out)
@@ -204,7 +202,7 @@ def _scan_device(out: torch.Tensor, key: int, room: int, clear: bool, addends: A
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Ascending int64 positions of the true entries of a boolean ``mask`` (``[n]``)."""
-    if mask.device.type == "cpu":  # numpy's is three times faster than nonzero() there
+    """Return the ascending int64 positions of the true entries of a boolean ``mask`` (``[n]``)."""
+    if mask.device.type == "cpu":  # on the CPU, numpy is three times faster than nonzero()
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().squeeze(1)

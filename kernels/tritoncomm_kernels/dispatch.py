@@ -1,4 +1,4 @@
-"""One rule: CUDA tensor and Triton present -> kernel, else the torch reference."""
+"""Dispatch rule: CUDA tensors use the Triton kernel if Triton 3.6 or newer is installed, others the torch reference."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OLDEST_TRITON = (3, 6)
 
 
 def triton_runs(tensor: torch.Tensor) -> bool:
-    """True when operations on ``tensor`` launch a Triton kernel.
+    """Return True if operations on ``tensor`` launch a Triton kernel.
 
-    The environment variable ``TRITONCOMM_KERNELS``, read at every call, forces it: ``torch`` never,
-    ``triton`` always, which on CPU tensors needs Triton's interpreter. Raises ``ValueError`` for
-    another value of the variable and ``RuntimeError`` when what it demands is not possible.
+    The environment variable ``TRITONCOMM_KERNELS`` is read at every call. ``torch`` forces the reference. ``triton``
+    forces the kernel, which needs Triton's interpreter on CPU tensors. ``auto`` is the default. Raises ``ValueError``
+    for any other value, and ``RuntimeError`` if ``triton`` is set but the kernel cannot run.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -33,25 +33,25 @@ def triton_runs(tensor: torch.Tensor) -> bool:
 
 
 def kernel(module: str) -> Any:
-    """The module of that name with Triton kernels, imported at its first use."""
+    """Return the kernel module ``module`` (a ``*_triton`` name), imported at its first use."""
     return importlib.import_module(f"tritoncomm_kernels.{module}")
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make the device of ``tensor`` current: Triton launches there and nowhere else."""
+    """Return a context in which the device of ``tensor`` is current. Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def interpreted() -> bool:
-    """True when Triton kernels run in its interpreter, on CPU tensors."""
+    """Return True if Triton kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def _installed() -> bool:
-    """Whether there is a Triton on which the kernels are tested; older ones get the reference."""
+    """Return True if a Triton version is installed that the kernels support. Older ones use the reference."""
     try:
-        found: str = importlib.import_module("triton").__version__  # the distribution is not called triton everywhere
+        found: str = importlib.import_module("triton").__version__  # the distribution has other names on some platforms
     except ImportError:
         return False
     return tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TRITON
@@ -64,5 +64,5 @@ def _demand(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cuda" and not interpreted():
         raise RuntimeError(
             f"{VARIABLE}=triton, but the tensor is on {tensor.device}: move it to a GPU, set TRITON_INTERPRET=1 "
-            f"before the first import to run the kernels interpreted, or unset {VARIABLE}"
+            f"before the first import to run the kernels in Triton's interpreter, or unset {VARIABLE}"
         )

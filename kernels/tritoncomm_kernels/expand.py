@@ -1,4 +1,4 @@
-"""From a bit mask to ascending indices and values: the second half of selecting on a GPU."""
+"""Expand a bit mask into ascending indices and values: the second half of selection on a GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def expand(
     clear_also: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """Write the marked elements of ``values`` (fp32 ``[n]``), ascending, to ``indices`` and ``out``.
+    """Write the marked elements of ``values`` (fp32 ``[n]``) to ``indices`` and ``out``, in ascending order.
 
-    ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``; slots beyond the last entry keep what they
-    held. ``found`` (int64 ``[1]``) becomes the number of marked elements, also of those that did not
-    fit. With ``clear`` the written elements, and no others, become 0 in ``values``, and with
-    ``clear_also`` (fp32 ``[n]``) there as well. Raises ``ValueError`` naming the argument that does not fit.
+    ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``. Slots after the last entry keep their content.
+    ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. With ``clear``,
+    exactly the written elements become 0 in ``values``. They also become 0 in ``clear_also`` (fp32 ``[n]``) if it is
+    given. Raises ``ValueError`` naming the invalid argument.
     """
     check_vector("values", values)
     check_marks(values, marks)
@@ -61,7 +61,7 @@ def _expand(
     clear: bool,
     clear_also: torch.Tensor | None,
 ) -> None:
-    """The reference, in torch operators."""
+    """Reference of :func:`expand`, in torch operators."""
     lanes = torch.arange(32, dtype=torch.int32, device=values.device)
     marked = ((marks.bits[:, None] >> lanes) & 1).view(-1).nonzero().squeeze(1)
     found.fill_(marked.numel())

@@ -1,4 +1,4 @@
-"""Kernels of :mod:`tritoncomm_kernels.expand`: from a bit mask to ascending (index, value)."""
+"""Kernels of :mod:`tritoncomm_kernels.expand`: expand a bit mask into ascending (index, value) pairs."""
 
 import torch
 import triton
@@ -9,14 +9,15 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 WORDS, WARPS = 1024, 8  # mask words per program: 32768 elements
 CHUNK = 2048
-SCAN_CHUNK = 8192  # three rounds for 100 million elements
-# Up to here every program sums the counts before it (L2 hits); beyond, the square of the tiles would show.
+SCAN_CHUNK = 8192  # three iterations for 100 million elements
+# Up to this many tiles, every program sums the counts of the tiles before its own, which are in the L2 cache. That work
+# grows with the square of the number of tiles, so larger vectors use a separate scan kernel.
 TILES_SUMMED_IN_PLACE = 8192
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def scan_counts_kernel(counts_ptr, offsets_ptr, tiles, CHUNK: tl.constexpr):
-    """Exclusive prefix sum of the tile counts, by one program."""
+    """Compute the exclusive prefix sum of the tile counts, in one program."""
     before = tl.zeros([], tl.int32)
     start = 0
     while start < tiles:
@@ -44,7 +45,7 @@ def expand_kernel(
     TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
     OFFSETS: tl.constexpr, CLEAR: tl.constexpr, CLEAR_ALSO: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of ``TILES`` tiles; ``counts`` holds exclusive offsets already with ``OFFSETS``."""
+    """Write the entries of ``TILES`` tiles. With ``OFFSETS``, ``counts`` already holds exclusive offsets."""
     program = tl.program_id(0)
     before = tl.load(counts_ptr + program * TILES) if OFFSETS else _sum_before(counts_ptr, program * TILES, CHUNK)
     at = program * WORDS + tl.arange(0, WORDS)
@@ -55,12 +56,12 @@ def expand_kernel(
         tl.store(found_ptr, (before + tl.sum(counts, axis=0)).to(tl.int64))
     left = tl.max(counts, axis=0)
     while left > 0:
-        # Each turn takes the lowest bit of every word: as many turns as the fullest word has bits.
+        # Each iteration takes the lowest set bit of every word. The word with the most bits sets the iteration count.
         element = at * 32 + lowest_bit(mask)
         write = (mask != 0) & (position < capacity) & (element < n)
         tl.store(out_indices_ptr + position, element, mask=write)
         tl.store(out_values_ptr + position, tl.load(values_ptr + element, mask=write, other=0.0), mask=write)
-        # The store below may be laid out over other threads than the load above.
+        # The stores below may use other threads than the load above.
         tl.debug_barrier()
         if CLEAR:
             tl.store(values_ptr + element, 0.0, mask=write)
@@ -85,7 +86,7 @@ def expand(
     words: int = WORDS,
     tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
 ) -> None:
-    """Launch; the arguments have been checked. ``offsets`` (int32, like ``counts``) is scratch."""
+    """Launch the kernels on checked arguments. ``offsets`` (int32, shape of ``counts``) is scratch memory."""
     tiles = counts.numel()
     per_tile = bits.numel() // tiles
     words = max(words, per_tile)

@@ -1,7 +1,7 @@
-"""Which elements reach a threshold, as one bit each: the first half of selecting on a GPU.
+"""Mark the elements that reach a threshold with one bit each: the first half of selection on a GPU.
 
-:func:`mark` adds, compares and leaves a bit mask with one count per tile; :mod:`tritoncomm_kernels.expand`
-turns the mask into ascending indices and values. Between them nothing has to reach the host.
+:func:`mark` adds, compares, and writes a bit mask with one count per tile. :mod:`tritoncomm_kernels.expand` turns the
+mask into ascending indices and values. Neither waits for the host.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
-NON_FINITE_KEY = 0x7F800000  # the key of infinity; everything at or above it is Inf or NaN
-TILE = 4096  # elements per program: 16 per thread, see accumulate_triton
+NON_FINITE_KEY = 0x7F800000  # the key of infinity; Inf and NaN have keys from here on
+TILE = 4096  # elements per program, 16 per thread; see accumulate_triton
 MIN_TILE, MAX_TILE = 64, 1 << 16
 
 
 class Marks(NamedTuple):
     """A selection as a bit mask, on the device of its vector.
 
-    ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w stands for element 32 w + j. ``counts``
-    (int32 ``[tiles]``): marked per tile. ``flags`` (int32 ``[1]``): bit 0 is set, never cleared, when
-    a sum is Inf or NaN.
+    * ``bits`` (int32 ``[tiles * tile / 32]``): bit j of word w is set if element 32 w + j is marked.
+    * ``counts`` (int32 ``[tiles]``): number of marked elements per tile.
+    * ``flags`` (int32 ``[1]``): bit 0 is set if a sum is Inf or NaN. It is never cleared.
     """
 
     bits: torch.Tensor
@@ -43,9 +43,9 @@ class Marks(NamedTuple):
         tile: int = TILE,
         name: str = "mark",
     ) -> Marks:
-        """Room for the marks of ``numel`` elements; from ``workspace`` when given. ``flags`` is 0.
+        """Allocate marks for ``numel`` elements, from ``workspace`` if it is given. ``flags`` is set to 0.
 
-        Marks from one workspace under the same ``name`` are the same memory.
+        Marks from one workspace with the same ``name`` share memory.
         """
         held = workspace if workspace is not None else Workspace()
         tiles = max(1, -(-numel // tile))
@@ -66,13 +66,13 @@ def mark(
     span: torch.Tensor | None = None,
     select_nan: bool = True,
 ) -> None:
-    """``out = residual + scale * gradient``, and mark its elements with magnitude at least ``threshold``.
+    """Compute ``out = residual + scale * gradient`` and mark its elements with magnitude at least ``threshold``.
 
-    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or
-    below selects every non-zero, a NaN nothing but NaNs. Zeros are never marked; NaNs always, unless
-    ``select_nan`` is off. ``span`` (int32 ``[2]``, on the device) limits marking to positions
-    ``span[0] <= i < span[1]``; the sum is made everywhere. Without ``gradient``, ``residual`` must be
-    ``out``, which is only read. Other arguments: :func:`tritoncomm_kernels.accumulate`.
+    ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
+    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs are always marked, unless
+    ``select_nan`` is False. ``span`` (int32 ``[2]``, on the device) restricts marking to positions
+    ``span[0] <= i < span[1]``. The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be
+    the same tensor, which is only read. The other arguments are those of :func:`tritoncomm_kernels.accumulate`.
     """
     if gradient is None:
         check_vector("out", out)
@@ -106,10 +106,10 @@ def mark_momentum(
     span: torch.Tensor | None = None,
     select_nan: bool = True,
 ) -> None:
-    """Momentum correction (Deep Gradient Compression): mark the residual of the velocity.
+    """Momentum correction (Deep Gradient Compression): accumulate the velocity and mark the residual.
 
-    ``velocity = momentum * velocity + scale * gradient`` and ``residual += velocity``, both fp32
-    ``[n]``, in place; then ``residual`` is marked as in :func:`mark`. ``expand`` clears both.
+    Computes ``velocity = momentum * velocity + scale * gradient`` and ``residual += velocity`` in place, both fp32
+    ``[n]``. Then marks ``residual`` as :func:`mark` does. :func:`tritoncomm_kernels.expand` can clear both.
     """
     check_vector("residual", residual)
     check_vector("velocity", velocity, numel=residual.numel(), like=residual)
@@ -122,7 +122,7 @@ def mark_momentum(
     else:
         check_scale(scale)
     if not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} is not in [0, 1): a velocity would grow without bound")
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}: otherwise the velocity grows without bound")
     _check_limits(residual, threshold, span)
     check_marks(residual, marks)
     if residual.numel() == 0:
@@ -149,7 +149,7 @@ def mark_momentum(
 def write_marks(
     values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None, *, select_nan: bool
 ) -> None:
-    """The reference of everything after the sum, in torch operators, without a host sync."""
+    """Reference of marking, which follows the sum, in torch operators and without host synchronization."""
     keys = values.view(torch.int32) & MAGNITUDE_MASK
     chosen = keys >= as_key(threshold)
     if not select_nan:
@@ -168,7 +168,7 @@ def write_marks(
 
 
 def as_key(threshold: torch.Tensor) -> torch.Tensor:
-    """The integer key of a device-side threshold (``[1]``); int32 is a key already."""
+    """Return the integer key of a ``threshold`` in device memory (``[1]``). An int32 threshold already is a key."""
     if threshold.dtype == torch.int32:
         return threshold.clamp(min=1)
     key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
@@ -182,7 +182,7 @@ def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Ten
 
 
 def check_marks(values: torch.Tensor, marks: Marks) -> None:
-    """Raise ``ValueError`` unless ``marks`` were made for as many elements as ``values`` has."""
+    """Raise ``ValueError`` unless ``marks`` were allocated for the number of elements of ``values``."""
     tiles = marks.counts.numel()
     check_vector("marks.counts", marks.counts, dtypes=(torch.int32,), like=values)
     check_vector("marks.bits", marks.bits, dtypes=(torch.int32,), like=values)
@@ -193,5 +193,5 @@ def check_marks(values: torch.Tensor, marks: Marks) -> None:
     if not fits or tiles != max(1, -(-values.numel() // tile)):
         raise ValueError(
             f"marks have {marks.bits.numel()} words in {tiles} tiles, which do not fit {values.numel()} elements: "
-            f"make them with Marks.empty({values.numel()}, ...)"
+            f"create them with Marks.empty({values.numel()}, ...)"
         )

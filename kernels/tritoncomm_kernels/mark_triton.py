@@ -1,7 +1,7 @@
-"""Kernels of :mod:`tritoncomm_kernels.mark`: one read of each input, one write of the sum, one bit per element.
+"""Kernels of :mod:`tritoncomm_kernels.mark`. They read each input once, and write the sum and one bit per element.
 
-The bit mask stands between selecting and compacting because a scattered store per element would cost more
-instructions than the memory can hide; see kernels/README.md.
+Compaction is a separate kernel that reads the bit mask. One scattered store per element here would cost more
+instructions than the memory traffic can hide. See kernels/README.md.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 @triton.jit
 def momentum_tile(gradient_ptr, velocity_ptr, residual_ptr, factor, momentum, at, n, WHOLE: tl.constexpr):
-    """Update velocity and residual at ``at``; returns the residual."""
+    """Update velocity and residual at ``at`` and return the residual."""
     inside = None if WHOLE else at < n
     other = None if WHOLE else 0.0
     gradient = tl.load(gradient_ptr + at, mask=inside, other=other, eviction_policy="evict_first").to(tl.float32)
@@ -34,7 +34,7 @@ def write_marks(
     keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr,
     TILE: tl.constexpr, SPAN: tl.constexpr, SELECT_NAN: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Everything after the sum: compare, pack, count, flag."""
+    """Compare the keys with the threshold, pack the bits, count them, and flag Inf and NaN."""
     chosen = keys >= threshold_key(threshold_ptr, IS_KEY)
     if not SELECT_NAN:
         chosen = chosen & (keys <= 0x7F800000)
@@ -52,14 +52,14 @@ def mark_kernel(
     TILE: tl.constexpr, ADD: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
     SPAN: tl.constexpr, SELECT_NAN: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Add (with ``ADD``), store the sum, and mark what reaches the threshold, on one tile."""
+    """Mark the elements of one tile that reach the threshold. With ``ADD``, first add and store the sum."""
     factor = tl.load(scale) if SCALE_IN_MEMORY else scale
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
     if start + TILE <= n:
         keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD=ADD, WHOLE=True))
     else:
-        # A lane beyond the end must not mark anything, whatever 0 * scale is.
+        # Lanes beyond the end must not be marked, even if 0 * scale is NaN.
         total = add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD=ADD, WHOLE=False)
         keys = tl.where(at < n, key_of(total), 0)
     write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, SPAN, SELECT_NAN, IS_KEY)
@@ -72,7 +72,7 @@ def mark_momentum_kernel(
     TILE: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
     SPAN: tl.constexpr, SELECT_NAN: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Momentum correction: velocity and residual are updated in place, the residual is marked."""
+    """Momentum correction: update velocity and residual in place, and mark the residual."""
     factor = tl.load(scale) if SCALE_IN_MEMORY else scale
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
@@ -97,7 +97,7 @@ def mark(
     *,
     select_nan: bool,
 ) -> None:
-    """Launch; the arguments have been checked and are not empty. Without ``gradient`` nothing is added."""
+    """Launch the kernel on checked, non-empty arguments. Without ``gradient`` nothing is added."""
     with on_device_of(out):
         mark_kernel[(counts.numel(),)](
             residual,
@@ -129,7 +129,7 @@ def mark_momentum(
     *,
     select_nan: bool,
 ) -> None:
-    """Launch; the arguments have been checked and are not empty."""
+    """Launch the kernel on checked, non-empty arguments."""
     with on_device_of(residual):
         mark_momentum_kernel[(counts.numel(),)](
             gradient,
@@ -156,7 +156,7 @@ def _options(
     *,
     select_nan: bool,
 ) -> dict[str, Any]:
-    """The constants that both kernels share."""
+    """Return the compile-time constants and launch options that both kernels share."""
     tile = 32 * bits.numel() // counts.numel()
     return {
         "TILE": tile,

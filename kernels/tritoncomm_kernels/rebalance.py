@@ -1,7 +1,7 @@
-"""ExDyna's dynamic partitions: move borders so that every worker selects about as much as the others.
+"""Dynamic partitions of ExDyna: move borders until all ranks select similar numbers of entries.
 
-A vector is cut into blocks, and partitions are runs of whole blocks. All rules are exact integer
-arithmetic, so every rank computes the same topology from the same counts.
+A vector is split into blocks, and a partition is a run of whole blocks. All rules use exact integer arithmetic, so
+every rank computes the same partitions from the same counts.
 """
 
 from __future__ import annotations
@@ -30,23 +30,31 @@ def rebalance(
     rule: str = "prefix",
     max_step: int = 1,
 ) -> None:
-    """Move the borders by what the workers selected, and say where ``rank`` selects next.
+    """Move the borders of the partitions according to ``counts``, and compute the next span of ``rank``.
 
-    ``counts`` must not add up to more than ``numel``, as nobody can select an element twice.
+    All tensors are int32. ``blocks``, ``first`` and ``span`` are written.
 
-    ``blocks`` (int32 ``[P]``, in place): blocks per partition. ``first`` (int32 ``[P]``) becomes the first
-    block of each. ``counts`` (int32 ``[P]``): selected by each rank in ``iteration`` (int32 ``[1]``), when
-    rank r had partition ``(iteration + r) mod P``. ``span`` (int32 ``[2]``) becomes the elements
-    ``[start, stop)`` of the partition that ``rank`` has in the next iteration, with ``block`` elements per
-    block and ``numel`` altogether; the last partition reaches to the end.
+    * ``blocks`` (``[P]``): blocks per partition, updated in place.
+    * ``first`` (``[P]``): set to the first block of each partition.
+    * ``counts`` (``[P]``): number of entries that each rank selected in this iteration. No element is selected twice,
+      so the sum must not exceed ``numel``.
+    * ``iteration`` (``[1]``): number of this iteration, in which rank r selected in partition
+      ``(iteration + r) mod P``.
+    * ``span`` (``[2]``): set to the elements ``[start, stop)`` of the partition of ``rank`` in the next iteration.
+    * ``block``: elements per block. ``numel``: elements of the vector. The last partition ends at ``numel``.
+    * ``min_blocks``: no partition shrinks below this number of blocks.
 
-    ``rule="paper"``: ExDyna, section on dynamic partition allocation; one block between neighbours of which
-    one is 5 % above and the other 5 % below the mean. ``rule="pair_ratio"``: the same, but one exceeds the
-    other by more than a tenth, so that load crosses partitions near the mean. ``rule="prefix"``: every
-    border on its own by how far the prefix sum is from its ideal, up to ``max_step`` blocks, noise of one
-    standard deviation ignored. With fewer than one entry per partition borders stay. No partition shrinks below
-    ``min_blocks``. One launch on a GPU, no host sync.
-    Raises ``ValueError`` naming the argument that does not fit.
+    ``rule`` selects how borders move. If there is less than one entry per partition, they stay.
+
+    * ``"paper"``: the rule of ExDyna, section on dynamic partition allocation. Of two neighbors, one that is more than
+      5 % above the mean gives a block to one that is more than 5 % below it.
+    * ``"pair_ratio"``: the same, for a neighbor with more than 1.1 times the load of the other. Load can then cross
+      partitions that are near the mean.
+    * ``"prefix"``: each border moves on its own by up to ``max_step`` blocks. The distance follows from the difference
+      between the prefix sum of the counts and its ideal value. Differences within one standard deviation, or within
+      5 % of the mean load, are ignored.
+
+    On a GPU this is one launch without host synchronization. Raises ``ValueError`` naming the invalid argument.
     """
     check_vector("blocks", blocks, dtypes=(torch.int32,))
     partitions = blocks.numel()
@@ -85,7 +93,7 @@ def _rebalance(
     max_step: int,
     rule: str,
 ) -> tuple[list[int], list[int], list[int]]:
-    """The reference: blocks per partition, first blocks, and the next span of ``rank``."""
+    """Reference of :func:`rebalance`. Return blocks per partition, first blocks, and the next span of ``rank``."""
     partitions = len(sizes)
     load = [0] * partitions
     for sender, count in enumerate(counts):
@@ -101,7 +109,7 @@ def _rebalance(
 
 
 def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: str) -> None:
-    """The sequential rules in place: each pair sees what the pair before it has moved."""
+    """Apply the sequential rules in place. Each pair sees the moves of the pairs before it."""
     mean = sum(load) // len(load)
     if mean == 0:
         return
@@ -126,9 +134,9 @@ def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: st
 
 
 def _prefix(load: list[int], sizes: list[int], least: int, max_step: int) -> None:
-    """The prefix rule in place. A positive move takes blocks from the left side of a border."""
+    """Apply the prefix rule in place. A positive move takes blocks from the left side of a border."""
     partitions, total, prefix = len(load), sum(load), 0
-    if total < partitions:  # says nothing about who has too much
+    if total < partitions:  # too few entries to compare loads
         return
     moves = []
     for i in range(partitions - 1):
@@ -139,7 +147,7 @@ def _prefix(load: list[int], sizes: list[int], least: int, max_step: int) -> Non
             moves.append(0)
             continue
         source = i if ahead > 0 else i + 1
-        # A quarter of the surplus, in blocks of the density of the side that gives.
+        # Move a quarter of the surplus, converted to blocks by the density of the side that shrinks.
         steps = abs(ahead) * sizes[source] // (4 * partitions * max(load[source], 1))
         steps = min(max(steps, 1), max_step)
         moves.append(steps if ahead > 0 else -steps)
@@ -157,14 +165,14 @@ def _check_numbers(
     partitions: int, rank: int, block: int, numel: int, min_blocks: int, max_step: int, rule: str
 ) -> None:
     if not 1 <= partitions <= MAX_PARTITIONS:
-        raise ValueError(f"blocks has {partitions} partitions: between 1 and {MAX_PARTITIONS} are supported")
+        raise ValueError(f"blocks has {partitions} elements: the number of partitions must be in [1, {MAX_PARTITIONS}]")
     if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is not known: choose one of {', '.join(RULES)}")
+        raise ValueError(f"rule={rule!r} is unknown: must be one of {', '.join(RULES)}")
     if not 0 <= rank < partitions:
-        raise ValueError(f"rank={rank} is outside of {partitions} partitions: one rank per partition")
+        raise ValueError(f"rank={rank} is not in [0, {partitions}): blocks must have one element per rank")
     if not 1 <= numel <= INDEX_LIMIT:
-        raise ValueError(f"numel={numel} is not between 1 and {INDEX_LIMIT}: split the vector, or skip an empty one")
+        raise ValueError(f"numel={numel} is not in [1, {INDEX_LIMIT}]: split a longer vector, skip an empty one")
     if block < 1 or -(-numel // block) > MAX_BLOCKS:
-        raise ValueError(f"block={block} for numel={numel}: choose at most {MAX_BLOCKS} blocks of at least 1 element")
+        raise ValueError(f"block={block} for numel={numel}: must be at least 1 and give at most {MAX_BLOCKS} blocks")
     if min_blocks < 0 or max_step < 1:
-        raise ValueError(f"min_blocks={min_blocks} must be at least 0 and max_step={max_step} at least 1")
+        raise ValueError(f"min_blocks={min_blocks} must be at least 0, and max_step={max_step} at least 1")

@@ -1,4 +1,4 @@
-"""Kernel of :mod:`tritoncomm_kernels.rebalance`: one program, one lane per partition, nothing leaves the device."""
+"""Kernel of :mod:`tritoncomm_kernels.rebalance`: one program with one lane per partition, without host access."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 @triton.jit
 def _sweep(load, blocks, lane, partitions, quantum, least, RATIO: tl.constexpr):
-    """Borders one after the other, each sees what the one before has moved."""
+    """Apply a sequential rule, border by border. Each border sees the moves of the borders before it."""
     mean = tl.sum(load, axis=0) // partitions
     left = tl.zeros([], tl.int32)
     last = tl.where(mean > 0, partitions - 1, 0)
@@ -38,7 +38,7 @@ def _sweep(load, blocks, lane, partitions, quantum, least, RATIO: tl.constexpr):
 
 @triton.jit
 def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: tl.constexpr):
-    """By how many blocks each border moves left under the prefix rule, before the floor is looked at."""
+    """Return how many blocks each border moves to the left under the prefix rule, before ``least`` is applied."""
     ahead = tl.cumsum(load, axis=0) * partitions - (lane + 1).to(tl.int64) * total
     distance = tl.where(ahead < 0, -ahead, ahead)
     bounded = tl.minimum(distance, 1 << 31)
@@ -57,11 +57,11 @@ def rebalance_kernel(
     blocks_ptr, first_ptr, counts_ptr, iteration_ptr, span_ptr, partitions, rank, block, n, least, max_step,
     PARTITIONS: tl.constexpr, PREFIX: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Move the borders by the counts of ``iteration``; write the span of the iteration after it."""
+    """Move the borders according to the counts of ``iteration``, and write the span for the next iteration."""
     lane = tl.arange(0, PARTITIONS)
     real = lane < partitions
     iteration = tl.load(iteration_ptr)
-    # Counts come by rank; partition j was rank (j - iteration) mod P's. Integer % has C's sign here.
+    # Counts are in rank order. Partition j belonged to rank (j - iteration) mod P. In Triton, % keeps the sign as in C.
     owner = (lane - iteration % partitions) % partitions
     owner = tl.where(owner < 0, owner + partitions, owner)
     load = tl.maximum(tl.load(counts_ptr + owner, mask=real, other=0), 0).to(tl.int64)
@@ -72,7 +72,7 @@ def rebalance_kernel(
         before = tl.gather(move, tl.maximum(lane - 1, 0), axis=0)
         before = tl.where(lane > 0, before, 0)
         left_over = blocks - tl.maximum(move, 0) - tl.maximum(-before, 0)
-        # A border stays when the partition that it would shrink falls below the floor, growth not counted.
+        # A border stays if the partition that it would shrink falls below ``least``. Growth does not count.
         own_stays = left_over < least
         next_stays = tl.gather(own_stays.to(tl.int32), tl.minimum(lane + 1, PARTITIONS - 1), axis=0) != 0
         move = tl.where(tl.where(move > 0, own_stays, next_stays), 0, move)
@@ -94,7 +94,7 @@ def rebalance_kernel(
 
 
 def warps(partitions: int) -> int:
-    """One warp holds up to 256 partitions in registers; more would spill there."""
+    """Return the number of warps. One warp holds up to 256 partitions in registers and would spill with more."""
     return 1 if partitions <= 256 else 4
 
 
@@ -112,7 +112,7 @@ def rebalance(
     max_step: int,
     rule: str,
 ) -> None:
-    """Launch; the arguments have been checked."""
+    """Launch the kernel on checked arguments."""
     partitions = blocks.numel()
     lanes = max(2, triton.next_power_of_2(partitions))
     with on_device_of(blocks):

@@ -1,4 +1,4 @@
-"""Sparse lists back into dense vectors, and several lists into one, summed in rank order."""
+"""Scatter sparse lists into dense vectors, and merge several lists into one, with sums in rank order."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tritoncomm_kernels.compact import positions
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
-MAX_LISTS = 65535  # the second dimension of a CUDA grid
+MAX_LISTS = 65535  # limit of the second dimension of a CUDA grid
 SparseList = tuple[torch.Tensor, torch.Tensor]
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """``out[indices] += values``; ``indices`` (int32 or int64) must be unique, so order cannot matter.
+    """Add ``values`` to ``out`` at ``indices`` (int32 or int64), in place.
 
-    torch's own operators on every device.
+    The indices must be unique, so the result does not depend on an order. Uses torch operators on every device.
     """
     if out.device.type == "cpu":
         out.index_add_(0, indices, values)
-    else:  # CUDA's index_add_ is made of atomics, which flush denormals
+    else:  # on CUDA, index_add_ uses atomics, which flush denormals
         at = indices.long()
         out.index_copy_(0, at, out.index_select(0, at) + values)
 
 
 def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> None:
-    """:func:`scatter_add` of consecutive lists of ``counts`` entries, one after the other.
+    """Apply :func:`scatter_add` to consecutive lists with ``counts`` entries each, in order.
 
-    Indices are unique inside a list, not between them; the sums are taken in the order of the lists.
+    Indices are unique inside a list. Between lists they may repeat, and then the terms are added in list order.
     """
-    if out.device.type == "cpu":  # element by element, in order
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the sums
+    if out.device.type == "cpu":  # np.add.at adds element by element, in order
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
             np.add.at(out.numpy(), indices.numpy(), values.numpy())
         return
     for part, amounts in zip(torch.split(indices, list(counts)), torch.split(values, list(counts)), strict=True):
@@ -44,16 +44,16 @@ def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Te
 def decompress(
     out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list; returns ``out``.
+    """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list, and return ``out``.
 
-    ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``; nothing but what
-    came over the wire checks that indices are inside.
+    ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``. The caller must make sure
+    that all indices are inside ``[0, n)``.
     """
     if indices.dtype == torch.int32 and out.numel() and indices.numel() and triton_runs(out):
         held = workspace if workspace is not None else Workspace()
         count = held.buffer("decompress count", 1, torch.int32, out.device).fill_(indices.numel())
         return sum_lists(indices[None], values[None], count, out, workspace=held)
-    # Adding 0.0 makes -0.0 into 0.0, as a sum would.
+    # Adding 0.0 turns -0.0 into 0.0, as a sum does.
     return out.zero_().index_copy_(0, indices.long(), values + 0.0)
 
 
@@ -67,12 +67,13 @@ def sum_lists(
     invalid: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """Overwrite ``out`` (fp32 ``[n]``) with ``scale`` times the sum of sparse lists; returns ``out``.
+    """Overwrite ``out`` (fp32 ``[n]``) with ``scale`` times the sum of sparse lists, and return ``out``.
 
-    ``indices`` (int32) and ``values`` (fp32) are ``[lists, stride]``, row p ascending and unique up to
-    ``counts[p]`` (int32 ``[lists]``). Per coordinate, terms are added in row order: the same bits on
-    every rank. Indices outside ``[0, n)`` are left out, and their number is added to ``invalid`` (int32
-    ``[1]``); nothing waits for the host. Raises ``ValueError`` naming the argument that does not fit.
+    ``indices`` (int32) and ``values`` (fp32) are ``[lists, stride]``. ``counts`` (int32 ``[lists]``) is the number of
+    entries of each row, whose indices are ascending and unique. The terms of a coordinate are added in row order, so
+    every rank computes the same bits. Indices outside ``[0, n)`` are skipped, and their number is added to
+    ``invalid`` (int32 ``[1]``). On a GPU there is no host synchronization. Raises ``ValueError`` naming the invalid
+    argument.
     """
     check_vector("out", out)
     lists = _check_rows(indices, values, out)
@@ -86,7 +87,7 @@ def sum_lists(
         tritons = kernel("scatter_triton")
         borders = lists * (-(-out.numel() // tritons.TILE) + 1)
         if lists > MAX_LISTS or borders > INDEX_LIMIT:
-            raise ValueError(f"indices has {lists} rows: sum fewer at once")
+            raise ValueError(f"indices has {lists} rows, too many for one launch: pass fewer lists")
         bounds = held.buffer("scatter bounds", borders, torch.int32, out.device)
         tritons.sum_lists(indices, values, counts, bounds, out, bad, scale)
         return out
@@ -100,16 +101,16 @@ def sum_lists(
 
 
 def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
-    """Sum sparse lists of one vector of ``numel`` elements, each ascending and unique; at least one list.
+    """Merge sparse lists of one vector of ``numel`` elements.
 
-    Returns the ascending union of the supports (int32) and the sums (fp32). Per coordinate the terms
-    are added in the order of ``lists``, so every rank that holds the same lists gets the same bits.
-    Raises ``ValueError`` for an index outside ``[0, numel)``.
+    ``lists`` has at least one list, each with ascending and unique indices. Returns the ascending union of the
+    indices (int32) and the sums (fp32). The terms of a coordinate are added in the order of ``lists``, so all ranks
+    with the same lists compute the same bits. Raises ``ValueError`` for an index outside ``[0, numel)``.
     """
     if not lists:
-        raise ValueError("lists is empty: give at least one sparse list, which may have no entries")
+        raise ValueError("lists is empty: pass at least one sparse list, which may have no entries")
     if not 0 <= numel <= INDEX_LIMIT:
-        raise ValueError(f"numel={numel} is not between 0 and {INDEX_LIMIT}: split the vector")
+        raise ValueError(f"numel={numel} is not in [0, {INDEX_LIMIT}]: split the vector")
     for rank, (indices, values) in enumerate(lists):
         check_vector(f"lists[{rank}].values", values, like=lists[0][1])
         check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
@@ -121,8 +122,7 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
     where = torch.empty_like(places)
     where[order] = places
     sums = torch.zeros(union.numel(), dtype=torch.float32, device=union.device)
-    # One list at a time: inside a list indices are unique, so the order of additions is that of the lists
-    # on every device.
+    # Indices are unique inside a list, so adding one list at a time fixes the order of additions on every device.
     starts = torch.split(where, [indices.numel() for indices, _ in lists])
     for at, (_, values) in zip(starts, lists, strict=True):
         scatter_add(sums, at, values)
@@ -139,11 +139,11 @@ def gather(
     invalid: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> None:
-    """``out[i] = values[indices[i]]`` for ``i < count``, and with ``clear`` 0 in ``values`` there.
+    """Set ``out[i] = values[indices[i]]`` for ``i < count``. With ``clear``, then zero these elements of ``values``.
 
-    ``values`` is fp32 ``[n]``, ``indices`` (int32, unique) and ``out`` (fp32) are ``[capacity]``,
-    ``count`` is int64 ``[1]``; slots from ``count`` on keep what they held. An index outside ``[0, n)``
-    gives 0, writes nothing to ``values``, and adds 1 to ``invalid`` (int32 ``[1]``). No host sync on a GPU.
+    ``values`` is fp32 ``[n]``. ``indices`` (int32, unique) and ``out`` (fp32) are ``[capacity]``. ``count`` is int64
+    ``[1]``. Slots from ``count`` on keep their content. An index outside ``[0, n)`` gives 0, writes nothing to
+    ``values``, and adds 1 to ``invalid`` (int32 ``[1]``). On a GPU there is no host synchronization.
     """
     check_vector("values", values)
     check_vector("indices", indices, dtypes=(torch.int32,), like=values)
@@ -169,7 +169,7 @@ def gather(
 
 
 def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    """Positions in ``sought`` whose element also stands in ``among``; both ascending and unique."""
+    """Return the positions in ``sought`` of the elements that are also in ``among``. Both are ascending and unique."""
     if among.numel() == 0 or sought.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=sought.device)
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
@@ -177,7 +177,7 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> SparseList:
-    """The union as a bit mask; the one host sync is there to allocate it."""
+    """Merge through a bit mask of the union. The only host synchronization is there to allocate the union."""
     tritons, device = kernel("scatter_triton"), lists[0][1].device
 
     def integers(name: str, size: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> 
     groups = -(-words // tritons.WORDS)
     bits, ranks = integers("bits", words), integers("ranks", words)
     counts, offsets = integers("counts", groups + 1), integers("offsets", groups)
-    counts[groups:].zero_()  # the last element counts invalid indices, so that one sync brings both numbers
+    counts[groups:].zero_()  # the last element counts invalid indices, so one synchronization reads all counts
     tritons.mark_union(lists, bits, counts[:groups], offsets, counts[groups:], numel)
     *_, invalid = per_group = counts.tolist()
     _check_inside(invalid, numel)
@@ -200,15 +200,15 @@ def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> 
 
 def _check_inside(outside: int | bool, numel: int) -> None:
     if outside:
-        raise ValueError(f"lists hold an index outside [0, {numel}): a peer sent something malformed")
+        raise ValueError(f"lists contain an index outside [0, {numel}): a peer sent a malformed list")
 
 
 def _check_rows(indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> int:
     for name, rows, dtype in (("indices", indices, torch.int32), ("values", values, torch.float32)):
         if rows.dim() != 2:  # noqa: PLR2004
-            raise ValueError(f"{name} has shape {tuple(rows.shape)}: make it [lists, stride]")
+            raise ValueError(f"{name} has shape {tuple(rows.shape)}: expected [lists, stride]")
         check_vector(name, rows.reshape(-1) if rows.is_contiguous() else rows, dtypes=(dtype,), like=out)
         check_apart("out", out, name, rows)
     if indices.shape != values.shape:
-        raise ValueError(f"values has shape {tuple(values.shape)}, indices has {tuple(indices.shape)}: make them alike")
+        raise ValueError(f"values has shape {tuple(values.shape)}, expected {tuple(indices.shape)}, like indices")
     return indices.shape[0]

@@ -1,7 +1,7 @@
-"""Kernels of :mod:`tritoncomm_kernels.scatter`: sums in rank order without float atomics.
+"""Kernels of :mod:`tritoncomm_kernels.scatter`: sums in rank order, without float atomics.
 
-The program that owns a tile of the output adds the lists one after the other; a barrier between two lists is
-all the order needs, since indices inside a list are unique. Every access through an index is guarded.
+One program owns a tile of the output and adds the lists one after the other. Indices are unique inside a list, so a
+barrier between two lists is enough to fix the order. Every access through an index has a bounds check.
 """
 
 import torch
@@ -23,7 +23,7 @@ def tile_bounds_kernel(
     indices_ptr, counts_ptr, bounds_ptr, invalid_ptr, stride, tiles, steps,
     TILE: tl.constexpr, BORDERS: tl.constexpr,
 ):  # fmt: skip
-    """``bounds[p, t]``: the first position in list p with an index of at least ``t * TILE``."""
+    """Set ``bounds[p, t]`` to the first position in list p with an index of at least ``t * TILE``."""
     border = tl.program_id(0) * BORDERS + tl.arange(0, BORDERS)
     row = tl.program_id(1).to(tl.int64)
     count = tl.maximum(tl.minimum(tl.load(counts_ptr + row), stride), 0)
@@ -40,7 +40,7 @@ def tile_bounds_kernel(
         high = tl.where(left, middle, high)
         steps -= 1
     tl.store(bounds_ptr + row * (tiles + 1) + border, low, mask=border <= tiles)
-    # Entries before the first tile or after the last belong to no tile.
+    # Entries before the first tile or after the last tile are invalid.
     outside = tl.where(border == 0, low, 0) + tl.where(border == tiles, count - low, 0)
     stray = tl.sum(outside, axis=0)
     tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
@@ -51,7 +51,7 @@ def sum_lists_kernel(
     indices_ptr, values_ptr, bounds_ptr, out_ptr, invalid_ptr, n, stride, tiles, lists, scale,
     TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the dense sum."""
+    """Compute one tile of the dense sum."""
     tile = tl.program_id(0)
     start = tile * TILE
     at = start + tl.arange(0, TILE)
@@ -96,7 +96,7 @@ def mark_indices_kernel(indices_ptr, bits_ptr, invalid_ptr, count, n, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["words"])
 def count_words_kernel(bits_ptr, counts_ptr, words, WORDS: tl.constexpr):
-    """Set bits per group of ``WORDS`` words."""
+    """Count the set bits of one group of ``WORDS`` words."""
     at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     mask = tl.load(bits_ptr + at, mask=at < words, other=0)
     tl.store(counts_ptr + tl.program_id(0), tl.sum(bits_in(mask), axis=0))
@@ -104,7 +104,7 @@ def count_words_kernel(bits_ptr, counts_ptr, words, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["words"])
 def union_kernel(bits_ptr, offsets_ptr, ranks_ptr, out_ptr, words, WORDS: tl.constexpr):
-    """Write the union, ascending, and for every word how many of its elements stand before it."""
+    """Write the ascending union. For every word, also write the number of union elements before it."""
     program = tl.program_id(0)
     at = program * WORDS + tl.arange(0, WORDS)
     mask = tl.load(bits_ptr + at, mask=at < words, other=0)
@@ -113,7 +113,7 @@ def union_kernel(bits_ptr, offsets_ptr, ranks_ptr, out_ptr, words, WORDS: tl.con
     tl.store(ranks_ptr + at, position, mask=at < words)
     left = tl.max(counts, axis=0)
     while left > 0:
-        # The output was allocated for exactly the bits that are set.
+        # The output has exactly one slot per set bit.
         tl.store(out_ptr + position, at * 32 + lowest_bit(mask), mask=mask != 0)
         position += 1
         mask = mask & (mask - 1)
@@ -122,7 +122,7 @@ def union_kernel(bits_ptr, offsets_ptr, ranks_ptr, out_ptr, words, WORDS: tl.con
 
 @triton.jit(do_not_specialize=["count", "n"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
 def add_list_kernel(indices_ptr, values_ptr, bits_ptr, ranks_ptr, sums_ptr, count, n, BLOCK: tl.constexpr):
-    """Add one list to the sums; launches follow each other in rank order."""
+    """Add one list to the sums. Launches are issued in rank order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + at, mask=at < count, other=-1)
     inside = (index >= 0) & (index < n)
@@ -137,14 +137,17 @@ def add_list_kernel(indices_ptr, values_ptr, bits_ptr, ranks_ptr, sums_ptr, coun
 def gather_kernel(
     values_ptr, indices_ptr, out_ptr, count_ptr, invalid_ptr, n, capacity, CLEAR: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """``out = values[indices]``, and 0 there with ``CLEAR``; an index out of bounds reads 0 and writes nothing."""
+    """Compute ``out = values[indices]``. With ``CLEAR``, set these elements of ``values`` to 0.
+
+    An index out of bounds reads 0 and clears nothing.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = at < tl.minimum(tl.load(count_ptr), capacity)
     index = tl.load(indices_ptr + at, mask=held, other=-1)
     inside = (index >= 0) & (index < n)
     tl.store(out_ptr + at, tl.load(values_ptr + index, mask=inside, other=0.0), mask=held)
     if CLEAR:
-        tl.debug_barrier()  # the store may be laid out over other threads than the load
+        tl.debug_barrier()  # the store may use other threads than the load
         tl.store(values_ptr + index, 0.0, mask=inside)
     stray = tl.sum(held.to(tl.int32), axis=0) - tl.sum(inside.to(tl.int32), axis=0)
     tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
@@ -162,7 +165,7 @@ def sum_lists(
     tile: int = TILE,
     entries: int = ENTRIES,
 ) -> None:
-    """Launch; ``bounds`` (int32) holds ``lists * (tiles + 1)`` elements. The arguments have been checked."""
+    """Launch the kernels on checked arguments. ``bounds`` (int32, ``lists * (tiles + 1)``) is scratch memory."""
     (lists, stride), n = indices.shape, out.numel()
     tiles = triton.cdiv(n, tile)
     steps = max(1, stride).bit_length() + 1
@@ -194,7 +197,7 @@ def mark_union(
     invalid: torch.Tensor,
     n: int,
 ) -> None:
-    """Launch the first half of a merge: the union as a bit mask, and its size per group of words."""
+    """Launch the first half of a merge: compute the union as a bit mask, and its size per group of words."""
     bits.zero_()
     with on_device_of(bits):
         for indices, _ in lists:
@@ -219,7 +222,7 @@ def add_union(
     sums: torch.Tensor,
     n: int,
 ) -> None:
-    """Launch the second half: write the union and add the lists in order; ``sums`` is 0 everywhere."""
+    """Launch the second half of a merge: write the union and add the lists in order. ``sums`` must be all zeros."""
     with on_device_of(bits):
         union_kernel[(offsets.numel(),)](
             bits, offsets, ranks, union, bits.numel(), WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False
@@ -242,7 +245,7 @@ def gather(
     clear: bool,
     block: int = BLOCK,
 ) -> None:
-    """Launch; the arguments have been checked and are not empty."""
+    """Launch the kernel on checked, non-empty arguments."""
     with on_device_of(values):
         gather_kernel[(triton.cdiv(indices.numel(), block),)](
             values, indices, out, count, invalid, values.numel(), indices.numel(),

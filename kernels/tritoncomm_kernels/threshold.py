@@ -1,6 +1,6 @@
 """Exact order statistics of magnitudes: the k-th largest, and the k largest.
 
-Magnitudes are compared as integer keys, ``bits(x) & 0x7FFFFFFF``: a total order that is exact for
+Magnitudes are compared as integer keys, ``bits(x) & 0x7FFFFFFF``. The keys define a total order that is exact for
 denormals, ranks NaN above infinity, and is the same on every device.
 """
 
@@ -23,30 +23,31 @@ from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
 from tritoncomm_kernels.workspace import Workspace
 
-# A sample of one 128-byte line in 256 estimates the k-th magnitude closely enough that the filter
-# admits little more than k candidates; below this many elements sampling costs more than it saves.
+# A sample of one 128-byte line in 257 estimates the k-th magnitude. It is accurate enough that little more than k
+# candidates pass the filter. Below SAMPLE_FROM elements, sampling costs more than it saves.
 SAMPLE_LINE = 32
-SAMPLE_STRIDE = 257 * SAMPLE_LINE  # odd in lines, or a matrix width that divides it would show the same columns only
+# An odd number of lines is no multiple of an even matrix width in lines. The sample then covers different columns.
+SAMPLE_STRIDE = 257 * SAMPLE_LINE
 SAMPLE_FROM = 1 << 17
-# Segments up to this long are selected together: below it the calls would cost more than the work.
+# Segments up to this length are selected together, because separate calls would cost more than the work itself.
 _SHORT_SEGMENT = 1 << 14
 Integers = npt.NDArray[np.int64]
-# On a GPU the next step may start from this step's k-th magnitude, lowered by so much: over normal values at
-# 1 % that admits 1.4 k candidates.
+# On a GPU the next call may start from the k-th magnitude of this call, times this factor. For normally distributed
+# values at density 1 %, 1.4 k candidates then pass.
 WARM_SLACK = 0.95
 
 
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
-    """Integer keys (int32, same shape) that order fp32 ``values`` by magnitude, NaN largest."""
+    """Return integer keys (int32, same shape) that order ``values`` (fp32) by magnitude, with NaN largest."""
     return values.view(torch.int32) & MAGNITUDE_MASK
 
 
 def top_k(values: torch.Tensor, k: int, *, workspace: Workspace | None = None) -> Selection:
-    """The ``k`` largest magnitudes of ``values`` (fp32 ``[n]``), ascending by index.
+    """Return the ``k`` entries of ``values`` (fp32 ``[n]``) with the largest magnitude, ascending by index.
 
-    Exactly ``min(k, number of non-zeros)`` entries: zeros are never selected and ties go to the
-    lower index, as every rank must break them. ``workspace`` keeps a GPU's scratch memory from step
-    to step. Raises ``ValueError`` for a negative ``k`` or a wrong dtype or shape.
+    The result has exactly ``min(k, number of non-zeros)`` entries. Zeros are never selected. Ties go to the lower
+    index, so all ranks break them in the same way. ``workspace`` keeps GPU scratch memory between calls. Raises
+    ``ValueError`` for a negative ``k``, or a wrong dtype or shape.
     """
     _check_k(k)
     check_vector("values", values)
@@ -58,13 +59,13 @@ def top_k(values: torch.Tensor, k: int, *, workspace: Workspace | None = None) -
 def top_k_segments(
     values: torch.Tensor, bounds: Sequence[int], budgets: Sequence[int], *, workspace: Workspace | None = None
 ) -> Selection:
-    """The largest of each segment ``values[bounds[i] : bounds[i + 1]]``, up to ``budgets[i]`` entries, as one list.
+    """Select up to ``budgets[i]`` entries from each segment ``values[bounds[i] : bounds[i + 1]]``, as one list.
 
-    Each as :func:`top_k` would select it; indices count from the start of ``values`` (fp32 ``[n]``). Many
-    short segments are selected together on a CPU.
+    Each segment is selected as by :func:`top_k`. Indices count from the start of ``values`` (fp32 ``[n]``). On a CPU,
+    short segments are selected together.
     """
     if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"bounds={bounds!r}: give ascending numbers, one more than the {len(budgets)} budgets")
+        raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
     check_vector("values", values)
     widest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
     if len(budgets) > 1 and 0 < widest <= _SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):
@@ -77,13 +78,13 @@ def top_k_segments(
 
 
 def _top_k_rows(values: torch.Tensor, bounds: Integers, budgets: Integers, width: int) -> Selection:
-    """Segments as the rows of a matrix, padded with zeros, which are never selected."""
+    """Select from all segments at once, as rows of a matrix padded with zeros. Zeros are never selected."""
     starts, stops = bounds[:-1, None], bounds[1:, None]
     budgets = np.minimum(budgets, stops[:, 0] - starts[:, 0])
     places = starts + np.arange(width)
     floats = values.numpy()
     keys = np.where(places < stops, floats[np.minimum(places, len(floats) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
-    # The last of the k largest of each row; a budget of 0 is above every key.
+    # The key of the last selected entry of each row. For a budget of 0 it is above every key.
     ranks = np.unique(width - budgets[budgets > 0])
     ordered = np.partition(keys, ranks, axis=1) if len(ranks) else keys
     rows = np.arange(len(keys))
@@ -103,10 +104,10 @@ def accumulate_top_k(
     *,
     workspace: Workspace | None = None,
 ) -> Selection:
-    """``out = residual + gradient`` and the ``k`` largest magnitudes of it, in one pass over n.
+    """Compute ``out = residual + gradient`` and return its ``k`` largest magnitudes, in one pass over n.
 
-    The arguments are as for :func:`tritoncomm_kernels.accumulate_and_select`, the result as for
-    :func:`top_k`. ``residual`` is read only.
+    The arguments are those of :func:`tritoncomm_kernels.accumulate_and_select`. The result is that of :func:`top_k`.
+    ``residual`` is only read, unless it is the same tensor as ``out``.
     """
     _check_k(k)
     check_addends(residual, gradient, out)
@@ -137,13 +138,13 @@ def top_k_into(
     warm: bool = False,
     clear: bool = False,
 ) -> None:
-    """:func:`accumulate_top_k` into given memory, with nothing that waits for the host on a GPU.
+    """Run :func:`accumulate_top_k` into preallocated memory. On a GPU there is no host synchronization.
 
-    ``indices`` (int32) and ``values`` (fp32) are ``[k]``, ``k`` at least 1; ``taken`` (int64 ``[1]``)
-    becomes the number written, the other slots keep what they held. Without ``gradient``, ``residual``
-    must be ``out``, and nothing is added. With ``warm`` the first threshold is a little below the k-th
-    magnitude of the last call with this ``workspace``, otherwise it is estimated from a sample; the
-    result is the same. With ``clear`` the selected elements become 0 in ``out``.
+    ``indices`` (int32) and ``values`` (fp32) are ``[k]``, with ``k`` at least 1. ``taken`` (int64 ``[1]``) is set to
+    the number of entries written. The other slots keep their content. Without ``gradient``, ``residual`` and ``out``
+    must be the same tensor, and nothing is added. With ``warm``, the first threshold is slightly below the k-th
+    magnitude of the last call with this ``workspace``. Otherwise it is estimated from a sample. The result is the same.
+    With ``clear``, the selected elements become 0 in ``out``.
     """
     check_vector("indices", indices, dtypes=(torch.int32,), like=out)
     check_vector("values", values, numel=indices.numel(), like=out)
@@ -171,7 +172,7 @@ def top_k_into(
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
-    """The ``k``-th largest ``|values|`` (fp32 ``[n]``); 0.0 when fewer than ``k`` are non-zero."""
+    """Return the ``k``-th largest magnitude of ``values`` (fp32 ``[n]``), or 0.0 with fewer than ``k`` non-zeros."""
     selected = top_k(values, k)
     if k == 0 or len(selected.values) < k:
         return 0.0
@@ -179,23 +180,23 @@ def kth_magnitude(values: torch.Tensor, k: int) -> float:
 
 
 def smallest_magnitude(values: torch.Tensor) -> float:
-    """The smallest ``|values|`` by key order; 0.0 for an empty tensor."""
+    """Return the smallest magnitude of ``values`` by key order, or 0.0 for an empty tensor."""
     if values.numel() == 0:
         return 0.0
     return float(magnitude_keys(values).min().view(torch.float32))
 
 
 def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int, numel: int) -> Selection:
-    """Filter by a threshold slightly too low, then finish on the candidates alone."""
+    """Filter with a slightly low threshold, then select from the candidates only."""
     key = _sampled_key(sample, k, numel)
     selected = candidates(key)
-    if selected.found < k and key > 1:  # the sample misjudged: every non-zero is a candidate
+    if selected.found < k and key > 1:  # the estimate was too high, so use every non-zero as a candidate
         selected = candidates(1)
     return largest(selected, k)
 
 
 def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) -> Selection:
-    """The ``k`` entries of ``selected`` with the largest magnitude, still ascending by index."""
+    """Return the ``k`` entries of ``selected`` with the largest magnitude, ascending by index."""
     if len(selected.values) <= k:
         return Selection(selected.indices, selected.values, len(selected.values))
     if k == 0:
@@ -221,7 +222,7 @@ def _read_back(
     *,
     whole: bool = False,
 ) -> Selection:
-    """Launch the kernels, then wait for how many entries there are."""
+    """Launch the kernels, then read the number of entries back to the host."""
     held = workspace if workspace is not None else Workspace()
     k = min(k, out.numel())
     if k == 0:
@@ -248,10 +249,10 @@ def _launch(
     clear: bool,
     whole: bool = False,
 ) -> None:
-    """Candidates above a first guess, then radix select and ordered emit over them; no host sync."""
+    """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization."""
     n, k = out.numel(), indices.numel()
 
-    use = "largest" if whole else "top-k"  # each remembers a guess of its own
+    use = "largest" if whole else "top-k"  # each has its own guess in the workspace
 
     def integers(name: str, size: int) -> torch.Tensor:
         return workspace.buffer(f"{use} {name}", size, torch.int32, out.device)
@@ -286,7 +287,7 @@ def _kth_key(keys: torch.Tensor, k: int) -> int:
 
 
 def _sample_lines(values: torch.Tensor) -> torch.Tensor:
-    """One line in every stride, fp32; empty where the vector is too short for sampling."""
+    """Return one line of every stride, in fp32. The result is empty if the vector is too short for sampling."""
     if values.numel() < SAMPLE_FROM:
         return values.new_empty(0, dtype=torch.float32)
     rows = values.numel() // SAMPLE_STRIDE
@@ -295,13 +296,13 @@ def _sample_lines(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
-    """A key that about 1.15 k elements, and with high probability at least k, reach."""
+    """Return a key that about 1.15 k elements reach, and at least k with high probability."""
     rank = _sample_rank(sample.numel(), k, numel)
     return 1 if rank is None else max(1, _kth_key(magnitude_keys(sample), rank))
 
 
 def _sampled_guess(residual: torch.Tensor, gradient: torch.Tensor | None, k: int, numel: int) -> torch.Tensor | int:
-    """The same without waiting for the device."""
+    """Same as :func:`_sampled_key`, without host synchronization."""
     sample = _sample_lines(residual)
     if gradient is not None:
         sample = sample + _sample_lines(gradient)
@@ -312,7 +313,7 @@ def _sampled_guess(residual: torch.Tensor, gradient: torch.Tensor | None, k: int
 
 
 def _sample_rank(size: int, k: int, numel: int) -> int | None:
-    """Which of ``size`` sampled magnitudes to start from; None for all non-zeros."""
+    """Return the rank among ``size`` sampled magnitudes to use as threshold, or None to take all non-zeros."""
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
     return None if rank >= size else rank
@@ -320,4 +321,4 @@ def _sample_rank(size: int, k: int, numel: int) -> int | None:
 
 def _check_k(k: int) -> None:
     if k < 0:
-        raise ValueError(f"k={k} is negative: ask for at least 0 elements")
+        raise ValueError(f"k={k} is negative: must be at least 0")

@@ -1,8 +1,8 @@
 """Kernels of :mod:`tritoncomm_kernels.threshold`: radix select over candidates, and the ordered emit.
 
-Candidates are what a slightly low threshold let through. When it was not low enough, or let too many
-through, the same kernels read the whole vector instead: the choice is a flag in device memory, so that
-nothing waits for the host and every launch is the same.
+Candidates are the entries that pass a slightly low threshold. If too few or too many pass, the same kernels read the
+whole vector instead. The choice is a flag in device memory, so the host does not wait and every step has the same
+launches.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.dispatch import on_device_of
 
 BLOCK, WARPS = 1024, 8
-PROGRAMS = 512  # at most: each then walks a contiguous share, and one load sums the counts before it
-# Key digits from the top: 8, 8, 8 and 7 bits. More bins per digit cost Triton 3.6 instructions in proportion.
+PROGRAMS = 512  # maximum; each program reads a contiguous share, and one load covers the counts of all earlier programs
+# Key digits from the top: 8, 8, 8 and 7 bits. In Triton 3.6 the instructions grow in proportion to the bins of a digit.
 DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))
 
-# Words of the state. PREFIX ends as the k-th key, REMAINING as how many entries equal to it are taken.
+# Words of the state. At the end, PREFIX is the k-th key, and REMAINING is the number of entries equal to it to take.
 PREFIX = tl.constexpr(0)
 REMAINING = tl.constexpr(1)
 WHOLE = tl.constexpr(2)
@@ -29,10 +29,10 @@ STATE_WORDS = 4
 
 @triton.jit(do_not_specialize=["k", "capacity"])
 def begin_kernel(state_ptr, histogram_ptr, found_ptr, guess_ptr, k, capacity, WHOLE_ONLY: tl.constexpr):
-    """Set up a selection of ``k``; decide between candidates and the whole vector."""
+    """Initialize a selection of ``k`` entries, and choose between the candidates and the whole vector."""
     tl.store(histogram_ptr + tl.arange(0, 256), tl.zeros([256], tl.int32))
     found = tl.load(found_ptr)
-    # Too few candidates are all there is when the guess admitted every non-zero.
+    # A guess of 1 admits every non-zero. Then fewer than k candidates are correct.
     short = (found < k) & (tl.load(guess_ptr) > 1)
     whole = (short | (found > capacity)).to(tl.int32)
     if WHOLE_ONLY:
@@ -51,7 +51,7 @@ def _length(state_ptr, found_ptr, capacity, n):
 
 @triton.jit
 def _keys(candidates_ptr, values_ptr, whole, at, stop):
-    """Keys of the source in use; 0, which no selection takes, from ``stop`` on."""
+    """Return the keys of the source in use. From ``stop`` on they are 0, which is never selected."""
     candidates = tl.load(candidates_ptr + at, mask=at < tl.where(whole != 0, 0, stop), other=0.0)
     dense = tl.load(values_ptr + at, mask=at < tl.where(whole != 0, stop, 0), other=0.0)
     return tl.where(whole != 0, key_of(dense), key_of(candidates))
@@ -59,7 +59,7 @@ def _keys(candidates_ptr, values_ptr, whole, at, stop):
 
 @triton.jit
 def _share(length, BLOCK: tl.constexpr):
-    """Where this program's contiguous share begins and ends."""
+    """Return the start and end of this program's contiguous share."""
     blocks = tl.cdiv(length, BLOCK)
     each = tl.cdiv(blocks, tl.num_programs(0)) * BLOCK
     start = tl.minimum(tl.program_id(0).to(tl.int64) * each, length).to(tl.int32)
@@ -71,7 +71,7 @@ def histogram_kernel(
     candidates_ptr, values_ptr, found_ptr, state_ptr, histogram_ptr, capacity, n,
     SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count one digit of the non-zero keys that agree with the prefix so far."""
+    """Build the histogram of one digit over the non-zero keys that match the prefix so far."""
     whole = tl.load(state_ptr + WHOLE)
     prefix = tl.load(state_ptr + PREFIX)
     counts = tl.zeros([256], tl.int32)
@@ -87,13 +87,13 @@ def histogram_kernel(
 
 @triton.jit
 def pick_kernel(state_ptr, histogram_ptr, SHIFT: tl.constexpr, FIRST: tl.constexpr):
-    """Fix one digit of the k-th key: the largest that at least ``REMAINING`` keys reach."""
+    """Determine one digit of the k-th key: the largest digit that at least ``REMAINING`` keys reach."""
     lane = tl.arange(0, 256)
     counts = tl.load(histogram_ptr + lane)
     tl.store(histogram_ptr + lane, tl.zeros([256], tl.int32))
     reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     remaining = tl.load(state_ptr + REMAINING)
-    if FIRST:  # no more than there are non-zeros
+    if FIRST:  # take at most as many entries as there are non-zeros
         remaining = tl.minimum(remaining, tl.sum(counts, axis=0))
         tl.store(state_ptr + TAKEN, remaining)
     digit = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
@@ -106,7 +106,7 @@ def pick_kernel(state_ptr, histogram_ptr, SHIFT: tl.constexpr, FIRST: tl.constex
 def count_kernel(
     candidates_ptr, values_ptr, found_ptr, state_ptr, above_ptr, equal_ptr, capacity, n, BLOCK: tl.constexpr
 ):
-    """Per program: how many keys of its share are above, and how many equal to, the k-th key."""
+    """Count, per program, the keys of its share that are above the k-th key, and those equal to it."""
     whole = tl.load(state_ptr + WHOLE)
     kth = tl.load(state_ptr + PREFIX)
     start, stop = _share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
@@ -128,7 +128,7 @@ def emit_kernel(
     out_indices_ptr, out_values_ptr, taken_ptr, guess_ptr, capacity, n, room, slack,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries above the k-th key and the first ones equal to it, in order of position."""
+    """Write the entries above the k-th key, and the first entries equal to it, in order of position."""
     program = tl.program_id(0)
     whole = tl.load(state_ptr + WHOLE)
     kth = tl.load(state_ptr + PREFIX)
@@ -139,9 +139,9 @@ def emit_kernel(
     equal = tl.sum(tl.load(equal_ptr + lane, mask=earlier, other=0), axis=0)
     if program == 0:
         tl.store(taken_ptr, tl.load(state_ptr + TAKEN).to(tl.int64))
-        # The next step starts a little below this one's k-th magnitude.
+        # The next call starts slightly below the k-th magnitude of this call.
         magnitude = kth.to(tl.float32, bitcast=True) * slack
-        # Not from a NaN or infinity, and not when there were fewer than asked for.
+        # A NaN or infinity is no usable threshold. With fewer than k entries there is no k-th magnitude.
         usable = (kth < 0x7F800000) & (tl.load(state_ptr + TAKEN) >= room)
         next_key = tl.where(usable, magnitude.to(tl.int32, bitcast=True), 1)
         tl.store(guess_ptr, tl.maximum(next_key, 1))
@@ -162,7 +162,7 @@ def emit_kernel(
         tl.store(out_indices_ptr + slot, element, mask=take)
         tl.store(out_values_ptr + slot, value, mask=take)
         if CLEAR:
-            tl.debug_barrier()  # the store may be laid out over other threads than the load
+            tl.debug_barrier()  # the store may use other threads than the load
             tl.store(values_ptr + element, 0.0, mask=take)
         above += tl.sum(is_above, axis=0)
         equal += tl.sum(is_equal, axis=0)
@@ -184,10 +184,10 @@ def largest(
     clear: bool,
     block: int = BLOCK,
 ) -> None:
-    """Launch the radix select and the emit; the arguments have been checked and are not empty.
+    """Launch radix select and emit on checked, non-empty arguments.
 
-    ``candidates`` are (positions, values) of which ``found`` were meant to be written; None for the
-    whole of ``values``.
+    ``candidates`` are (positions, values). ``found`` is the number of entries that passed the threshold, which may
+    exceed their capacity. None selects from all of ``values``.
     """
     state, histogram, above, equal = (scratch[name] for name in ("state", "histogram", "above", "equal"))
     n = values.numel()

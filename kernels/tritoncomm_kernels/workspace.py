@@ -1,4 +1,4 @@
-"""Scratch memory that outlives a step."""
+"""Scratch memory that is reused between steps."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 
 class Workspace:
-    """Named device buffers, allocated at first use and kept: no allocation in later steps of the same size.
+    """Named device buffers. They are allocated at first use and kept, so later steps of the same size allocate nothing.
 
-    Whoever owns a vector owns one workspace for it. Two streams must not share one: what a kernel leaves
-    in a buffer is read by the next. A larger request replaces a buffer, so capture a CUDA graph only after
-    a call of the largest size.
+    Each vector has its own workspace, which belongs to the owner of the vector. Two streams must not share a
+    workspace, because kernels pass data to later kernels through its buffers. A larger request replaces a buffer.
+    Therefore capture a CUDA graph only after a call of the largest size.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     def buffer(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The first ``size`` elements of the buffer ``name``; zeros when new, else what was left there."""
+        """Return the first ``size`` elements of the buffer ``name``. A new buffer is zero. Others keep their data."""
         held = self._buffers.get((name, dtype, device))
         if held is None or held.numel() < size:
             held = torch.zeros(size, dtype=dtype, device=device)
@@ -25,10 +25,10 @@ class Workspace:
         return held[:size]
 
     def holds(self, name: str, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the buffer ``name`` exists, so that it may carry something over from an earlier step."""
+        """Return True if the buffer ``name`` exists and may hold data of an earlier step."""
         return (name, dtype, device) in self._buffers
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Total size of all buffers in bytes."""
         return sum(held.numel() * held.element_size() for held in self._buffers.values())

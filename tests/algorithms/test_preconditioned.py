@@ -165,9 +165,9 @@ def test_huge_values() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"recipe": tritoncomm.RandomK()}, "give a method that compares entries"),
-        ({"recipe": Preconditioned(recipe=OkTopk(), shapes=((2, 2),))}, "and not twice"),
-        ({"decay": 1.0}, "decay=1.0.*below 1"),
+        ({"recipe": tritoncomm.RandomK()}, "must be a method that compares entries"),
+        ({"recipe": Preconditioned(recipe=OkTopk(), shapes=((2, 2),))}, "and not preconditioned already"),
+        ({"decay": 1.0}, r"decay=1.0.*in \[0, 1\)"),
         ({"renew_every": 0}, "renew_every=0.*at least 1"),
     ],
 )
@@ -179,7 +179,7 @@ def test_fields(fields: dict[str, object], message: str) -> None:
 
 def test_shapes_must_fit() -> None:
     """The vector's length and that of the shapes."""
-    with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*has 6 elements, this vector 7"):
+    with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*have 6 elements, but the vector has 7"):
         Preconditioned(recipe=OkTopk(), shapes=((2, 3),)).build(7)
 
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_of_other_shapes() -> None:
     state = optimizer._exchange.state_dict()
     state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
     state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
-    with pytest.raises(ConfigurationError, match="a moment of 3 rows and 30 columns was loaded, needed are 50 and 30"):
+    with pytest.raises(ConfigurationError, match="second moment has 3 rows and 30 columns, expected 50 and 30"):
         other._exchange.loaded(state)
 
 

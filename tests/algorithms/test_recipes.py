@@ -28,3 +28,9 @@ def test_recipes_are_frozen() -> None:
     """A recipe cannot change under an algorithm that was built from it."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         OkTopk().density = 0.5
+
+
+def test_dense_ignores_density() -> None:
+    """``density`` has no effect on ``Dense``, so its repr does not show it."""
+    assert repr(tritoncomm.Dense(density=0.01)) == "Dense()"
+    assert tritoncomm.recipe("dense", density=0.01).density == 0.01

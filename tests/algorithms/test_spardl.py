@@ -328,7 +328,7 @@ def test_automatic_teams() -> None:
 @pytest.mark.parametrize(
     ("fields", "world_size", "named"),
     [
-        ({"teams": 4}, 6, "teams=4 does not divide 6"),
+        ({"teams": 4}, 6, "teams=4 does not divide world_size=6"),
         ({"teams": 3, "sag": "recursive"}, 6, "power of two"),
     ],
 )

@@ -193,7 +193,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))
     attempts.load("written for SGD, this optimizer is AdamW")
     attempts.take(1, lambda state: state.clear())
-    attempts.load("no state of a wrapped optimizer")
+    attempts.load("not the state of a wrapped optimizer")
 
 
 def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> None:

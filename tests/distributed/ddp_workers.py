@@ -165,7 +165,7 @@ def raw_accumulation(rank: int, world_size: int, send) -> None:
             loss_of(plain, rank, 3 * step + micro).backward()
         delivered = delivered + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
-    by_parameter = {id(p): left for e in state._exchanges.values() for p, left in e.owed().items()}
+    by_parameter = {id(p): left for e in state._exchanges.values() for p, left in e.residuals_by_parameter().items()}
     left = torch.cat([by_parameter[id(p)].reshape(-1) for p in model.module.parameters()])
     assert torch.allclose(delivered + total(left) / world_size, dense, atol=1e-5)
 
@@ -311,7 +311,7 @@ def small_tensors(rank: int, world_size: int, send) -> None:
     assert {name for name, left in owed(state).items() if not left.any()} == {
         name for name, parameter in inner.named_parameters() if parameter.dim() <= 1
     }
-    chosen = [line for line in said if "values, of which 256 in small tensors travel dense" in line]
+    chosen = [line for line in said if "values, of which 256 in small tensors are sent dense" in line]
     assert len(chosen) == (rank == 0)
     logger.removeHandler(handler)
 
@@ -415,7 +415,7 @@ def disagreement(rank: int, world_size: int, send) -> None:
     register(model, density=0.2 if rank == 1 else 0.1)
     with pytest.raises(tritoncomm.ConfigMismatchError, match=r"recipe: .*rank 1 has"):
         loss_of(model, rank, 0).backward()
-    with pytest.raises(ConfigurationError, match="throws away what is delivered"):
+    with pytest.raises(ConfigurationError, match="DDP discards the entries"):
         register(ddp(net(), find_unused_parameters=True))
     with pytest.raises(ConfigurationError, match=r"model is a Sequential: pass the DistributedDataParallel"):
         register(net())

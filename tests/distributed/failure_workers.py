@@ -82,7 +82,7 @@ def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
     if ahead:  # it died between the others' confirmations: this one has stepped, and is told at the next step
         optimizer.zero_grad()
         before, owed = flat(model), residual(optimizer)
-    named = rf"step [34], round \d+, phase '.*' of {algo}.*lost rank 1;"
+    named = rf"step [34], round \d+, phase '.*' of {algo}.*lost rank 1 \("
     with pytest.raises(ExchangeError, match=named) as caught:  # the failed group says again what it said
         optimizer.step()
     assert caught.value.peers == (VICTIM,)
@@ -229,7 +229,7 @@ def settings(rank: int, world_size: int, send) -> None:
     loss_of(model, rank, 0).backward()
     if rank == VICTIM:
         optimizer._exchange.change_recipe(tritoncomm.TopkAllgather(density=0.2000001))
-        optimizer._exchange._scheduler._adopt(1)  # as if that had been agreed on
+        optimizer._exchange._scheduler._set_exchange_id(1)  # as if that had been agreed on
     told(send, rank, optimizer.step)
     leave()
 

@@ -1,4 +1,4 @@
-"""Worker processes for tests: nobody waits long for anybody, and none survives its test."""
+"""Worker processes for tests: no wait is long, and no process outlives its test."""
 
 from __future__ import annotations
 
@@ -7,4 +7,6 @@ from functools import partial
 
 from tritoncomm.scheduler import local_workers
 
+# Imported once, in the process that workers are forked from.
+local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))

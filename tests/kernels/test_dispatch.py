@@ -93,12 +93,12 @@ REFUSED: dict[str, Callable[[], object]] = {
     "threshold has dtype torch.float64": lambda: kernels.mark(X, None, X, ONE.double(), marks()),
     "span has dtype torch.int64": lambda: kernels.mark(X, None, X, ONE, marks(), span=torch.tensor([0, 3])),
     "which do not fit 9000 elements": lambda: kernels.mark(LONG, None, LONG, ONE, marks()),
-    r"momentum=1.0 is not in \[0, 1\)": lambda: kernels.mark_momentum(
+    r"momentum must be in \[0, 1\), got 1.0": lambda: kernels.mark_momentum(
         X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
     ),
     "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
     "residual is not out: without a gradient": lambda: kernels.mark(X, None, X.clone(), ONE, marks()),
-    "residual is not out: without a gradient nothing": lambda: kernels.top_k_into(
+    "residual is not out: without a gradient, pass": lambda: kernels.top_k_into(
         X, None, X.clone(), I8, X.clone(), COUNT, workspace=kernels.Workspace()
     ),
     "values shares memory with out": lambda: kernels.top_k_into(
@@ -115,15 +115,15 @@ REFUSED: dict[str, Callable[[], object]] = {
     "indices has no elements: k must be": lambda: kernels.top_k_into(
         X, None, X, I8[:0], X[:0], COUNT, workspace=kernels.Workspace()
     ),
-    r"indices has shape \(8,\): make it": lambda: kernels.sum_lists(I8, X, I8, X.clone()),
+    r"indices has shape \(8,\): expected": lambda: kernels.sum_lists(I8, X, I8, X.clone()),
     "counts has 8 elements, expected 1": lambda: kernels.sum_lists(I8[None], X[None], I8, X.clone()),
     "out shares memory with values ": lambda: kernels.gather(X, I8, X, COUNT),
     r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),
     r"lists\[1\].values has dtype torch.bfloat16": lambda: kernels.merge([(I8, X), (I8, X.bfloat16())], 8),
     r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),
     r"lists\[0\].indices has dtype torch.int64": lambda: kernels.merge([(I8.long(), X)], 8),
-    "numel=-1 is not between": lambda: kernels.merge([(I8, X)], -1),
-    r"second has shape \(4,\) on cpu: make it \(8,\)": lambda: stepped(second=X[:4]),
+    "numel=-1 is not in": lambda: kernels.merge([(I8, X)], -1),
+    r"second has shape \(4,\) on cpu: expected \(8,\)": lambda: stepped(second=X[:4]),
     r"last has dtype torch.float32": lambda: stepped(last=X),
     "indices has dtype torch.int32": lambda: stepped(indices=I8),
     "indices is not contiguous": lambda: stepped(indices=torch.arange(8)[::2]),
@@ -132,9 +132,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "lists is empty": lambda: kernels.merge([], 8),
     r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),
-    "rule='best' is not known": lambda: rebalanced(rule="best"),
-    "rank=8 is outside of 8 partitions": lambda: rebalanced(rank=8),
-    "numel=0 is not between": lambda: rebalanced(numel=0),
+    "rule='best' is unknown": lambda: rebalanced(rule="best"),
+    r"rank=8 is not in \[0, 8\)": lambda: rebalanced(rank=8),
+    "numel=0 is not in": lambda: rebalanced(numel=0),
     "block=0 for numel=32": lambda: rebalanced(block=0),
     "min_blocks=-1 must be": lambda: rebalanced(min_blocks=-1),
     "first has 8 elements, expected 9": lambda: rebalanced(blocks=torch.ones(9, dtype=torch.int32)),
@@ -152,7 +152,7 @@ def test_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """int32 indices end below 2^31; a shorter limit stands in for 8 GiB of memory."""
     assert checks.INDEX_LIMIT < 2**31
     monkeypatch.setattr(checks, "INDEX_LIMIT", 7)
-    with pytest.raises(ValueError, match="values has 8 elements, indices are int32: split it into parts of at most 7"):
+    with pytest.raises(ValueError, match="8 elements, too many for int32 indices: split it into parts of at most 7"):
         kernels.select(X, 1.0)
 
 

@@ -100,7 +100,7 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a recording" in capsys.readouterr().err
     torch.save({"gradients": torch.zeros(3)}, path)
     assert main(["simulate", "--gradients", str(path)]) == 2
-    assert "record it anew" in capsys.readouterr().err
+    assert "record it again" in capsys.readouterr().err
 
 
 def test_longer_vectors_are_continued() -> None:

@@ -24,7 +24,7 @@ def test_sparse_vector() -> None:
     [
         (torch.tensor([1]), torch.ones(1), "int64"),
         (torch.tensor([1], dtype=torch.int32), torch.ones(1).double(), "float64"),
-        (torch.tensor([1], dtype=torch.int32), torch.ones(2), r"\(1,\) and values \(2,\)"),
+        (torch.tensor([1], dtype=torch.int32), torch.ones(2), r"\(1,\) and values of shape \(2,\)"),
     ],
 )
 def test_sparse_vector_refuses(indices: torch.Tensor, values: torch.Tensor, named: str) -> None:

@@ -86,8 +86,8 @@ def test_traffic_is_counted_by_rank() -> None:
         ([Round("x", {1: words(7)}, {})], [Round("x", {}, {0: 2})], "sends 1 words .*expects 2"),
         ([Round("x", {1: torch.ones(2)}, {})], [Round("x", {}, {0: 2})], "torch.float32"),
         ([Round("x", {5: words(7)}, {})], [Round("x", {}, {})], "to rank 5"),
-        ([AllReduce("x", words(1))], [AllReduce("x", words(1, 2))], "rank 0 brings .*rank 1 brings"),
-        ([AllReduce("x", words(1))], [AllReduce("x", torch.ones(1))], "rank 1 brings .*float32"),
+        ([AllReduce("x", words(1))], [AllReduce("x", words(1, 2))], "rank 0 passes .*rank 1 passes"),
+        ([AllReduce("x", words(1))], [AllReduce("x", torch.ones(1))], "rank 1 passes .*float32"),
     ],
 )
 def test_disagreement_is_named(first, second, named: str) -> None:

@@ -44,7 +44,7 @@ def test_packed_parts(parts: list[set[int]], free: int) -> None:
 def test_malformed_parts_are_refused(indices: list[int]) -> None:
     """Each part of two must ascend by itself, inside the range."""
     wire.check_indices(torch.tensor([1, 5, 2, 3], dtype=torch.int32), 0, 10, [2, 2])
-    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+    with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
         wire.check_indices(torch.tensor(indices, dtype=torch.int32), 0, 10, [2, 2])
 
 
@@ -70,7 +70,7 @@ def test_every_bit_of_a_message_counts() -> None:
 def test_malformed_indices_are_refused(indices: list[int]) -> None:
     """Indices that do not ascend inside the receiver's range never reach a scatter."""
     message = wire.pack(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
-    with pytest.raises(ProtocolMismatchError, match="do not ascend"):
+    with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
         wire.check_indices(wire.unpack(message)[0], 0, 10)
 
 
@@ -86,11 +86,11 @@ def test_frame() -> None:
     with pytest.raises(ProtocolMismatchError, match="corrupt"):
         wire.check_payload(payload ^ torch.tensor([0, 0, 1 << 30, 0, 0], dtype=torch.int32), total)
     for other, words, named in (
-        (frame._replace(step=8), 5, "expected step 8, .* the message says step 7, .* the same method"),
-        (frame._replace(number=4), 5, "round 4, .* says step 7, round 3"),
+        (frame._replace(step=8), 5, "expected step 8, .* received step 7, .* the same method"),
+        (frame._replace(number=4), 5, "round 4, .* received step 7, round 3"),
         (frame._replace(phase="balance"), 5, "phase 'balance', .* phase 'gather'"),
         (frame._replace(phase="gather of something long"), 5, "phase 'gather of something long', .* phase 'gather'"),
-        (frame._replace(stamp=wire.stamp("spardl of 100")), 5, "another method and settings"),
+        (frame._replace(stamp=wire.stamp("spardl of 100")), 5, "a different method or settings"),
         (frame, 4, "4 words; .* 5 words"),
     ):
         with pytest.raises(ProtocolMismatchError, match=named):

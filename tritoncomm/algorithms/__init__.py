@@ -1,4 +1,4 @@
-"""The recipes by name. A new method is one file and one line here."""
+"""Recipes by name. A new method needs one file and one entry in ``_RECIPES``."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ __all__ = [
 
 
 def algorithms() -> list[str]:
-    """The names that ``algo=`` and :func:`recipe` accept, sorted."""
+    """Return the names that ``algo=`` and :func:`recipe` accept, sorted."""
     return sorted(_BY_NAME)
 
 
 def recipe(name: str, **fields: Any) -> Recipe:
-    """The recipe called ``name`` with ``fields`` set, for example ``recipe("oktopk", density=0.02)``.
+    """Return the recipe called ``name`` with ``fields`` set, for example ``recipe("oktopk", density=0.02)``.
 
-    Raises :class:`~tritoncomm.ConfigurationError` for an unknown name or field, listing the known ones.
+    Raises :class:`~tritoncomm.ConfigurationError` for an unknown name or field. The message lists the known ones.
     """
     if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigurationError(f"unknown algorithm {name!r}: choose one of {', '.join(algorithms())}")
@@ -84,6 +84,6 @@ def recipe(name: str, **fields: Any) -> Recipe:
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"{name!r} has no field {', '.join(map(repr, unknown))}: choose among {', '.join(known)}"
+            f"{name!r} has no field {', '.join(map(repr, unknown))}: its fields are {', '.join(known)}"
         )
     return kind(**fields)

@@ -1,4 +1,4 @@
-"""The contract of an exchange method: a recipe that a user writes, an algorithm that holds its state."""
+"""The interface of an exchange method: a recipe holds the settings, an algorithm holds the state."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tritoncomm_kernels.checks import INDEX_LIMIT
 
 @dataclasses.dataclass(frozen=True)
 class Stateless:
-    """The state of a method that remembers nothing."""
+    """The state of a method that keeps nothing between steps."""
 
 
 class Algorithm(ABC):
-    """The state of one method for one flat vector of ``numel`` elements.
+    """One method for one flat vector of ``numel`` elements, with its state.
 
-    ``state`` is immutable and replaced as a whole when a step has gone through, so that a failed step
-    is undone by putting the old one back. ``report`` says what the last step did, for the metrics.
+    ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
+    object. ``report`` holds figures about the last step, for the metrics. ``workspace`` is scratch memory of the
+    kernels.
     """
 
     state: Any
@@ -36,7 +37,7 @@ class Algorithm(ABC):
     def __init__(self, numel: int) -> None:
         if numel > INDEX_LIMIT:
             raise ConfigurationError(
-                f"numel={numel}: indices are int32, split the vector into parts of at most {INDEX_LIMIT}"
+                f"numel={numel} is too large for int32 indices: split the vector into parts of at most {INDEX_LIMIT}"
             )
         self.numel = numel
         self.workspace = Workspace()  # scratch memory of the kernels, kept between steps
@@ -44,120 +45,134 @@ class Algorithm(ABC):
 
     @abstractmethod
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """The exchange of one step: yields rounds, returns the mean over ranks, the same on all.
+        """Run the exchange of one step and return the mean over ranks, which is identical on all ranks.
 
-        Clears in ``acc`` exactly what this rank contributed to that mean. Raises
-        :class:`~tritoncomm.NonFiniteError` on every rank when any rank holds a NaN or Inf.
+        The generator yields operations (:data:`~tritoncomm.scheduler.rounds.Op`). It clears in ``acc`` exactly the part
+        that this rank contributed to the mean. It raises :class:`~tritoncomm.NonFiniteError` on every rank if any rank
+        holds a NaN or Inf.
         """
 
     @abstractmethod
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """Upper bound, per rank, phase and direction, for the next step from the present state."""
+        """Return an upper bound for the next step from the current state, per rank, phase and direction."""
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """The paper's formula: what most steps of a long run cost at most."""
+        """Return the paper's formula, an upper bound for most steps of a long run."""
         return self.predicted_traffic(world_size)
 
-    def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most take gradients as they are
-        """Change this rank's gradient as a whole, before any of it is exchanged: clipping, for example."""
+    def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
+        """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""
 
     def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """What to hand to the optimizer for coordinates that travel dense beside the vector, from their mean."""
+        """Return the update for coordinates that travel dense beside the vector, computed from their ``mean``."""
         return mean
 
-    def invalidate_thresholds(self) -> None:  # noqa: B027 - most remember none, or follow by themselves
-        """The vector is in other units from the next step on: find anew whatever magnitudes were compared with."""
+    def invalidate_thresholds(self) -> None:  # noqa: B027 - most keep no threshold, or correct it in each step
+        """Discard remembered thresholds. The units of the vector change with the next step."""
 
-    def adopt_across_layout(self, other: Algorithm) -> None:  # noqa: B027 - most methods have nothing to inherit
-        """Take over from ``other``, of the same recipe for another vector, what does not depend on the vector."""
+    def adopt_across_layout(self, other: Algorithm) -> None:  # noqa: B027 - most have no such state
+        """Copy from ``other`` the state that does not depend on the vector.
 
-    def adopt_across_density(self, other: Algorithm) -> None:  # noqa: B027 - most methods start afresh
-        """Take over from ``other``, of the same recipe at another density, what does not depend on the density."""
+        ``other`` has the same recipe and another vector.
+        """
 
-    def migrate(  # noqa: B027 - what most methods have learnt belongs to a world size
+    def adopt_across_density(self, other: Algorithm) -> None:  # noqa: B027 - most start from scratch
+        """Copy from ``other`` the state that does not depend on the density.
+
+        ``other`` has the same recipe at another density.
+        """
+
+    def migrate(  # noqa: B027 - the state of most methods depends on the world size
         self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]
     ) -> None:
-        """Take over what does not depend on the number of workers from another number of them.
+        """Take over the state that does not depend on the world size from a run with another world size.
 
-        ``states`` (:meth:`state_dict`) are of the workers whose residuals this one got, each times ``share``;
-        there may be none. ``common`` is the state of one worker, the same on all ranks.
+        ``states`` are the state dicts (:meth:`state_dict`) of the workers whose residuals this worker received. Each of
+        these residuals was multiplied by ``share``. The list may be empty. ``common`` is the state dict of one worker,
+        the same on all ranks.
         """
 
     def common_state(self) -> dict[str, Any]:
-        """What of the state is the same on all ranks in a sound run."""
+        """Return the part of the state that is identical on all ranks of a correct run."""
         return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers, strings and tuples."""
+        """Return the state as a dict of numbers, strings, tuples and tensors."""
         return dataclasses.asdict(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
+        """Restore a state that :meth:`state_dict` returned.
+
+        Raises :class:`~tritoncomm.ConfigurationError` if its keys are not those of this algorithm.
+        """
         known = {field.name for field in dataclasses.fields(self.state)}
         if set(state) != known:
             raise ConfigurationError(
-                f"this is not a state of {type(self).__name__}: it has {sorted(state)}, needed are {sorted(known)}"
+                f"not a state of {type(self).__name__}: got keys {sorted(state)}, expected {sorted(known)}"
             )
         self.state = type(self.state)(**state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """What a user writes: a method and its settings. ``density`` is the share of entries to deliver."""
+    """A method and its settings. ``density`` is the share of entries to deliver, in (0, 1]."""
 
     name: ClassVar[str]
     density: float = 0.01
 
     def __post_init__(self) -> None:
         check_number(self, "density")
-        check(self, "density", 0 < self.density <= 1, "choose a share above 0 and at most 1")
+        check(self, "density", 0 < self.density <= 1, "must be in (0, 1]")
 
     @abstractmethod
     def build(self, numel: int) -> Algorithm:
-        """A fresh algorithm for one flat vector of ``numel`` elements."""
+        """Return a new algorithm for one flat vector of ``numel`` elements."""
 
     def check_world_size(self, world_size: int) -> None:  # noqa: B027 - most methods take any
-        """Raise :class:`ConfigurationError` when the method cannot run with ``world_size`` workers as it is set."""
+        """Raise :class:`ConfigurationError` if the method cannot run with ``world_size`` workers and these settings."""
 
     def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
-        """Groups of ranks among which the method exchanges by itself; most have none."""
+        """Return the groups of ranks in which the method runs exchanges of its own. Most methods have none."""
         return []
 
     def compares_entries(self) -> bool:
-        """True when entries are chosen by how large they are beside others, so that their units decide."""
+        """Return True if the method selects entries by comparing their magnitudes, so that their units matter."""
         return True
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with any
-        """Raise :class:`ConfigurationError` when ``optimizer`` would undo what the method does."""
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most accept any
+        """Raise :class:`ConfigurationError` if ``optimizer`` conflicts with the method."""
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """The method's row in the papers' tables, for an ordinary step; from :meth:`predicted_traffic` unless given."""
+        """Return the method's row in the papers' tables, for an ordinary step.
+
+        The default implementation derives it from :meth:`predicted_traffic`.
+        """
         forecast = self.predicted_traffic(numel, world_size)
         words = forecast.received.bytes / cost.WORD
         return Formula(forecast.received.messages, words, words)
 
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
-        """The paper's formula for ``numel`` elements, phase by phase: what most steps of a long run cost at most."""
+        """Return the paper's formula for ``numel`` elements by phase, an upper bound for most steps of a long run."""
         return self.build(numel).ordinary_traffic(world_size)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:
-    """Raise :class:`ConfigurationError` naming ``field`` of ``recipe``, its value and the ``fix``."""
+    """Raise :class:`ConfigurationError` unless ``holds``. The message names ``field``, its value and the ``fix``."""
     if not holds:
         value = getattr(recipe, field)
         raise ConfigurationError(f"{type(recipe).__name__}({field}={value!r}): {fix}")
 
 
 def check_number(recipe: Recipe, *fields: str, whole: bool = False) -> None:
-    """Every one of ``fields`` is a number; a whole one if asked for."""
+    """Check that each of ``fields`` is a number, and a whole number if ``whole`` is set."""
     for field in fields:
         value = getattr(recipe, field)
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        check(recipe, field, is_number, f"give a {'whole ' if whole else ''}number")
+        check(recipe, field, is_number, f"must be a {'whole ' if whole else ''}number")
 
 
 def check_at_least(recipe: Recipe, least: float, *fields: str, whole: bool = False) -> None:
-    """Every one of ``fields`` is a number, a whole one if asked for, of at least ``least``."""
+    """Check that each of ``fields`` is a number of at least ``least``, and a whole number if ``whole`` is set."""
     check_number(recipe, *fields, whole=whole)
     for field in fields:
-        check(recipe, field, getattr(recipe, field) >= least, f"choose at least {least}")
+        check(recipe, field, getattr(recipe, field) >= least, f"must be at least {least}")

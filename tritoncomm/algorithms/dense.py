@@ -1,8 +1,8 @@
-"""Dense all-reduce: the baseline, and what every method turns into at density 1."""
+"""Dense all-reduce: the baseline, and the behavior of every method at density 1."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import ClassVar
 
 from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
@@ -14,20 +14,23 @@ from tritoncomm.scheduler.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Pattern
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Recipe):
-    """Everything, every step. ``density`` is accepted so that methods can be swapped, and has no effect."""
+    """Deliver all entries in every step.
+
+    ``density`` has no effect, so the repr does not show it. It is accepted because all recipes have this field.
+    """
 
     name: ClassVar[str] = "dense"
-    density: float = 1.0
+    density: float = dataclasses.field(default=1.0, repr=False)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: recursive halving and doubling."""
+        """See :meth:`Recipe.formula`. Assumes recursive halving and doubling."""
         words = 2 * numel * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: everything is delivered."""
+        """See :meth:`Recipe.compares_entries`. All entries are delivered."""
         return False
 
     def build(self, numel: int) -> DenseAlgorithm:

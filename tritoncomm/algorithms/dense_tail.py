@@ -1,7 +1,7 @@
-"""Small tensors at the end of the vector travel dense, in one all-reduce; the rest by any method.
+"""Send small tensors dense, in one all-reduce, and the rest of the vector by any method.
 
-A bias or the scale of a norm is a handful of values that every step should move; the few bytes that they take
-are not worth a selection.
+A bias or the scale of a norm layer has only a few values, and every step should update them. They take so few bytes
+that a selection is not worthwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PHASE = "small tensors"
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTail(WrapperRecipe):
-    """The last ``tail`` coordinates, where small tensors are put, go dense; the others by ``recipe``."""
+    """Send the last ``tail`` coordinates dense and the others by ``recipe``. Small tensors are placed last."""
 
     name: ClassVar[str] = "dense_tail"
     tail: int
@@ -42,7 +42,7 @@ class DenseTail(WrapperRecipe):
 
 
 class DenseTailAlgorithm(WrapperAlgorithm):
-    """The inner algorithm for the head of the vector; the tail has no state and owes nothing."""
+    """Run the inner algorithm on the head of the vector. The tail has no state and no residual."""
 
     def __init__(self, inner: Algorithm, tail: int) -> None:
         super().__init__(inner.numel + tail)
@@ -51,7 +51,7 @@ class DenseTailAlgorithm(WrapperAlgorithm):
 
     @property
     def inner(self) -> Algorithm:
-        """For the head."""
+        """The algorithm for the head of the vector."""
         return self._inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

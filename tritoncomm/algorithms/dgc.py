@@ -1,8 +1,8 @@
-"""Deep Gradient Compression: what is not sent gathers momentum while it waits.
+"""Deep Gradient Compression: entries that are not sent accumulate momentum.
 
-Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
-2018. Momentum correction, momentum factor masking and local clipping around an all-gather of the largest
-entries. Its density warm-up is ``Warmup(schedule="exponential")``; biases and norms travel dense anyway.
+Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR 2018. An
+all-gather of the largest entries, with momentum correction, momentum factor masking and local clipping. The paper's
+density warm-up is ``Warmup(schedule="exponential")``. Biases and norm layers travel dense by default.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Recipe):
-    """Settings of Deep Gradient Compression. Wrap an optimizer without momentum: the momentum is in here.
+    """Settings of Deep Gradient Compression. Wrap an optimizer without momentum, because this method has its own.
 
-    ``masking`` forgets the momentum of what was sent. ``clip_norm`` limits the norm of a worker's gradient before
-    it is accumulated, to ``clip_norm`` times 1 (``clip_scale="one"``), sqrt(P) (``"sqrtP"``: the paper's, for
-    independent gradients that are averaged) or 1 / sqrt(P) (``"inv_sqrtP"``: other codes').
+    ``masking`` resets the momentum of sent entries. ``clip_norm`` limits the norm of a worker's gradient before it is
+    accumulated. The limit is ``clip_norm`` times a factor. The factor is 1 for ``clip_scale="one"``, sqrt(P) for
+    ``"sqrtP"`` (the paper's, for independent gradients that are averaged) and 1 / sqrt(P) for ``"inv_sqrtP"`` (used by
+    other implementations).
     """
 
     name: ClassVar[str] = "dgc"
@@ -48,8 +49,8 @@ class DGC(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "momentum")
-        check(self, "momentum", 0 <= self.momentum < 1, "choose at least 0 and less than 1")
-        check(self, "clip_scale", self.clip_scale in _CLIP_SCALES, f"choose one of {', '.join(_CLIP_SCALES)}")
+        check(self, "momentum", 0 <= self.momentum < 1, "must be in [0, 1)")
+        check(self, "clip_scale", self.clip_scale in _CLIP_SCALES, f"must be one of {', '.join(_CLIP_SCALES)}")
         if self.clip_norm is not None:
             check_at_least(self, 0, "clip_norm")
 
@@ -59,7 +60,7 @@ class DGC(Recipe):
         return Formula(cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: the momentum is summed up in units of the gradient."""
+        """See :meth:`Recipe.compares_entries`. The momentum is accumulated in gradient units."""
         return False
 
     def build(self, numel: int) -> DGCAlgorithm:
@@ -67,19 +68,20 @@ class DGC(Recipe):
         return DGCAlgorithm(self, numel)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Recipe.check_optimizer`: momentum must not be applied twice."""
+        """See :meth:`Recipe.check_optimizer`. Momentum must not be applied twice."""
         if self.momentum and any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             raise ConfigurationError(
-                f"dgc has momentum={self.momentum} of its own and {type(optimizer).__name__} would apply another: "
+                f"dgc applies momentum={self.momentum}, and {type(optimizer).__name__} would apply momentum again: "
                 "wrap torch.optim.SGD(momentum=0)"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class DGCState:
-    """u: momentum, fp32; this rank's of the vector, the common one of what travels dense. None before the first step.
+    """The momentum u in fp32, or None before the first step. Its tensors are never modified.
 
-    Never written to.
+    ``velocity`` is this rank's momentum of the vector. ``dense_velocity`` is the momentum of coordinates that travel
+    dense, equal on all ranks.
     """
 
     velocity: torch.Tensor | None = None
@@ -95,7 +97,7 @@ class DGCState:
 
 
 class DGCAlgorithm(Algorithm):
-    """The residual is the paper's v, the accumulated momentum."""
+    """Top-k all-gather of accumulated momentum. The residual is the paper's v."""
 
     state: DGCState
 
@@ -122,27 +124,31 @@ class DGCAlgorithm(Algorithm):
         return SparseVector(indices, sums / world_size, self.numel)
 
     def _dense(self, acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
-        """Density 1: momentum of the average, without accumulation or masking, which would leave none of it."""
+        """Exchange at density 1: apply momentum to the mean.
+
+        Accumulation and masking are skipped, because they would reset all momentum.
+        """
         mean = yield from dense_exchange(acc, world_size)
         velocity, update = self._with_momentum(self.state.velocity, mean.values)
-        if kernels.has_non_finite(update):  # on all ranks alike
+        if kernels.has_non_finite(update):  # equal on all ranks
             raise NonFiniteError("momentum overflows; nothing was applied")
         self.state = replace(self.state, velocity=velocity)
         return SparseVector.full(update)
 
     def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`: with momentum like everything else."""
+        """See :meth:`Algorithm.dense_update`. Applies momentum here too."""
         velocity, update = self._with_momentum(self.state.dense_velocity, mean)
         self.state = replace(self.state, dense_velocity=velocity)
         return update
 
     def _with_momentum(self, held: torch.Tensor | None, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new momentum, a new tensor, and what to step by."""
+        """Return the new momentum, as a new tensor, and the update."""
         momentum = self.recipe.momentum
         before = held.to(gradient.device) if held is not None else torch.zeros_like(gradient)
         if before.shape != gradient.shape:
             raise ConfigurationError(
-                f"momentum of {before.numel()} values was loaded for {gradient.numel()}: wrap as it was saved"
+                f"loaded momentum has {before.numel()} values, expected {gradient.numel()}: use the parameters and "
+                "settings with which it was saved"
             )
         if not self.recipe.nesterov:
             velocity = momentum * before + gradient
@@ -151,36 +157,39 @@ class DGCAlgorithm(Algorithm):
         return velocity, velocity + gradient
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:
-        """See :meth:`Algorithm.prepare`: local clipping, of the whole gradient."""
+        """See :meth:`Algorithm.prepare`. Clips the whole local gradient."""
         if self.recipe.clip_norm is None:
             return
         gradient = acc.gradient.float()
         limit = self.recipe.clip_norm * world_size ** _CLIP_SCALES[self.recipe.clip_scale]
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-        # Not finite: left as it is, so that the exchange refuses it.
+        # A gradient that is not finite stays unchanged, so that the exchange rejects it.
         if math.isfinite(norm) and norm > limit:
             acc.replace_gradient(gradient * (limit / norm))
 
     def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`: momentum belongs to places in the vector."""
-        warnings.warn("the parameters have changed: dgc starts its momentum anew", stacklevel=2)
+        """See :meth:`Algorithm.adopt_across_layout`.
+
+        Copies nothing, because momentum belongs to positions in the vector.
+        """
+        warnings.warn("the parameters have changed: dgc resets its momentum to zero", stacklevel=2)
 
     def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`: the momentum."""
+        """See :meth:`Algorithm.adopt_across_density`. Copies the momentum."""
         self.state = other.state
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`: momentum goes where the residual goes."""
+        """See :meth:`Algorithm.migrate`. Momentum moves together with the residual."""
         held = [state["velocity"] for state in states if state["velocity"] is not None]
         velocity = sum(held[1:], start=held[0]) * share if held else None
         self.state = DGCState(velocity, common["dense_velocity"])
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`: momentum is private."""
+        """See :meth:`Algorithm.common_state`. It is empty, because each rank has its own momentum."""
         return {}
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: 2k(P-1) words, exactly."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1) words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         return Forecast({"all-gather": both(cost.bruck(2 * self.k, world_size))})

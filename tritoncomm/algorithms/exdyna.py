@@ -1,9 +1,11 @@
-"""ExDyna: every worker selects alone in a partition of its own, by one threshold that is scaled online.
+"""ExDyna: each rank selects in its own partition of the vector, with one global threshold that is scaled online.
 
 D. Yoon, S. Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning",
-CCGrid 2024. Partitions are disjoint, so selections never overlap and the volume does not grow with the
-workers; partitions rotate among workers, and their borders follow the load. With fixed partitions this is
-MiCRO (the same authors, HiPC 2023).
+CCGrid 2024.
+
+Partitions are disjoint. Selections therefore never overlap, and the volume does not grow with the world size.
+Partitions rotate among the ranks, and their borders move to balance the number of selected entries. With fixed
+partitions the method is MiCRO (same authors, HiPC 2023).
 """
 
 from __future__ import annotations
@@ -30,42 +32,52 @@ from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 
-_LINE = 32  # fp32 values in 128 bytes: partitions start at a line
+_LINE = 32  # fp32 values in 128 bytes; blocks are multiples of it, except in short vectors
 _TINY = 1e-30
-# A threshold is looked for among every 17th magnitude (odd, or a matrix width that divides it would show the same
-# columns only), but among at least this many where there are as many.
+# The first threshold is estimated from every 17th magnitude, or from more of them if that gives fewer than 4096.
+# The stride is odd, so it is no multiple of an even matrix width and does not sample the same columns in every row.
 _SAMPLE_STRIDE, _SAMPLE_LEAST = 17, 4096
-# Borders may jump by up to 16 blocks while the busiest worker has 1.5 times its share; later that would be jitter.
+# Borders move by up to 16 blocks per step while the busiest rank has more than 1.5 times its share. Below that, large
+# moves would only cause jitter.
 _FAST_FROM, _FAST_MOVE = 1.5, 16
-# The paper's code: more than 1.1 k raise by 0.5 %, fewer than 0.909 k lower by 0.5 %, else a quarter of that.
+# From the paper's code: a count above 1.1 k raises the threshold by 0.5 %, and a count of at most 0.909 k lowers it by
+# 0.5 %. In between, the change is about a quarter of that.
 _DENSE, _SPARSE = 1.1, 0.909
 _RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
 _LARGEST_CHANGE = 0.05
-# Beyond this factor between what passed and what was asked for, following takes longer than starting over.
-_LOST, _NOISE = 8.0, 3.0
-_MANY = 16  # entries, from which on counts are taken for their mean
+# In robust mode the threshold is estimated again if the count differs from k by more than a factor of 8, and by more
+# than 3 sqrt(k). Scaling it online would take longer.
+_RESTART, _NOISE = 8.0, 3.0
+_MANY = 16  # smallest k for which the logarithm of a count is close to the logarithm of its mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExDyna(Recipe):
     """Settings of ExDyna.
 
-    ``mode="paper"`` is the authors' code to the last bit: blocks of a multiple of 32 elements with a tail
-    that belongs to the last partition, one block per border and step, thresholds from 1 / (2 sqrt k) by
-    fixed factors, at least one index from every worker. ``mode="robust"`` keeps what makes the method and
-    replaces what fails outside the paper's setting. A field left at ``"auto"`` follows the mode:
+    * ``mode``: ``"paper"`` reproduces the authors' code bit for bit. Block sizes are multiples of 32 elements, and
+      the last partition also holds the remaining elements. A border moves by one block per step. The threshold starts
+      at 1 / (2 sqrt k) and changes by fixed factors. Every rank sends at least one index. ``"robust"`` keeps the
+      method and replaces the parts that fail outside the paper's setting.
+    * ``layout``: ``"paper"`` or ``"tight"``. Below ``32 * blocks`` elements the paper's layout would have empty
+      blocks, so ``"tight"`` is used.
+    * ``rebalance``: ``"paper"``, ``"pair_ratio"``, ``"prefix"`` or ``"off"``. ``"off"`` is MiCRO, with partitions of
+      equal size.
+    * ``threshold_rule``: ``"ref"`` is the rule of the paper's code. ``"ref_fixed"`` adds the branch that this code
+      cannot reach. ``"prop"`` changes the threshold in proportion to the error of the count, with a smaller gain at
+      lower density. ``"off"`` keeps the threshold constant.
+    * ``blocks``: number of blocks that the vector is split into.
+    * ``min_blocks``: smallest number of blocks of a partition. The paper's layout uses a quarter of an equal share.
 
-    ``layout``: ``"paper"`` (``"tight"`` below ``32 * blocks`` elements, where the paper's has empty blocks) or
-    ``"tight"``. ``rebalance``: ``"paper"``, ``"pair_ratio"``, ``"prefix"`` (robust) or ``"off"``, which is MiCRO
-    with partitions of equal size. ``threshold_rule``: ``"ref"`` (paper), ``"ref_fixed"`` (with the branch that its
-    code cannot reach), ``"prop"`` (robust: in proportion to the error, with a gain that falls with the
-    density) or ``"off"`` (hold).
+    The default ``"auto"`` of ``layout``, ``rebalance`` and ``threshold_rule`` means ``"paper"``, ``"paper"`` and
+    ``"ref"`` in paper mode, and ``"tight"``, ``"prefix"`` and ``"prop"`` in robust mode.
 
-    ``blocks`` is how many blocks the vector is cut into, ``min_blocks`` how many a partition keeps (the paper's
-    layout: a quarter of an equal share). Robust mode only: the first threshold is the quantile of the
-    accumulators times ``lift``, because what is not sent grows; when eight times too many or too few entries
-    pass, it is looked for again, without the lift; no more than ``capacity`` times
-    k entries are delivered, of every worker the largest of what passed.
+    In robust mode only:
+
+    * ``lift``: the first threshold is a quantile of the accumulators times ``lift``, because residuals grow until
+      they are sent. If eight times too many or too few entries pass, the threshold is estimated again, without
+      ``lift``.
+    * ``capacity``: at most ``capacity`` times k entries are delivered. Each rank keeps its largest ones.
     """
 
     name: ClassVar[str] = "exdyna"
@@ -86,13 +98,13 @@ class ExDyna(Recipe):
             ("rebalance", ("auto", "paper", "pair_ratio", "prefix", "off")),
             ("threshold_rule", ("auto", "ref", "ref_fixed", "prop", "off")),
         ):
-            check(self, field, getattr(self, field) in choices, f"choose one of {', '.join(choices)}")
+            check(self, field, getattr(self, field) in choices, f"must be one of {', '.join(choices)}")
         check_at_least(self, 1, "blocks", "min_blocks", whole=True)
         check_at_least(self, 1, "capacity", "lift")
-        check(self, "lift", math.isfinite(self.lift), "choose a finite multiple of the quantile")
+        check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: three rings, over k entries that are evenly spread."""
+        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries."""
         words = 3 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(4 * (world_size - 1), words, words)
 
@@ -101,19 +113,19 @@ class ExDyna(Recipe):
         return ExDynaAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`: one lane of the rebalancing kernel per partition."""
+        """See :meth:`Recipe.check_world_size`: the rebalancing kernel has one lane per partition."""
         if world_size > MAX_PARTITIONS and self.chosen("rebalance") != "off":
             raise ConfigurationError(
-                f"{world_size} workers: partitions are balanced for at most {MAX_PARTITIONS}, choose rebalance='off'"
+                f"world_size={world_size}: rebalancing supports at most {MAX_PARTITIONS}, choose rebalance='off'"
             )
 
     @property
     def parity(self) -> bool:
-        """Whether to do as the authors' code does."""
+        """True if the authors' code is reproduced exactly."""
         return self.mode == "paper"
 
     def chosen(self, field: str) -> str:
-        """What ``"auto"`` means."""
+        """Return the value of ``field``, with ``"auto"`` resolved by the mode."""
         by_mode = {
             "layout": ("tight", "paper"),
             "rebalance": ("prefix", "paper"),
@@ -125,7 +137,7 @@ class ExDyna(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class MiCRO(ExDyna):
-    """ExDyna with partitions of equal size that never move."""
+    """MiCRO: ExDyna with partitions of equal size that never move (HiPC 2023)."""
 
     name: ClassVar[str] = "micro"
     rebalance: str = "off"
@@ -133,10 +145,10 @@ class MiCRO(ExDyna):
 
 @dataclass(frozen=True)
 class ExDynaState:
-    """Common to all ranks: everything follows from counts that all of them know.
+    """State carried to the next step. It is the same on all ranks, because it depends on shared counts only.
 
-    ``threshold`` 0 means to be found, for the first time unless ``settled``; ``blocks`` holds the blocks of each
-    partition for the next step.
+    A ``threshold`` of 0 must be estimated before use. ``settled`` is True once a positive threshold was in use.
+    ``blocks`` is the number of blocks of each partition at the next step.
     """
 
     step: int = 0
@@ -147,7 +159,7 @@ class ExDynaState:
 
 
 class Layout(NamedTuple):
-    """How a vector is cut into blocks: elements per block, blocks per partition at first, and the floor."""
+    """Elements per block, initial blocks per partition, and the smallest number of blocks of a partition."""
 
     block: int
     blocks: tuple[int, ...]
@@ -155,7 +167,7 @@ class Layout(NamedTuple):
 
 
 class ExDynaAlgorithm(Algorithm):
-    """One rank's ExDyna. :meth:`reduce` is the paper from top to bottom."""
+    """ExDyna on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: ExDynaState
 
@@ -169,43 +181,49 @@ class ExDynaAlgorithm(Algorithm):
         """See :meth:`Algorithm.reduce`."""
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
+        # Block-based gradient vector partitioning.
         layout = self.layout(world_size)
         state = self._state_for(world_size, layout)
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
         bounds = self.bounds(layout, state.blocks)
 
+        # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
         own, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
-        alive = own.found > 0 or bool(acc.dense().any())
-        # By rank: entries that passed, and whether there is anything but zeros.
-        found, living = yield from share_rows([own.found, alive], finite, world_size, acc.device, phase="counts")
+        non_zero = own.found > 0 or bool(acc.dense().any())
+        # Per rank: number of entries that passed, and whether the accumulator has a non-zero.
+        found, non_zeros = yield from share_rows([own.found, non_zero], finite, world_size, acc.device, phase="counts")
         kept = trimmed_sizes(found, self.capacity)
         capped = kernels.largest(own, kept[rank], workspace=self.workspace)
         union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)
         sums = acc.dense()[union.long()]
         if world_size > 1 and union.numel():
             sums = yield AllReduce("values", sums)
-        if kernels.has_non_finite(sums):  # on all ranks alike, they hold the same sums
+        if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
             raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
 
         acc.selected = capped.found
-        acc.clear(union)  # everybody contributed its value at every selected index
+        acc.clear(union)  # every rank contributed its value at every selected index
         total = sum(found)
         self.report = {
             "threshold": threshold,
             "passed": float(total),
             "imbalance": max(found) * world_size / total if total else 1.0,
         }
+        # Online threshold scaling and dynamic partition allocation, for the next step.
         self.state = replace(
             state,
             step=state.step + 1,
-            threshold=self._scaled(threshold, total) if any(living) else threshold,
+            threshold=self._scaled(threshold, total) if any(non_zeros) else threshold,
             settled=state.settled or threshold > 0,
             blocks=self._rebalanced(state, layout, found, acc.device),
         )
         return SparseVector(union, sums / world_size, self.numel)
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
-        """Another world size starts with equal partitions; the threshold is per worker and stays."""
+        """Return the state for ``world_size``. A change of world size starts with equal partitions.
+
+        The threshold stays valid, because it is compared with the values of a single rank.
+        """
         state = self.state
         if state.world_size != world_size:
             state = replace(state, world_size=world_size, blocks=layout.blocks)
@@ -214,7 +232,7 @@ class ExDynaAlgorithm(Algorithm):
         return state
 
     def layout(self, world_size: int) -> Layout:
-        """Block-based partitioning: contiguous runs of blocks, as many to each partition."""
+        """Block-based partitioning: return the blocks, in contiguous partitions of equal numbers of blocks."""
         if self.recipe.rebalance == "off":
             return Layout(1, _shares(self.numel, world_size), 0)
         blocks = self.recipe.blocks
@@ -225,35 +243,38 @@ class ExDynaAlgorithm(Algorithm):
         return Layout(block, _shares(-(-self.numel // block), world_size), self.recipe.min_blocks)
 
     def bounds(self, layout: Layout, blocks: Sequence[int]) -> list[int]:
-        """Where each partition starts, and the end: the last one reaches to it, with or without a tail."""
+        """Return the first element of each partition, and ``numel``, the end of the last partition."""
         starts = itertools.accumulate(blocks[:-1], initial=0)
         return [*(min(start * layout.block, self.numel) for start in starts), self.numel]
 
     def _first_threshold(self, acc: Accumulator, world_size: int) -> Pattern[float]:
-        """The mean over ranks of the quantile that k is, raised by ``lift``; 0 while hardly anything is non-zero."""
+        """Return the (1 - density) quantile of the sampled magnitudes, averaged over ranks, times ``lift``.
+
+        ``lift`` applies to the first estimate only. The result is 0 while the samples have almost no non-zeros.
+        """
         stride = max(1, min(_SAMPLE_STRIDE, self.numel // _SAMPLE_LEAST)) | 1
         sample = acc.dense()[::stride].contiguous()
         quantile = kernels.kth_magnitude(sample, entries_to_keep(sample.numel(), self.recipe.density))
         words = torch.tensor([quantile], dtype=torch.float64, device=acc.device)
-        everybody = (yield AllGather("start", words)) if world_size > 1 else words
-        # In rank order, so that all ranks find the same bits. A sample with a NaN lets only NaN and Inf through.
-        mean = sum(everybody.flatten().tolist()) / world_size
+        gathered = (yield AllGather("start", words)) if world_size > 1 else words
+        # The sum in rank order gives the same bits on all ranks. If a quantile is NaN or Inf, only NaN and Inf pass.
+        mean = sum(gathered.flatten().tolist()) / world_size
         lift = 1.0 if self.state.settled else self.recipe.lift
         return mean * lift if math.isfinite(mean) else math.inf
 
     def _select(
         self, acc: Accumulator, threshold: float, bounds: Sequence[int], partition: int, step: int
     ) -> tuple[Selection, bool]:
-        """Exclusive selection in ``partition``, and whether all of this rank is finite.
+        """Exclusive selection: return the entries of ``partition``, and whether the whole accumulator is finite.
 
-        The pass goes over the whole vector, as it must to add, and so meets every NaN and Inf.
+        The pass adds residual and gradient over the whole vector, so it finds every NaN and Inf.
         """
         start, stop = bounds[partition], bounds[partition + 1]
         passed = acc.at_least(threshold)
         finite = not kernels.has_non_finite(passed.values)
         low, high = offsets(passed.indices, (start, stop))
         own = passed.slice(low, high)
-        if self.recipe.parity and own.found == 0 and start < stop:  # nobody sends nothing
+        if self.recipe.parity and own.found == 0 and start < stop:  # every rank sends at least one index
             forced = torch.tensor([start + step % (stop - start)], dtype=torch.int32, device=acc.device)
             own = Selection.of(forced, acc.dense()[forced.long()])
         return own, finite
@@ -261,7 +282,7 @@ class ExDynaAlgorithm(Algorithm):
     def _all_gather(
         self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
     ) -> Pattern[torch.Tensor]:
-        """The union: disjoint by construction, ascending because it is put into partition order."""
+        """Return the union of all selections. They are disjoint, and in partition order they ascend."""
         blocks = yield from bruck_all_gather(own, kept, rank, world_size, phase="indices")
         owners = [(partition - step) % world_size for partition in range(world_size)]
         for partition, owner in enumerate(owners):
@@ -271,7 +292,10 @@ class ExDynaAlgorithm(Algorithm):
     def _rebalanced(
         self, state: ExDynaState, layout: Layout, found: list[int], device: torch.device
     ) -> tuple[int, ...]:
-        """Dynamic partition allocation, from counts by rank; all ranks compute the same."""
+        """Dynamic partition allocation: return the blocks per partition for the next step.
+
+        ``found`` holds the counts by rank. All ranks compute the same result.
+        """
         rule = self.recipe.chosen("rebalance")
         if rule == "off" or state.world_size == 1:
             return state.blocks
@@ -296,17 +320,17 @@ class ExDynaAlgorithm(Algorithm):
         return tuple(blocks.tolist())
 
     def _scaled(self, threshold: float, found: int) -> float:
-        """Online threshold scaling, from how many passed in all."""
+        """Online threshold scaling: return the next threshold after ``found`` entries passed in total."""
         ratio = found / self.k
         rule = self.recipe.chosen("threshold_rule")
         if rule == "off" or threshold == 0:
             return threshold
-        far = abs(found - self.k) > _NOISE * math.sqrt(self.k) and not 1 / _LOST <= ratio <= _LOST
+        far = abs(found - self.k) > _NOISE * math.sqrt(self.k) and not 1 / _RESTART <= ratio <= _RESTART
         if far and not self.recipe.parity:
-            return 0.0  # hundreds of steps away: find it anew
+            return 0.0  # estimate it again, because scaling could take hundreds of steps
         if rule == "prop":
             gain = min(max(5 * self.recipe.density, 1e-3), _LARGEST_CHANGE)
-            # With few entries the logarithm of the count is not the logarithm of its mean.
+            # With few entries the logarithm of a count differs from the logarithm of its mean.
             error = math.log(max(found, 1) / self.k) if self.k >= _MANY else ratio - 1
             change = gain * error
             factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
@@ -315,18 +339,18 @@ class ExDynaAlgorithm(Algorithm):
         elif ratio <= _SPARSE:
             factor = _LOWER
         else:
-            # In the authors' code the second branch cannot be reached.
+            # The authors' code cannot reach the second branch.
             factor = _RAISE_FINE if ratio > 1 or rule == "ref" else _LOWER_FINE
         return min(max(threshold * factor, _TINY), 1 / _TINY)
 
     @property
     def capacity(self) -> int:
-        """How many entries are delivered at most."""
+        """Largest number of entries that a step delivers."""
         room = self.recipe.capacity * self.k
         return self.numel if self.recipe.parity or math.isinf(room) else min(self.numel, math.ceil(room))
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: as much as may be delivered, all of it from one worker."""
+        """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
@@ -338,7 +362,7 @@ class ExDynaAlgorithm(Algorithm):
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: k entries, as many from every worker; 3k(P-1)/P words."""
+        """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         return self._forecast(world_size, -(-self.k // world_size), self.k)
@@ -355,7 +379,10 @@ class ExDynaAlgorithm(Algorithm):
 
 
 def tight_block(numel: int, world_size: int, blocks: int) -> int:
-    """Elements per block so that no tail is left over and, while there are enough, no partition is empty."""
+    """Return the elements per block for about ``blocks`` blocks that cover the vector without a tail.
+
+    No partition is empty if there are at least ``world_size`` elements.
+    """
     for line in (_LINE if numel >= _LINE * world_size else 1, 1):
         wanted = min(max(blocks, 4 * world_size), max(world_size, numel // line))
         block = line * -(-numel // (line * wanted))
@@ -365,6 +392,6 @@ def tight_block(numel: int, world_size: int, blocks: int) -> int:
 
 
 def _shares(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` in ``parts`` that differ by at most one, larger ones first."""
+    """Split ``total`` into ``parts`` that differ by at most one, larger ones first."""
     share, extra = divmod(total, parts)
     return tuple(share + (part < extra) for part in range(parts))

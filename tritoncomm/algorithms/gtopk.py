@@ -1,9 +1,9 @@
-"""gTop-k: a tree that merges sparse vectors and cuts every sum back to k entries.
+"""gTop-k: a tree that merges sparse vectors and reduces every sum to its k largest entries.
 
-S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
-Networks", ICDCS 2019, for any number of workers. The paper returns what the final k leave out to whoever sent
-it, which loses partial sums that were cut on the way to a coordinate that survives; here the worker that
-cuts keeps what it cuts, and nothing is lost.
+S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks",
+ICDCS 2019, extended to any number of workers. The paper returns entries outside the final k to the workers that sent
+them. This loses a partial sum that was dropped inside the tree if its coordinate is in the final k. Here the worker
+that drops an entry keeps it in its residual, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tritoncomm_kernels import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class GTopk(Recipe):
-    """Exactly k entries are delivered; they are not always the k largest sums, as each merge sees only its subtree."""
+    """Deliver exactly k entries. They are not always the k largest sums, because each merge sees only its subtree."""
 
     name: ClassVar[str] = "gtopk"
 
@@ -43,9 +43,9 @@ class GTopk(Recipe):
 
 
 class GTopkAlgorithm(Algorithm):
-    """A binomial tree to rank 0 and back. Messages have a fixed size, so nothing is negotiated.
+    """Reduce along a binomial tree to rank 0 and broadcast back. Messages have a fixed size, so no sizes are exchanged.
 
-    Workers beyond the largest power of two hand their entries to a partner first and hear from it last.
+    Workers beyond the largest power of two send their entries to a partner first, and receive the result last.
     """
 
     def __init__(self, numel: int, k: int) -> None:
@@ -56,7 +56,7 @@ class GTopkAlgorithm(Algorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
 
-        A NaN or Inf is larger than everything else, so it survives every cut and reaches all ranks.
+        A NaN or Inf is larger than all other magnitudes. It is therefore never dropped and reaches all ranks.
         """
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
@@ -66,25 +66,25 @@ class GTopkAlgorithm(Algorithm):
         for pairs in edges:
             inbox = yield from self._step("reduce", merged, pairs, rank)
             for peer, message in inbox.items():
-                assert rank < peer, "the tree hands down"
+                assert rank < peer, "messages go to the lower rank"
                 lists = [merged[:2], self._entries(message)]
                 union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
                 cut = left_out(union, merged)
                 acc.add(cut.indices, cut.values)
                 if kernels.has_non_finite(acc.dense()[cut.indices.long()]):
-                    # More than a float can owe: with NaN on its way to everybody, nobody applies this.
+                    # The residual would overflow. NaN values reach all ranks, so that all reject the step.
                     merged = merged._replace(values=torch.full_like(merged.values, torch.nan))
         for pairs in reversed(edges):
             inbox = yield from self._step("broadcast", merged, {parent: child for child, parent in pairs.items()}, rank)
             for message in inbox.values():
                 merged = Selection.of(*self._entries(message))
-        if kernels.has_non_finite(merged.values):  # on all ranks alike, they hold the same entries
+        if kernels.has_non_finite(merged.values):  # all ranks hold the same entries
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
         return SparseVector(merged.indices, merged.values / world_size, self.numel)
 
     def _step(self, phase: str, entries: Selection, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:
-        """One level of the tree: ``pairs`` maps senders to receivers; who is in none takes part without a message."""
+        """Run one level of the tree. ``pairs`` maps senders to receivers. Other ranks take part without a message."""
         words = 2 * self.k
         sends = {pairs[rank]: wire.pack_padded(entries.indices, entries.values, words)} if rank in pairs else {}
         receives = {sender: words for sender, receiver in pairs.items() if receiver == rank}
@@ -97,7 +97,7 @@ class GTopkAlgorithm(Algorithm):
         return indices, values
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: rank 0 is in every level, with 2k words each."""
+        """See :meth:`Algorithm.predicted_traffic`. Rank 0 takes part in every level, with 2k words each."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         levels = cost.log2(world_size)
@@ -106,7 +106,7 @@ class GTopkAlgorithm(Algorithm):
 
 
 def tree(world_size: int) -> list[dict[int, int]]:
-    """The levels of the tree on the way to rank 0, each as sender -> receiver."""
+    """Return the levels of the tree toward rank 0, each as a dict from sender to receiver."""
     core = 1 << (world_size.bit_length() - 1)
     fold = {rank: rank - core for rank in range(core, world_size)}
     halves = [1 << s for s in range(core.bit_length() - 1)]

@@ -1,8 +1,10 @@
-"""Dense inside a node, sparse between nodes: fast links carry everything, slow ones what matters.
+"""Exchange dense inside nodes and sparse between nodes.
 
-The workers of a node add up their gradients and share the vector out among themselves: each exchanges its part with
-the workers of the same number in the other nodes, and owes what is left of it. So every network card is in use,
-and a vector crosses between nodes once per node, not once per worker.
+Fast links carry all values, and slow links carry only the selected ones.
+
+The workers of a node sum their gradients and divide the vector among themselves. Each worker exchanges its part with
+the workers of the same local rank in the other nodes, and keeps the residual of this part. Every network card is thus
+in use. A vector crosses between nodes once per node, not once per worker.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _REFUSED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing w
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(WrapperRecipe):
-    """``recipe`` between nodes of ``node_size`` workers each; consecutive ranks are in one node."""
+    """Apply ``recipe`` between nodes of ``node_size`` workers each. Consecutive ranks are in one node."""
 
     name: ClassVar[str] = "hierarchical"
     node_size: int
@@ -46,12 +48,12 @@ class Hierarchical(WrapperRecipe):
             return
         if world_size % self.node_size:
             raise ConfigurationError(
-                f"{world_size} workers are not nodes of {self.node_size}: all must be equally large"
+                f"world_size={world_size} is not a multiple of node_size={self.node_size}: nodes must be equally large"
             )
         self.recipe.check_world_size(world_size // self.node_size)
 
     def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
-        """See :meth:`Recipe.subgroups`: the nodes, and the workers of one number in all nodes."""
+        """See :meth:`Recipe.subgroups`. Returns the nodes, and for each local rank its workers in all nodes."""
         if world_size == 1:
             return []
         size = self.node_size
@@ -64,7 +66,7 @@ class Hierarchical(WrapperRecipe):
 
 
 class HierarchicalAlgorithm(WrapperAlgorithm):
-    """Holds the inner algorithm for this worker's part of the vector, once it knows which."""
+    """Run the inner algorithm on this worker's part of the vector."""
 
     def __init__(self, recipe: Hierarchical, numel: int) -> None:
         super().__init__(numel)
@@ -74,7 +76,7 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
 
     @property
     def inner(self) -> Algorithm:
-        """For a part of the usual size; the last one may be smaller."""
+        """The algorithm for one part. All parts are padded to the same size."""
         if self._inner is None:
             self._inner = self.recipe.recipe.build(self._share)
         return self._inner
@@ -87,18 +89,20 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         local, nodes = rank % size, world_size // size
         node, rail = tuple(range(rank - local, rank - local + size)), tuple(range(local, world_size, size))
         start = local * self._share
-        # Padded to equal parts, so that all workers of a node run the same inner algorithm.
+        # Padding makes all parts equally long, so all workers of a node run the same inner algorithm.
         padding = size * self._share - self.numel
         own = slice(start, start + self._share)
         held = torch.nn.functional.pad(acc.residual, (0, padding))
         residual = held[own].clone()
-        held[own] = 0.0  # owed by this worker alone; elsewhere it owes only what another layout has left it
+        # The residual of the own part enters the inner exchange, not the node sum. Outside the own part the residual
+        # is zero, unless an earlier layout left values there.
+        held[own] = 0.0
         total = held + torch.nn.functional.pad(acc.gradient.float(), (0, padding))
         if size > 1:
             total = yield InSubgroup(_SUM, node, _sum(total))
         part = total[own].clone()
         if kernels.has_non_finite(total):
-            part.fill_(torch.nan)  # every part of the vector, so that all workers of all nodes refuse
+            part.fill_(torch.nan)  # all workers of the node do this, so all workers of all nodes reject the step
         left = torch.empty_like(part)
         inner = Accumulator(residual, part, left, acc.workspace)
         mean, refused = SparseVector(*_nothing(part), self._share), False
@@ -136,16 +140,16 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
                 **between.phases,
                 _SUM: both(cost.all_reduce(size * self._share, cost.WORD, size)),
                 _COUNTS: both(cost.all_gather(1, 2 * cost.WORD, size)),
-                _GATHER: both(cost.bruck(2 * self._share, size)),  # at most everything
+                _GATHER: both(cost.bruck(2 * self._share, size)),  # upper bound: all entries are delivered
             }
         )
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`: parts move to other workers, so that only what is common stays."""
+        """See :meth:`Algorithm.migrate`. Parts move to other workers, so only the common state is kept."""
         self.inner.migrate([], share, common)
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`: each part of the vector has its own."""
+        """See :meth:`Algorithm.common_state`. It is empty, because each part of the vector has its own state."""
         return {}
 
 
@@ -158,7 +162,7 @@ def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) ->
     own = [len(block.indices)]
     try:
         (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS)
-    except NonFiniteError:  # it names workers of the node, where only another node may be at fault
+    except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
         raise NonFiniteError(_REFUSED) from None
     return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
 

@@ -1,9 +1,11 @@
-"""Ok-Topk: sparse allreduce with near-optimal volume.
+"""Ok-Topk: sparse all-reduce with near-optimal communication volume.
 
-S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. The
-coordinate space is cut into one region per worker. Phase 1 sends every locally selected entry to the
-owner of its region, which adds them up; phase 2 selects globally, evens out and gathers the result.
-Exact thresholds are found every now and then and reused, corrected by the counts, in between.
+S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
+
+The vector is split into one region per rank. In phase 1 every rank sends its selected entries to the owners of
+their regions, and each owner sums what it receives. In phase 2 the owners select the largest sums, balance them
+across ranks and gather them on all ranks. Exact thresholds are computed periodically. The steps in between reuse
+them, corrected by the observed counts.
 """
 
 from __future__ import annotations
@@ -30,36 +32,41 @@ from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
 from tritoncomm_kernels import Selection
 
-# Corrected thresholds are used a little low. What was delivered is gone from the residuals, so the k-th
-# magnitude of one step lets almost nothing through at the next when gradients are small beside residuals;
-# at 0.98 there are usually k entries or more, and then the k largest of them are known exactly.
-# Re-evaluation looks at this share of the old threshold first, too: if k sums reach it, the k largest are
-# among them and the other reduced non-zeros, often several k, need not travel.
+# Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
+# compared with the residuals, the exact k-th magnitude of one step would therefore select almost nothing at the next.
+# At 0.98, usually at least k entries pass, and then the k largest of them are known exactly.
+# Re-evaluation first tries the old global threshold times this factor. If at least k sums reach it, the k largest
+# sums are among them. The other reduced non-zeros, often several k, then need not be sent.
 WARM_START = 0.98
-# With strict_volume an unbalanced all-gather must not cost more than balancing plus a balanced one.
+# With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopk(Recipe):
-    """Settings of Ok-Topk; the defaults are the paper's where it names one.
+    """Settings of Ok-Topk. The defaults are the paper's values where it gives one.
 
-    ``repartition_every`` is tau (section "space repartition") and ``reevaluate_every`` tau' (section
-    "threshold re-evaluation"), both in sparse steps. Re-evaluation starts at steps 0, 1, 2, 4, 8, ...
-    because residuals, and with them the magnitudes, grow fastest at the start.
+    * ``repartition_every``: tau, the period of space repartition in sparse steps (section "space repartition").
+    * ``reevaluate_every``: tau', the period of threshold re-evaluation in sparse steps (section "threshold
+      re-evaluation"). The first re-evaluations are at steps 0, 1, 2, 4, 8, ... because residuals, and therefore
+      magnitudes, grow fastest at the start.
+    * ``bucket_width``: number of messages in flight together in phase 1.
+    * ``balance_trigger``: balance when the largest block exceeds this multiple of the mean size. 1 means always,
+      inf means never.
+    * ``skew_trigger``: repartition when an owner receives more than this multiple of the mean.
+    * ``drift_low``, ``drift_high``: re-evaluate when the global count leaves this window, in multiples of k.
 
-    ``bucket_width`` messages are on the wire together in phase 1. ``balance_trigger``: even out when
-    the largest block exceeds this multiple of the mean (1 always, inf never). ``skew_trigger``: cut
-    anew when an owner receives more than this multiple of the mean. ``drift_low`` and ``drift_high``:
-    re-evaluate when the global count leaves this window, in multiples of k.
+    Extensions of the paper:
 
-    Beyond the paper: ``local_cap`` and ``global_cap`` limit, in multiples of k, what a worker selects
-    and what is delivered; ``correct_thresholds`` lets reused thresholds follow the counts.
-    ``strict_volume`` makes 6k(P-1)/P words an upper bound by construction on every step that reuses
-    thresholds: both caps become 1 and no pair of workers exchanges more than k/P entries in phase 1.
-    ``exact_select`` is how a re-evaluation finds the k largest sums: ``"gather"`` all reduced non-zeros,
-    as the paper does, which grows with the workers; ``"histogram"`` by counts of magnitudes, which does not;
-    ``"auto"`` whichever moves less. The result is the same. Density 1 travels dense unless ``force_sparse``.
+    * ``local_cap``, ``global_cap``: largest number of entries that a rank selects, and that a step delivers, in
+      multiples of k.
+    * ``correct_thresholds``: correct reused thresholds by the observed counts.
+    * ``strict_volume``: guarantee at most 6k(P-1)/P words on every step that reuses thresholds. Both caps become 1,
+      and no pair of ranks exchanges more than k/P entries in phase 1.
+    * ``exact_select``: how a re-evaluation finds the k largest sums. ``"gather"`` gathers all reduced non-zeros, as
+      the paper does, and its volume grows with the world size. ``"histogram"`` counts magnitudes, and its volume
+      does not grow. ``"auto"`` picks the one that moves less. The result is the same.
+    * ``force_sparse``: exchange sparse messages at density 1 too, instead of a dense all-reduce.
     """
 
     name: ClassVar[str] = "oktopk"
@@ -83,13 +90,13 @@ class OkTopk(Recipe):
         check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
         check_at_least(self, 0, "drift_low", "drift_high")
         known = self.exact_select in ("auto", "gather", "histogram")
-        check(self, "exact_select", known, "choose auto, gather or histogram")
-        check(self, "drift_high", self.drift_high > self.drift_low, "choose more than drift_low")
-        check(self, "local_cap", math.isfinite(self.local_cap), "choose a finite multiple of k")
-        check(self, "global_cap", math.isfinite(self.global_cap), "choose a finite multiple of k")
+        check(self, "exact_select", known, "must be auto, gather or histogram")
+        check(self, "drift_high", self.drift_high > self.drift_low, "must be greater than drift_low")
+        check(self, "local_cap", math.isfinite(self.local_cap), "must be a finite multiple of k")
+        check(self, "global_cap", math.isfinite(self.global_cap), "must be a finite multiple of k")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: from full overlap to disjoint supports."""
+        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports."""
         words = entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(2 * world_size + 2 * cost.log2(world_size), 2 * words, 6 * words)
 
@@ -100,9 +107,11 @@ class OkTopk(Recipe):
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """What is carried to the next step. A threshold of 0 is invalid: find it exactly before using it.
+    """State carried to the next step.
 
-    ``global_threshold`` is compared with sums over workers, never with means.
+    ``local_threshold`` applies to this rank's accumulator. ``global_threshold`` applies to sums over ranks, never to
+    means. A threshold of 0 is invalid and must be computed exactly before use. ``cuts`` holds the P + 1 bounds of
+    the regions. The ``force_`` flags request a re-evaluation or a repartition at the next step.
     """
 
     step: int = 0
@@ -116,7 +125,11 @@ class OkTopkState:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """By owner: candidates for the result, and load in phase 1; in all: sums reaching the threshold itself."""
+    """Result of the size exchange.
+
+    ``candidates`` and ``loads`` count, per owner, its candidates for the result and its entries in phase 1.
+    ``reaching`` is the total number of sums that reach the global threshold itself, not the lowered one.
+    """
 
     candidates: list[int]
     loads: list[int]
@@ -125,7 +138,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Delivered:
-    """Outcome of phase 2: the support and sums of the result, and what the next step learns from it."""
+    """Outcome of phase 2: indices and sums of the result, and the threshold state for the next step."""
 
     indices: torch.Tensor
     sums: torch.Tensor
@@ -134,7 +147,7 @@ class _Delivered:
 
 
 class OkTopkAlgorithm(Algorithm):
-    """One rank's Ok-Topk. :meth:`reduce` is the paper from top to bottom."""
+    """Ok-Topk on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: OkTopkState
 
@@ -151,7 +164,7 @@ class OkTopkAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """True when everything is to be delivered anyway."""
+        """True when a dense all-reduce replaces the sparse exchange, because the step delivers every entry."""
         return self.numel == 0 or (self.k >= self.numel and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -161,31 +174,34 @@ class OkTopkAlgorithm(Algorithm):
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
 
+        # Local selection by threshold, or exactly on re-evaluation steps.
         local, local_threshold = self._select_local(acc, state, reevaluate)
         finite = not kernels.has_non_finite(local.values)
         if world_size == 1:
             return self._alone(acc, local, local_threshold, finite)
+        # Phase 1 (sections "space repartition" and "split and reduce").
         cuts = state.cuts
         if repartition:
             cuts = yield from self._repartition(local.indices, world_size)
         if self.recipe.strict_volume and not reevaluate:
-            # No pair of workers exchanges more than k/P entries; what is cut stays in the residual.
+            # Each pair of ranks exchanges at most k/P entries. Entries above the limit stay in the residual.
             limits = [math.ceil(self.k / world_size) if p != rank else self.k for p in range(world_size)]
             local = largest_parts(local, offsets(local.indices, cuts), limits, workspace=self.workspace)
         region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
+        # Phase 2: global selection, data balancing, all-gather.
         floor = self._lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
         candidates = self._candidates(region, floor, cuts[rank])
         shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
-            if floor > 0 and sum(shared.candidates) < self.k:  # the k largest are not all among them: look again
+            if floor > 0 and sum(shared.candidates) < self.k:  # some of the k largest sums are below the floor
                 candidates = self._candidates(region, 0.0, cuts[rank])
                 shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
             delivered = yield from self._global_top_k(candidates, shared, state, rank, world_size)
         else:
             delivered = yield from self._balance_and_gather(candidates, shared, state, rank, world_size)
 
-        # A coordinate is cleared iff this rank sent it and the global selection kept it.
+        # Residual update: clear a coordinate if and only if this rank sent it and the global selection kept it.
         acc.clear(local.indices[kernels.common_positions(local.indices, delivered.indices)])
         loads = shared.loads
         skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
@@ -202,12 +218,12 @@ class OkTopkAlgorithm(Algorithm):
             global_threshold=delivered.threshold,
             cuts=cuts,
             force_reevaluate=delivered.force_reevaluate,
-            force_repartition=skewed and self.k >= world_size,  # with fewer entries nobody can propose cuts
+            force_repartition=skewed and self.k >= world_size,  # below that no rank has enough entries to propose cuts
         )
         return SparseVector(delivered.indices, delivered.sums / world_size, self.numel)
 
     def _alone(self, acc: Accumulator, local: Selection, threshold: float, finite: bool) -> SparseVector:
-        """One worker: what it selects is what is delivered."""
+        """Return the result for a world size of 1, which is the local selection."""
         if not finite:
             raise NonFiniteError("rank 0 holds a NaN or Inf gradient; nothing was applied", [0])
         acc.clear(local.indices)
@@ -216,25 +232,25 @@ class OkTopkAlgorithm(Algorithm):
         return SparseVector(local.indices, local.values, self.numel)
 
     def _state_for(self, world_size: int) -> OkTopkState:
-        """Thresholds are on sums and cuts are per worker: another world size starts both anew."""
+        """Return the state for ``world_size``. A change of world size invalidates all thresholds and cuts."""
         if self.state.world_size == world_size:
             return self.state
         return replace(OkTopkState(), step=self.state.step, world_size=world_size)
 
     def _due(self, state: OkTopkState) -> tuple[bool, bool]:
-        """Whether this step re-evaluates thresholds, and whether it repartitions."""
+        """Return whether this step re-evaluates thresholds, and whether it repartitions."""
         reevaluate = state.force_reevaluate or self.scheduled(state.step)
         repartition = state.force_repartition or state.step % self.recipe.repartition_every == 0
         return reevaluate, repartition
 
     def scheduled(self, step: int) -> bool:
-        """Re-evaluation falls on 0, 1, 2, 4, 8, ... up to tau', and on every multiple of tau'."""
+        """Return True if ``step`` is 0, 1, 2, 4, 8, ... below tau', or a multiple of tau'."""
         period = self.recipe.reevaluate_every
         early = step < period and step & (step - 1) == 0
         return early or step % period == 0
 
     def _select_local(self, acc: Accumulator, state: OkTopkState, reevaluate: bool) -> tuple[Selection, float]:
-        """L: this rank's selection, and the threshold it hands to the next step (0 when invalid)."""
+        """Return L, this rank's selection, and the local threshold for the next step (0 if invalid)."""
         if reevaluate or state.local_threshold <= 0:
             local = acc.top_k(self.k)
             enough = local.found == self.k
@@ -248,13 +264,13 @@ class OkTopkAlgorithm(Algorithm):
         return threshold * (WARM_START if self.recipe.correct_thresholds else 1.0)
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
-        """What would have let k entries pass."""
+        """Return the threshold for the next step. With ``correct_thresholds``, k entries would have reached it."""
         if not self.recipe.correct_thresholds:
             return threshold
         return following_threshold(threshold, passed, count, self.k, self.numel, workspace=self.workspace)
 
     def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
-        """Space repartition: everybody proposes cuts that halve its own load; the mean is taken."""
+        """Space repartition: each rank proposes cuts that split its own entries evenly. Return the mean proposal."""
         proposal = propose_cuts(indices, world_size)
         total = yield AllReduce("repartition", proposal)
         return consensus_cuts(total.tolist(), self.numel)
@@ -262,9 +278,9 @@ class OkTopkAlgorithm(Algorithm):
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
     ) -> Pattern[tuple[torch.Tensor, int]]:
-        """Phase 1: the dense sum over this rank's own region, and how many entries came in for it.
+        """Phase 1, split and reduce. Return the dense sums of this rank's region and the number of entries in them.
 
-        Summed in rotation order, rank r, r-1, r-2, ..., whatever the order of arrival.
+        Entries are added in rotation order, rank r, r-1, r-2, ..., regardless of the order of arrival.
         """
         low, high = cuts[rank], cuts[rank + 1]
         region = torch.zeros(high - low, device=local.values.device)
@@ -288,12 +304,12 @@ class OkTopkAlgorithm(Algorithm):
         return region, sum(incoming)
 
     def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
-        """The owner's side of the global selection: reduced non-zeros that reach ``threshold``."""
+        """Return the reduced non-zeros of this rank's region that reach ``threshold``, with global indices."""
         found = kernels.select(region, threshold, workspace=self.workspace)
         return found._replace(indices=found.indices + offset)
 
     def _share_sizes(self, candidates: Selection, received: int, threshold: float, world_size: int) -> Pattern[_Sizes]:
-        """What everybody must know of the owners before anything is gathered."""
+        """Size exchange: gather every owner's counts. Raise ``NonFiniteError`` on all ranks if a sum overflows."""
         finite = not kernels.has_non_finite(candidates.values)
         reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
         row = [candidates.found, received, int(reaching.sum())]
@@ -305,7 +321,10 @@ class OkTopkAlgorithm(Algorithm):
     def _global_top_k(
         self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
     ) -> Pattern[_Delivered]:
-        """Phase 2 of a re-evaluation step: exactly the k largest sums, gathered from all or found by histograms."""
+        """Phase 2 of a re-evaluation step: deliver exactly the k largest sums.
+
+        Either all candidates are gathered, or histograms find the k largest first.
+        """
         if sum(shared.candidates) <= self._worth_gathering(world_size):
             gathered = yield from collectives.gather_blocks(
                 candidates, shared.candidates, self.numel, rank, world_size, phase="re-evaluation"
@@ -314,12 +333,12 @@ class OkTopkAlgorithm(Algorithm):
             shares = yield from largest_shares(candidates, self.k)
             gathered = yield from self._even_out_and_gather(candidates, shares, rank, world_size)
         kept = kernels.largest(gathered, self.k, workspace=self.workspace)
-        # Nothing to learn a threshold from: keep the old one and look again next step.
+        # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
         return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
 
     def _worth_gathering(self, world_size: int) -> int:
-        """Up to how many reduced non-zeros it is cheaper to gather them all than to look for the k largest."""
+        """Return the largest number of candidates for which gathering them all is preferred to histograms."""
         if self.recipe.exact_select != "auto":
             return self.numel if self.recipe.exact_select == "gather" else self.k
         return self.k + distributed_topk.forecast(world_size).received.bytes // (2 * cost.WORD)
@@ -327,7 +346,7 @@ class OkTopkAlgorithm(Algorithm):
     def _balance_and_gather(
         self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
     ) -> Pattern[_Delivered]:
-        """Phase 2 of a reuse step: trim to the cap, even out if it pays, gather."""
+        """Phase 2 of a reuse step: trim to the global cap, balance if the trigger is exceeded, and gather."""
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
         gathered = yield from self._even_out_and_gather(candidates, sizes, rank, world_size)
@@ -338,22 +357,22 @@ class OkTopkAlgorithm(Algorithm):
     def _even_out_and_gather(
         self, candidates: Selection, sizes: list[int], rank: int, world_size: int
     ) -> Pattern[Selection]:
-        """The ``sizes[r]`` largest candidates of every rank r."""
+        """Gather the ``sizes[r]`` largest candidates of every rank r, balanced first if the trigger is exceeded."""
         block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
         return collectives.balanced_gather(
             block, sizes, self.numel, rank, world_size, trigger=self.balance_trigger, width=self.recipe.bucket_width
         )
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`: all but the local threshold, which is private."""
+        """See :meth:`Algorithm.common_state`: everything except the local threshold, which differs between ranks."""
         return {field: value for field, value in self.state_dict().items() if field != "local_threshold"}
 
     def invalidate_thresholds(self) -> None:
-        """See :meth:`Algorithm.invalidate_thresholds`: thresholds are evaluated anew."""
+        """See :meth:`Algorithm.invalidate_thresholds`: the next step re-evaluates them."""
         self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: what the caps of the next step allow."""
+        """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow."""
         return self._forecast(world_size, *self._due(self._state_for(world_size)))
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
@@ -371,11 +390,11 @@ class OkTopkAlgorithm(Algorithm):
         sizes = cost.all_gather(3, 8, world_size)
         phases = {
             "counts": both(cost.all_to_all(1, 8, world_size)),
-            # A rank sends every entry once; an owner may be sent everybody's.
+            # A rank sends each entry once. In the worst case one owner receives all entries of all peers.
             "split-and-reduce": Flow(
                 cost.messages(peers, 2 * min(sent, peers * pair)), cost.messages(peers, 2 * peers * pair)
             ),
-            # Once more when the warm start of a re-evaluation did not suffice.
+            # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
             "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
         }
         if repartition:
@@ -393,7 +412,7 @@ class OkTopkAlgorithm(Algorithm):
         largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))
         if self.balance_trigger < world_size:
             phases["balance"] = Flow(cost.messages(peers, 2 * delivered), cost.messages(peers, 2 * share))
-        # Bruck: everything arrives once; a large block of its own a rank sends in every round.
+        # Bruck: each block arrives once, but a rank sends its own block, which may be large, in every round.
         leaving = min(rounds * delivered, peers * largest)
         phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * delivered))
         return Forecast(phases)

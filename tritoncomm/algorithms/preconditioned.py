@@ -1,9 +1,10 @@
-"""Any method that compares entries, choosing them by the update that Adam makes of them.
+"""Select entries by the size of Adam's update. This works for any method that compares entries.
 
-Adam moves all coordinates alike, those with small gradients as far as those with large ones. A method that compares
-gradients serves rows of large ones again and again and lets the others wait. Here it sees every coordinate divided by
-the root of its second moment. That moment is of what has been delivered, which all ranks know, so that nothing is sent
-for it; and it is rounded to powers of two, so that dividing and multiplying lose no bit of a value above 1e-32.
+Adam moves all coordinates by similar amounts, whether their gradients are small or large. A method that compares
+gradients keeps selecting rows with large gradients, and the other rows wait. Here the method sees every coordinate
+divided by the root of its second moment. The moment is that of the delivered mean. All ranks have it, so nothing is
+sent for it. The scale is rounded to powers of two. Division and multiplication by it are therefore exact for values
+above 1e-32.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 
-_FLOOR = 2.0**-10  # of a moment, in means: a row without gradient is not blown up more than 32 times
-_NOTABLE = 0.1  # share of the coordinates whose scale changes, from which thresholds are of no more use
+# Added to the second moment, in units of its mean. It limits the gain of a row without gradient to 32.
+_FLOOR = 2.0**-10
+# Thresholds are discarded if the scale changes at more than this share of the coordinates.
+_NOTABLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioned(WrapperRecipe):
-    """``recipe`` for vectors in which tensors of ``shapes`` lie one after the other.
+    """Apply ``recipe`` to a vector that is divided by the root of its second moment.
 
-    The second moment decays by ``decay`` per step; the scale is made of it every ``renew_every`` steps, and is 1 until
-    then. What is owed stays in units of the gradient. It takes the memory of the vector once more, and two passes.
+    ``shapes`` are the shapes of the tensors in the vector, in order. The second moment decays by ``decay`` per step.
+    Every ``renew_every`` steps a new scale is computed from it. Until the first time the scale is 1. Residuals stay in
+    gradient units. The scale takes as much memory as the vector, and applying it takes two more passes over the vector.
     """
 
     name: ClassVar[str] = "preconditioned"
@@ -44,28 +48,29 @@ class Preconditioned(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "decay")
-        check(self, "decay", 0 <= self.decay < 1, "choose a share from 0 on and below 1")
+        check(self, "decay", 0 <= self.decay < 1, "must be in [0, 1)")
         check_at_least(self, 1, "renew_every", whole=True)
-        compares = "give a method that compares entries with each other, and not twice"
+        compares = "must be a method that compares entries with each other, and not preconditioned already"
         check(self, "recipe", self.recipe.compares_entries(), compares)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: it does already."""
+        """See :meth:`Recipe.compares_entries`. A recipe cannot be preconditioned twice."""
         return False
 
     def build(self, numel: int) -> PreconditionedAlgorithm:
         """See :meth:`Recipe.build`."""
         matrices = FactoredSecondMoment(self.shapes)
-        holds = f"has {matrices.numel} elements, this vector {numel}: give the shapes of what lies in it"
+        holds = f"have {matrices.numel} elements, but the vector has {numel}: give the shapes of all its tensors"
         check(self, "shapes", matrices.numel == numel, holds)
         return PreconditionedAlgorithm(self, matrices)
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Moving averages of the sums of squares per row and column (fp64), and those of which the scale is made.
+    """Moving averages of the sums of squares per row and per column (fp64).
 
-    ``used`` is None until there is one. Never written to.
+    ``used`` holds the averages from which the current scale was computed, or None before the first scale. Moments are
+    never modified.
     """
 
     steps: int
@@ -75,7 +80,7 @@ class Moment:
 
     @classmethod
     def of(cls, matrices: FactoredSecondMoment) -> Moment:
-        """Before the first step."""
+        """Return the moment before the first step."""
         rows, columns = (torch.zeros(sum(part), dtype=torch.float64) for part in (matrices.rows, matrices.columns))
         return cls(0, rows, columns)
 
@@ -85,18 +90,18 @@ class Moment:
     __hash__ = None  # type: ignore[assignment]
 
     def digest(self) -> str:
-        """Of all bits."""
+        """Return a hash of all bits of the moment."""
         content = hashlib.blake2b(str(self.steps).encode(), digest_size=16)
         for part in (self.rows, self.columns, *(self.used or ())):
             content.update(part.cpu().numpy().data)
         return content.hexdigest()
 
     def fits(self, matrices: FactoredSecondMoment) -> bool:
-        """True when it is of these matrices."""
+        """Return True if the moment has the rows and columns of ``matrices``."""
         return len(self.rows) == sum(matrices.rows) and len(self.columns) == sum(matrices.columns)
 
     def extended(self, matrices: FactoredSecondMoment) -> Moment:
-        """The same, with zeros for further matrices at the end."""
+        """Return this moment with zeros appended for additional tensors at the end of ``matrices``."""
 
         def pad(part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
             return torch.cat([part, part.new_zeros(sum(lengths) - len(part))])
@@ -107,7 +112,7 @@ class Moment:
 
 
 class PreconditionedAlgorithm(WholeVectorWrapper):
-    """The inner algorithm on a scaled vector, and the moment that the scale is made of."""
+    """Run the inner algorithm on the scaled vector, and track the moment that determines the scale."""
 
     def __init__(self, recipe: Preconditioned, matrices: FactoredSecondMoment) -> None:
         super().__init__(matrices.numel)
@@ -115,17 +120,17 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         self._matrices = matrices
         self._inner = recipe.recipe.build(matrices.numel)
         self._moment = Moment.of(matrices)
-        # Made of moment.used, and kept as long as it is the same.
+        # Cache: a value of moment.used and the scale computed from it.
         self._scale: tuple[object, torch.Tensor | None] = None, None
 
     @property
     def inner(self) -> Algorithm:
-        """For the scaled vector."""
+        """The algorithm for the scaled vector."""
         return self._inner
 
     @property
     def state(self) -> tuple[Moment, Any]:
-        """The moment, and the inner state."""
+        """The moment and the state of the inner algorithm."""
         return self._moment, self.inner.state
 
     @state.setter
@@ -149,7 +154,7 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         return mean
 
     def scale(self, device: torch.device) -> torch.Tensor | None:
-        """What coordinates are divided by (fp32 ``[numel]``, powers of two); None while that is the same for all."""
+        """Return the divisors of the coordinates (fp32 ``[numel]``, powers of two), or None while all are equal."""
         used = self._moment.used
         if used is not self._scale[0]:
             scale = None if used is None else self._matrices.root(used[0].to(device), used[1].to(device), _FLOOR)
@@ -158,7 +163,7 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         return self._scale[1]
 
     def _after(self, mean: SparseVector) -> Moment:
-        """The moment after a step that has delivered ``mean``."""
+        """Return the moment after a step that delivered ``mean``."""
         before, decay = self._moment, self.recipe.decay
         rows, columns = (
             decay * held.to(new.device) + (1 - decay) * new
@@ -168,11 +173,11 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         return Moment(steps, rows, columns, (rows, columns) if steps % self.recipe.renew_every == 0 else before.used)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: the inner algorithm's."""
+        """See :meth:`Algorithm.ordinary_traffic`. Returns that of the inner algorithm."""
         return self.inner.ordinary_traffic(world_size)
 
     def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`: the moment of tensors that both have, when new ones come last."""
+        """See :meth:`Algorithm.adopt_across_layout`. Copies the moment if the new tensors come last."""
         assert isinstance(other, PreconditionedAlgorithm)
         shapes = other.recipe.shapes
         if shapes == self.recipe.shapes[: len(shapes)]:
@@ -180,13 +185,13 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         super().adopt_across_layout(other)
 
     def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`: the moment."""
+        """See :meth:`Algorithm.adopt_across_density`. Copies the moment."""
         assert isinstance(other, PreconditionedAlgorithm)
         self._moment = other._moment  # noqa: SLF001 - of the same class
         super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`: the moment, which is that of the mean."""
+        """See :meth:`Algorithm.migrate`. Copies the moment, which is that of the mean."""
         moment = _moment(common)
         if moment is not None and moment.fits(self._matrices):
             self._moment = moment
@@ -203,19 +208,23 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         return {"moment": content, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`; the inner algorithm's own state begins a new moment."""
+        """See :meth:`Algorithm.load_state_dict`.
+
+        A state of the inner algorithm alone is accepted too. It starts a new moment.
+        """
         moment = _moment(state)
         if moment is not None and not moment.fits(self._matrices):
             raise ConfigurationError(
-                f"a moment of {len(moment.rows)} rows and {len(moment.columns)} columns was loaded, needed are "
-                f"{sum(self._matrices.rows)} and {sum(self._matrices.columns)}: wrap as it was saved"
+                f"loaded second moment has {len(moment.rows)} rows and {len(moment.columns)} columns, expected "
+                f"{sum(self._matrices.rows)} and {sum(self._matrices.columns)}: use the parameters and settings "
+                "with which it was saved"
             )
         self.inner.load_state_dict(without_scale(state))
         self._moment = moment or Moment.of(self._matrices)
 
 
 def without_scale(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inner algorithm's part of the state of a :class:`PreconditionedAlgorithm`; any other state as it is."""
+    """Return the inner algorithm's part of a :class:`PreconditionedAlgorithm` state. Return other states unchanged."""
     return state["inner"] if set(state) == {"moment", "inner"} else state
 
 
@@ -234,7 +243,7 @@ def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
 
 
 def _differ(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """True when magnitudes have changed their meaning notably."""
+    """Return True if the scale changed so much that old thresholds no longer apply."""
     if before is None or after is None:
         return before is not after
     return before is not after and int(torch.count_nonzero(before != after)) > _NOTABLE * len(after)

@@ -1,8 +1,8 @@
-"""Random-block sparsification: one contiguous run of coordinates, the same on all workers, summed densely.
+"""Random-block sparsification: all workers send the same contiguous block of coordinates, summed densely.
 
-N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", 2020. There is nothing to
-select, no index travels, and the volume does not depend on the workers. What it costs is that a coordinate
-waits for its turn, however large it is.
+N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", 2020. The method needs no selection
+and sends no indices. Its volume does not depend on the number of workers. The drawback is that a coordinate waits for
+its turn even if it is large.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
 
-# Below this density the learning rate that classical error feedback stands is far from what dense training stands.
+# Below this density, error feedback is stable only at learning rates far below those of dense training.
 _SAFE_DENSITY = 1 / 32
 
 
@@ -32,14 +32,15 @@ _SAFE_DENSITY = 1 / 32
 class RandomBlock(Recipe):
     """Settings of random-block sparsification.
 
-    ``mode="perm"`` visits the blocks of a grid in a random order, each once per round, a new order every
-    round; ``"grid"`` draws one of them each step; ``"wrap"`` starts anywhere and wraps around. Blocks of a grid
-    are rounded up to a multiple of ``alignment`` elements. ``seed`` is common to all workers.
+    ``mode="perm"`` visits the blocks of a grid in random order. Each block is visited once per round, and every round
+    has a new order. ``mode="grid"`` draws one block of the grid in each step. ``mode="wrap"`` draws a block that may
+    start at any coordinate and wraps around at the end. Blocks of a grid are rounded up to a multiple of ``alignment``
+    elements. ``seed`` must be the same on all workers.
 
-    While a coordinate waits its gradients pile up, and arrive as one large step: with error feedback, gradient
-    descent is stable up to about density (``perm``) or half of that (the others) times the learning rate that
-    dense training stands. Below a density of 1/32 this warns, unless ``reduced_lr`` says that the learning
-    rate has been lowered accordingly.
+    The gradients of a waiting coordinate accumulate and arrive as one large update. With error feedback, gradient
+    descent is therefore stable only up to a lower learning rate. For ``perm`` the limit is about ``density`` times that
+    of dense training, and for the other modes half of this. The constructor warns if the density is below 1/32. Set
+    ``reduced_lr`` to state that the learning rate has been lowered accordingly.
     """
 
     name: ClassVar[str] = "random_block"
@@ -50,15 +51,15 @@ class RandomBlock(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, "mode", self.mode in ("perm", "grid", "wrap"), "choose perm, grid or wrap")
+        check(self, "mode", self.mode in ("perm", "grid", "wrap"), "must be 'perm', 'grid' or 'wrap'")
         check_number(self, "seed", whole=True)
         check_at_least(self, 1, "alignment", whole=True)
         if self.density < _SAFE_DENSITY and not self.reduced_lr:
             ceiling = self.density * (1.0 if self.mode == "perm" else 0.5)
             warnings.warn(
-                f"random_block at density {self.density}: what waits arrives in bursts, and training is stable only "
-                f"up to about {ceiling:.2g} of the learning rate that dense training stands; lower it and set "
-                "reduced_lr=True, or use a density of at least 1/32",
+                f"random_block at density {self.density}: residuals arrive as large updates, and training is stable "
+                f"only up to about {ceiling:.2g} of the learning rate that is stable for dense training; lower the "
+                "learning rate and set reduced_lr=True, or use a density of at least 1/32",
                 stacklevel=3,
             )
 
@@ -68,13 +69,13 @@ class RandomBlock(Recipe):
         return Formula(2 * cost.log2(world_size), words, words)
 
     def block_size(self, numel: int) -> int:
-        """Elements per block of a vector of ``numel``."""
+        """Return the number of elements per block for a vector of ``numel`` elements."""
         size = entries_to_keep(numel, self.density)
         line = 1 if self.mode == "wrap" else self.alignment
         return min(numel, -(-size // line) * line)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: they are drawn."""
+        """See :meth:`Recipe.compares_entries`. Entries are drawn at random."""
         return False
 
     def build(self, numel: int) -> RandomBlockAlgorithm:
@@ -84,13 +85,13 @@ class RandomBlock(Recipe):
 
 @dataclass(frozen=True)
 class RandomBlockState:
-    """Exchanges that went through: what the next block is drawn from."""
+    """The number of successful exchanges, from which the next block is drawn."""
 
     step: int = 0
 
 
 class RandomBlockAlgorithm(Algorithm):
-    """The block of a step follows from seed and step alone."""
+    """The block of a step depends only on seed and step."""
 
     state: RandomBlockState
 
@@ -117,7 +118,7 @@ class RandomBlockAlgorithm(Algorithm):
         return SparseVector(torch.cat(indices), sums / world_size, self.numel)
 
     def ranges(self, step: int) -> list[tuple[int, int]]:
-        """What is exchanged in ``step``: one range of coordinates, or two where the block wraps around."""
+        """Return the coordinates of ``step``: one range, or two if the block wraps around."""
         seed, mode = self.recipe.seed, self.recipe.mode
         if mode == "wrap":
             start = below(draw(seed, step), self.numel)
@@ -128,18 +129,21 @@ class RandomBlockAlgorithm(Algorithm):
         return [(block * self.size, min((block + 1) * self.size, self.numel))]
 
     def _permuted(self, step: int, count: int) -> int:
-        """The place of ``step`` in its round's permutation: blocks sorted by a key each, ties to the lower block."""
+        """Return the block of ``step`` in the permutation of its round.
+
+        Blocks are sorted by a random key each. Ties go to the lower block.
+        """
         round_, place = divmod(step, count)
         if self._order[0] != round_ or len(self._order[1]) != count:
             self._order = round_, np.argsort(draws(self.recipe.seed, round_, 0, count), kind="stable")
         return int(self._order[1][place])
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: values alone, exactly."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exact and covers only values."""
         return self._forecast(sum(stop - start for start, stop in self.ranges(self.state.step)), world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: 2k(P-1)/P words."""
+        """See :meth:`Algorithm.ordinary_traffic`. It is 2k(P-1)/P words."""
         return self._forecast(self.size, world_size)
 
     def _forecast(self, words: int, world_size: int) -> Forecast:

@@ -1,7 +1,7 @@
-"""Shared random-k: the same random coordinates on all workers, so that values alone are summed densely.
+"""Shared random-k: all workers use the same random coordinates, so only values are sent and summed densely.
 
-"Sparsified SGD with Memory" (S. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018) with a generator that all
-workers share. One coordinate out of each of k strata, without replacement.
+"Sparsified SGD with Memory" (S. Stich, J.-B. Cordonnier, M. Jaggi, NeurIPS 2018), with random numbers that all workers
+share. Each step draws one coordinate from each of k strata, without replacement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tritoncomm.scheduler.rounds import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Recipe):
-    """k random coordinates per step, drawn from ``seed``, which is common to all workers."""
+    """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers."""
 
     name: ClassVar[str] = "random_k"
     seed: int = 0
@@ -40,7 +40,7 @@ class RandomK(Recipe):
         return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: they are drawn."""
+        """See :meth:`Recipe.compares_entries`. Entries are drawn at random."""
         return False
 
     def build(self, numel: int) -> RandomKAlgorithm:
@@ -50,13 +50,13 @@ class RandomK(Recipe):
 
 @dataclass(frozen=True)
 class RandomKState:
-    """Exchanges that went through: what the next coordinates are drawn from."""
+    """The number of successful exchanges, from which the next coordinates are drawn."""
 
     step: int = 0
 
 
 class RandomKAlgorithm(Algorithm):
-    """Stratum i is ``[i n / k, (i + 1) n / k)``; every step draws one coordinate of each."""
+    """Each step draws one coordinate per stratum. Stratum i is ``[i n / k, (i + 1) n / k)``."""
 
     state: RandomKState
 
@@ -80,13 +80,13 @@ class RandomKAlgorithm(Algorithm):
         return SparseVector(indices, sums / world_size, self.numel)
 
     def indices(self, step: int) -> torch.Tensor:
-        """The coordinates of ``step``, ascending int32 ``[k]``."""
+        """Return the coordinates of ``step``, ascending int32 ``[k]``."""
         edges = np.arange(self.k + 1, dtype=np.int64) * self.numel // self.k
         drawn = edges[:-1] + all_below(draws(self.recipe.seed, step, 0, self.k), np.diff(edges))
         return torch.from_numpy(drawn.astype(np.int32))
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: 2k(P-1)/P words, exactly."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         return Forecast({"values": both(cost.all_reduce(self.k, cost.WORD, world_size))})

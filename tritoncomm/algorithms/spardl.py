@@ -1,9 +1,11 @@
-"""SparDL: sparse allreduce whose messages have sizes known in advance, for any number of workers.
+"""SparDL: sparse all-reduce with message sizes known in advance, for any world size.
 
-X. Zhao et al., "SparDL: Distributed Deep Learning Training with Efficient Sparse Communication", ICDE
-2024. P workers form d teams of Q = P/d. Spar-Reduce-Scatter adds up the Q blocks of the vector inside a
-team, cutting a block to its budget whenever it is about to leave; Spar-All-Gather merges the teams' blocks;
-a Bruck all-gather spreads them. Global residual collection keeps whatever was cut, wherever that was.
+X. Zhao et al., "SparDL: Distributed Deep Learning Training with Efficient Sparse Communication", ICDE 2024.
+
+P ranks form d teams of Q = P/d ranks. The vector is split into Q blocks, each with a budget of entries.
+Spar-Reduce-Scatter (SRS) sums the blocks inside each team and truncates a block to its budget just before sending it.
+Spar-All-Gather (SAG) merges the blocks of the teams. A Bruck all-gather distributes the merged blocks inside each
+team. Global residual collection (GRES) keeps all truncated values as residuals.
 """
 
 from __future__ import annotations
@@ -33,17 +35,18 @@ from tritoncomm_kernels import Selection
 class SparDL(Recipe):
     """Settings of SparDL.
 
-    ``teams`` is d, a divisor of the number of workers: more teams take fewer rounds and, from three on, more
-    words. ``"auto"`` takes the d that the cost model predicts to be fastest when one message's latency is as
-    long as ``latency_words`` words take (30 us at 10 Gbit/s, unless set). ``sag`` chooses how teams merge:
-    ``"recursive"`` (R-SAG, needs a power of two), ``"bruck"`` (B-SAG, any d; each team sends h entries per
-    block, and h follows the size of the union), ``"auto"`` recursive where possible.
+    * ``teams``: d, the number of teams. It must divide the world size. More teams need fewer rounds, but three or
+      more teams also send more words. ``"auto"`` picks the d that is fastest in the cost model.
+    * ``latency_words``: latency of a message in the cost model of ``teams="auto"``, as the number of words that the
+      link transfers in that time. The default is 30 us at 10 Gbit/s.
+    * ``sag``: how teams merge. ``"recursive"`` is R-SAG and needs a power-of-two number of teams. ``"bruck"`` is
+      B-SAG and works for any number: each team sends h entries per block, and h adapts to the size of the union.
+      ``"auto"`` uses R-SAG where possible.
+    * ``residuals``: ``"global"`` is the paper's GRES and loses nothing. ``"partial"`` (PRES) and ``"local"`` (LRES)
+      exist for comparison. They lose values that are truncated on the way.
 
-    ``residuals="global"`` is the paper's GRES and loses nothing. ``"partial"`` (PRES) and ``"local"`` (LRES)
-    are there to be compared with: they lose what was cut on the way.
-
-    Every block delivers at least one entry, so that none starves: with fewer than Q entries asked for, Q are
-    delivered.
+    Every block delivers at least one entry, because a block without a budget would never be delivered. If k is below
+    Q, Q entries are delivered.
     """
 
     name: ClassVar[str] = "spardl"
@@ -55,19 +58,19 @@ class SparDL(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "latency_words")
-        check(self, "sag", self.sag in ("auto", "recursive", "bruck"), "choose auto, recursive or bruck")
-        check(self, "residuals", self.residuals in ("global", "partial", "local"), "choose global, partial or local")
+        check(self, "sag", self.sag in ("auto", "recursive", "bruck"), "must be auto, recursive or bruck")
+        check(self, "residuals", self.residuals in ("global", "partial", "local"), "must be global, partial or local")
         if self.teams != "auto":
             check_at_least(self, 1, "teams", whole=True)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: for B-SAG from disjoint teams to teams that agree."""
+        """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
         k = entries_to_keep(numel, self.density)
         return self._formula(self.teams_for(world_size, k), world_size, k)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
         size = world_size // d
-        k = max(k, size)  # every block delivers something
+        k = max(k, size)  # every block delivers at least one entry
         latencies = 2 * cost.log2(size) + cost.log2(d)
         within = 4 * k * (size - 1) / size
         if self.recursive(d):
@@ -80,11 +83,14 @@ class SparDL(Recipe):
         return SparDLAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`: teams are equally large."""
+        """See :meth:`Recipe.check_world_size`: all teams have the same size."""
         self.teams_for(world_size, 1)
 
     def teams_for(self, world_size: int, k: int) -> int:
-        """The d that is used with ``world_size`` workers; one worker is one team, whatever is asked for."""
+        """Return d, the number of teams for ``world_size`` ranks and ``k`` entries. A world size of 1 is one team.
+
+        Raises :class:`~tritoncomm.ConfigurationError` if ``teams`` and ``sag`` do not fit the world size.
+        """
         if world_size == 1:
             return 1
         if self.teams == "auto":
@@ -93,15 +99,15 @@ class SparDL(Recipe):
             return min(divisors, key=lambda d: (self._formula(d, world_size, k).seconds(link)[1], d))
         assert isinstance(self.teams, int)
         if world_size % self.teams:
-            raise ConfigurationError(f"teams={self.teams} does not divide {world_size} workers: choose a divisor")
+            raise ConfigurationError(f"teams={self.teams} does not divide world_size={world_size}: choose a divisor")
         if not self._can_merge(self.teams):
             raise ConfigurationError(
-                f"sag='recursive' with teams={self.teams}: that takes a power of two, choose sag='bruck'"
+                f"sag='recursive' with teams={self.teams}: teams must be a power of two, or choose sag='bruck'"
             )
         return self.teams
 
     def recursive(self, teams: int) -> bool:
-        """Whether ``teams`` merge by R-SAG."""
+        """Return True if ``teams`` teams merge by R-SAG."""
         return self.sag == "recursive" or (self.sag == "auto" and _power_of_two(teams))
 
     def _can_merge(self, teams: int) -> bool:
@@ -110,7 +116,11 @@ class SparDL(Recipe):
 
 @dataclass(frozen=True)
 class SparDLState:
-    """B-SAG's controller for the block of this rank's column; ``h`` 0 means not yet started."""
+    """State of B-SAG's controller for this rank's block.
+
+    ``h`` is the number of entries that each team sends, and 0 before the first step. ``step`` is the next change of
+    ``h``. ``inertia`` is True after one confirmation of the direction.
+    """
 
     world_size: int = 0
     h: int = 0
@@ -119,7 +129,7 @@ class SparDLState:
 
 
 class _Place(NamedTuple):
-    """Where a rank stands, and how the vector is cut."""
+    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks."""
 
     rank: int
     teams: int
@@ -129,33 +139,34 @@ class _Place(NamedTuple):
 
     @property
     def position(self) -> int:
-        """w: the rank's position in its team, and the block it ends up with."""
+        """w: the rank's position in its team, and the index of its block after the reduce-scatter."""
         return self.rank % self.team_size
 
     @property
     def team(self) -> list[int]:
-        """The ranks of this rank's team."""
+        """All ranks of this rank's team."""
         first = self.rank - self.position
         return list(range(first, first + self.team_size))
 
     @property
     def column(self) -> list[int]:
-        """The ranks at this position of every team."""
+        """The ranks at this rank's position in every team."""
         return list(range(self.position, self.teams * self.team_size, self.team_size))
 
     def bag(self, first: int, count: int) -> list[int]:
-        """``count`` blocks from ``first`` on, around the end, in ascending order."""
+        """Return ``count`` consecutive blocks from ``first`` on, modulo Q, in ascending order."""
         return sorted((first + i) % self.team_size for i in range(count))
 
     def words(self, blocks: Sequence[int]) -> int:
-        """Length of the message that carries ``blocks``."""
+        """Return the length in words of the message that carries ``blocks``."""
         return 2 * sum(self.budgets[b] for b in blocks)
 
 
-class _Ledger:
-    """W: the accumulator, out of which entries are taken and into which received ones are added.
+class _WorkingVector:
+    """W: a working copy of the accumulator.
 
-    What is left in W at the end is what this rank has cut.
+    Selected entries are removed from W, and received entries are added to it. At the end, W holds the values that
+    this rank has truncated.
     """
 
     def __init__(self, acc: Accumulator, place: _Place) -> None:
@@ -164,7 +175,10 @@ class _Ledger:
         self.taken: list[torch.Tensor] = []
 
     def take(self, blocks: Sequence[int], budget: int | None = None) -> Selection:
-        """The largest entries of each of ``blocks``, as many as its budget allows, removed from W."""
+        """Remove the largest entries of each of ``blocks`` from W, up to the block's budget, and return them.
+
+        ``budget`` replaces the budget of a single block.
+        """
         cuts, parts = self.place.cuts, []
         for first, last in runs(blocks):
             start, stop = cuts[first], cuts[last + 1]
@@ -178,17 +192,17 @@ class _Ledger:
         return taken
 
     def add(self, entries: Selection) -> None:
-        """Add what has arrived."""
+        """Add received entries to W."""
         kernels.scatter_add(self.values, entries.indices, entries.values)
 
-    def unscale_from(self, cut: Selection, share: float) -> bool:
-        """Owe ``share`` of what was cut; False when that is more than a float holds."""
+    def add_share(self, cut: Selection, share: float) -> bool:
+        """Add ``share`` times the truncated entries to W. Return False if W overflows there."""
         kernels.scatter_add(self.values, cut.indices, cut.values * share)
         return not kernels.has_non_finite(self.values[cut.indices.long()])
 
 
 class SparDLAlgorithm(Algorithm):
-    """One rank's SparDL. :meth:`reduce` is the paper from top to bottom."""
+    """SparDL on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: SparDLState
 
@@ -201,31 +215,35 @@ class SparDLAlgorithm(Algorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
 
-        A NaN or Inf is larger than everything else, so it survives every cut and reaches all ranks.
+        NaN and Inf rank above every finite magnitude. They survive every truncation and reach all ranks.
         """
         place = self._place(rank, world_size)
         if place is None:
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
-        ledger = _Ledger(acc, place)
-        yield from self._reduce_scatter(ledger, place)
+        working = _WorkingVector(acc, place)
+        # Spar-Reduce-Scatter (SRS) inside the team.
+        yield from self._reduce_scatter(working, place)
+        # Spar-All-Gather (SAG) across teams.
         if place.teams == 1:
-            own = ledger.take([place.position])
+            own = working.take([place.position])
         elif self.recipe.recursive(place.teams):
-            own = yield from self._merge_recursively(ledger, place)
+            own = yield from self._merge_recursively(working, place)
         else:
-            own, state = yield from self._merge_by_bruck(ledger, place, state)
+            own, state = yield from self._merge_by_bruck(working, place, state)
+        # Bruck all-gather inside the team.
         delivered = yield from self._all_gather(own, place)
-        if kernels.has_non_finite(delivered.values):  # on all ranks alike, they hold the same blocks
-            raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
-        self._commit_backward(acc, ledger, delivered.indices)
-        acc.selected = sum(len(indices) for indices in ledger.taken)
+        if kernels.has_non_finite(delivered.values):  # raised on all ranks, because all hold the same blocks
+            raise NonFiniteError("a gradient or a sum of gradients contains NaN or Inf; nothing was applied")
+        # Global residual collection (GRES).
+        self._collect_residuals(acc, working, delivered.indices)
+        acc.selected = sum(len(indices) for indices in working.taken)
         self.report = {"delivered": float(delivered.found), "h": float(state.h)}
         self.state = state
         return SparseVector(delivered.indices, delivered.values / world_size, self.numel)
 
     def _place(self, rank: int, world_size: int) -> _Place | None:
-        """None when everything is to be delivered anyway."""
+        """Return this rank's place, or None if every entry is delivered and the exchange is dense."""
         teams = self.recipe.teams_for(world_size, self.k)
         size = world_size // teams
         cuts = [self.numel * b // size for b in range(size + 1)]
@@ -234,20 +252,23 @@ class SparDLAlgorithm(Algorithm):
         budgets = [min(width, max(1, share)) for width, share in zip(widths, shares, strict=True)]
         return None if budgets == widths else _Place(rank, teams, size, cuts, budgets)
 
-    def _reduce_scatter(self, ledger: _Ledger, place: _Place) -> Pattern[None]:
-        """Spar-Reduce-Scatter: a block is cut only at the moment it leaves, with all it has received so far."""
+    def _reduce_scatter(self, working: _WorkingVector, place: _Place) -> Pattern[None]:
+        """SRS: truncate a block only when it is sent, after everything that it has received is added."""
         team, w, size = place.team, place.position, place.team_size
         for distance, count in reduce_scatter_schedule(size):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
             leaving, arriving = place.bag(w + distance, count), place.bag(w, count)
-            message = wire.pack_padded(*ledger.take(leaving)[:2], place.words(leaving))
+            message = wire.pack_padded(*working.take(leaving)[:2], place.words(leaving))
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: place.words(arriving)})
-            ledger.add(self._entries(inbox[source], arriving, place))
+            working.add(self._entries(inbox[source], arriving, place))
 
-    def _merge_recursively(self, ledger: _Ledger, place: _Place) -> Pattern[Selection]:
-        """R-SAG: recursive doubling over the teams; the 2^(s+1) ranks that cut the same entry share it."""
+    def _merge_recursively(self, working: _WorkingVector, place: _Place) -> Pattern[Selection]:
+        """R-SAG: recursive doubling over the teams.
+
+        In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
+        """
         w = place.position
-        own = ledger.take([w])
+        own = working.take([w])
         for s in range(cost.log2(place.teams)):
             peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
             words = place.words([w])
@@ -255,22 +276,26 @@ class SparDLAlgorithm(Algorithm):
             lists = [own, self._entries(inbox[peer], [w], place)]
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
             kept = kernels.largest(union, place.budgets[w], workspace=self.workspace)
-            # What the last round cuts is in nobody's result, so everybody owes its own part of it anyway.
-            if s + 1 < cost.log2(place.teams) and not ledger.unscale_from(left_out(union, kept), 1 / (2 << s)):
+            # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
+            if s + 1 < cost.log2(place.teams) and not working.add_share(left_out(union, kept), 1 / (2 << s)):
+                # The share overflows. NaN makes all ranks reject the step.
                 kept = kept._replace(values=torch.full_like(kept.values, torch.nan))
             own = kept
         return own
 
     def _merge_by_bruck(
-        self, ledger: _Ledger, place: _Place, state: SparDLState
+        self, working: _WorkingVector, place: _Place, state: SparDLState
     ) -> Pattern[tuple[Selection, SparDLState]]:
-        """B-SAG: all teams' h largest, summed in ascending team order on every rank, cut once."""
+        """B-SAG: gather the h largest entries of every team, sum them, truncate once, and adapt h.
+
+        Every rank sums in ascending team order, so all ranks compute the same bits.
+        """
         w, team = place.position, place.rank // place.team_size
         budget = place.budgets[w]
         least = math.ceil(budget / place.teams)
         if state.h == 0:
             state = replace(state, h=least, step=max(1, (budget - least) // 100))
-        own = ledger.take([w], state.h)
+        own = working.take([w], state.h)
         words = 2 * state.h
         message = wire.pack_padded(own.indices, own.values, words)
         blocks = yield from bruck_all_gather(
@@ -283,7 +308,7 @@ class SparDLAlgorithm(Algorithm):
         return own, replace(state, h=h, step=step, inertia=inertia)
 
     def _all_gather(self, own: Selection, place: _Place) -> Pattern[Selection]:
-        """Every block, from the team member that holds it; columns hold the same bits in all teams."""
+        """Gather all blocks from the members of the team. A block has the same bits in every team."""
         words = [place.words([b]) for b in range(place.team_size)]
         message = wire.pack_padded(own.indices, own.values, words[place.position])
         blocks = yield from bruck_all_gather(
@@ -291,22 +316,26 @@ class SparDLAlgorithm(Algorithm):
         )
         return Selection.join([self._entries(block, [b], place) for b, block in enumerate(blocks)])
 
-    def _commit_backward(self, acc: Accumulator, ledger: _Ledger, final: torch.Tensor) -> None:
-        """The new residual: the accumulator, with W where the result has an entry (GRES)."""
+    def _collect_residuals(self, acc: Accumulator, working: _WorkingVector, final: torch.Tensor) -> None:
+        """Write the new residual.
+
+        GRES keeps the accumulator, and W where the result has an entry. LRES clears every entry that this rank sent.
+        PRES clears the sent entries that the result contains.
+        """
         if self.recipe.residuals == "global":
-            acc.replace(final, ledger.values[final.long()])
+            acc.replace(final, working.values[final.long()])
             return
-        sent = torch.cat(ledger.taken).sort().values
+        sent = torch.cat(working.taken).sort().values
         acc.clear(sent if self.recipe.residuals == "local" else sent[kernels.common_positions(sent, final)])
 
     def _entries(self, message: torch.Tensor, blocks: Sequence[int], place: _Place) -> Selection:
-        """The entries of a received message, which must lie in ``blocks``."""
+        """Return the entries of a received message. Raise ``ProtocolMismatchError`` if one is outside ``blocks``."""
         entries = Selection.of(*wire.unpack_padded(message))
         (first, last), *rest = runs(blocks)
         if not rest:
             wire.check_indices(entries.indices, place.cuts[first], place.cuts[last + 1])
             return entries
-        # Around the end: blocks from 0 on, and blocks up to the last.
+        # The blocks wrap around: one run starts at block 0, the other ends at the last block.
         end = place.cuts[last + 1]
         low = int(torch.searchsorted(entries.indices, end))
         wire.check_indices(entries.indices[:low], 0, end)
@@ -314,15 +343,15 @@ class SparDLAlgorithm(Algorithm):
         return entries
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`: the controllers differ between columns."""
+        """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
         return {"world_size": self.state.world_size}
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: exact where the budgets of all blocks are equal."""
+        """See :meth:`Algorithm.predicted_traffic`: exact if all blocks have the same budget."""
         return self._forecast(world_size, self.state.h if self.state.world_size == world_size else 0)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: B-SAG at its dearest, h = K."""
+        """See :meth:`Algorithm.ordinary_traffic`: for B-SAG with the largest h, the budget K of a block."""
         return self._forecast(world_size, self.k)
 
     def _forecast(self, world_size: int, h: int) -> Forecast:
@@ -339,26 +368,27 @@ class SparDLAlgorithm(Algorithm):
 
 
 def runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending ``blocks`` as (first, last) of each stretch without a gap."""
+    """Return (first, last) of each run of consecutive numbers in ascending ``blocks``."""
     gaps = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
     return [(blocks[a], blocks[b - 1]) for a, b in itertools.pairwise([0, *gaps, len(blocks)])]
 
 
 def reduce_scatter_schedule(team_size: int) -> list[tuple[int, int]]:
-    """(distance, number of blocks) of every round of Spar-Reduce-Scatter, largest distance first.
+    """Return (distance, number of blocks) for every round of Spar-Reduce-Scatter, largest distance first.
 
-    A partial sum travels its offset to the owner bit by bit; only the first round can carry fewer blocks
-    than its distance.
+    A partial sum reaches its owner along the binary digits of their distance, highest digit first. Only the first
+    round can send fewer blocks than its distance.
     """
     distances = [1 << s for s in reversed(range(cost.log2(team_size)))]
     return [(distance, min(distance, team_size - distance)) for distance in distances]
 
 
 def adapted(h: int, step: int, inertia: bool, union: int, budget: int, least: int) -> tuple[int, int, bool]:
-    """B-SAG's controller: steers ``h`` so that the union of the teams' entries has about ``budget`` of them.
+    """Return the next (h, step, inertia) of B-SAG's controller.
 
-    Two confirmations of the direction double the step, overshooting halves and reverses it. Beyond the
-    paper, h stays between ``least`` (disjoint teams) and ``budget`` (teams that agree), and turns around there.
+    It adapts ``h`` until the ``union`` of the teams' entries has about ``budget`` entries. The step doubles at the
+    second confirmation of its direction. It halves and reverses after an overshoot. Beyond the paper, h stays between
+    ``least`` (teams with disjoint entries) and ``budget`` (teams with the same entries), and reverses there.
     """
     if (union > budget) != (step > 0):
         step, inertia = (2 * step, False) if inertia else (step, True)

@@ -1,6 +1,6 @@
-"""All-gather of whatever passes a threshold: hard, fitted by a normal law, fitted by a Pareto law.
+"""All-gather of the entries that pass a threshold: constant, from a normal fit, or from a Pareto fit.
 
-Cheaper to select than top-k, and as dear to exchange: the volume grows with the workers.
+Selection is cheaper than top-k. The exchange costs as much: its volume grows with the number of workers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm_kernels import Selection
 
-# SIDCo adapts its stages every so many calls, when the count was off by more than a fifth.
+# SIDCo averages the relative count over a window of steps. It changes the number of stages if this mean differs from 1
+# by more than the tolerance.
 _WINDOW, _TOLERANCE, _STAGES = 5, 0.2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(Recipe):
-    """Whatever reaches ``threshold`` in magnitude, from the first step to the last; nothing larger is ever owed.
+    """Deliver all entries whose magnitude is at least ``threshold``. No residual reaches the threshold after a step.
 
-    A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: over a whole
-    run a constant threshold is the optimum for a given volume. The volume of a step is not bounded. With
-    ``threshold=None`` it is the mean over workers of the quantile that ``density`` is at the first step.
+    A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: a constant threshold
+    is the optimum over a whole run for a given volume. The volume of a single step is not bounded. With
+    ``threshold=None`` the first step sets the threshold. It is then the mean over workers of the k-th largest
+    magnitude, where k follows from ``density``.
     """
 
     name: ClassVar[str] = "hard_threshold"
@@ -43,15 +45,15 @@ class HardThreshold(Recipe):
         super().__post_init__()
         if self.threshold is not None:
             check_number(self, "threshold")
-            check(self, "threshold", 0 < self.threshold < math.inf, "choose a finite magnitude above 0, or None")
+            check(self, "threshold", 0 < self.threshold < math.inf, "must be a finite magnitude above 0, or None")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: when exactly k pass."""
+        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`: the threshold is in units of the gradient."""
+        """See :meth:`Recipe.compares_entries`. The threshold is in gradient units."""
         return False
 
     def build(self, numel: int) -> HardThresholdAlgorithm:
@@ -61,7 +63,10 @@ class HardThreshold(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianK(Recipe):
-    """About k entries by a normal fit to the accumulator; at most ``max_ratio`` times k, then the largest."""
+    """Deliver about k entries, found by a normal fit to the accumulator.
+
+    At most ``max_ratio`` times k entries are sent, the largest ones.
+    """
 
     name: ClassVar[str] = "gaussiank"
     max_ratio: float = 1.5
@@ -69,10 +74,10 @@ class GaussianK(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "max_ratio")
-        check(self, "max_ratio", math.isfinite(self.max_ratio), "choose a finite multiple of k")
+        check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: when exactly k pass."""
+        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -83,7 +88,11 @@ class GaussianK(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class SIDCo(GaussianK):
-    """About k entries by generalised Pareto fits (SIDCo-P) with three stages to begin with, adapted by the counts."""
+    """Deliver about k entries, found by generalized Pareto fits (SIDCo-P).
+
+    The number of stages starts at three and is adapted to the observed counts. ``max_ratio`` is that of
+    :class:`GaussianK`.
+    """
 
     name: ClassVar[str] = "sidco"
 
@@ -93,7 +102,7 @@ class SIDCo(GaussianK):
 
 
 class ThresholdAlgorithm(Algorithm):
-    """What the three have in common: counts first, then exactly the entries."""
+    """Base class of the three methods. It exchanges the counts first, then exactly the selected entries."""
 
     def __init__(self, numel: int, k: int, room: int) -> None:
         super().__init__(numel)
@@ -102,7 +111,7 @@ class ThresholdAlgorithm(Algorithm):
 
     @abstractmethod
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
-        """The entries of this rank, and the state after a step that goes through."""
+        """Return the entries of this rank, and the state after a successful step."""
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
@@ -120,11 +129,11 @@ class ThresholdAlgorithm(Algorithm):
         return SparseVector(indices, sums / world_size, self.numel)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: everybody sends as much as it may."""
+        """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
         return self._forecast(self.room, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: k entries from everybody; 2k(P-1) words."""
+        """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
         return self._forecast(self.k, world_size)
 
     def _forecast(self, entries: int, world_size: int) -> Forecast:
@@ -140,13 +149,13 @@ class ThresholdAlgorithm(Algorithm):
 
 @dataclass(frozen=True)
 class HardThresholdState:
-    """The threshold; 0 while it is to be found."""
+    """The threshold, or 0 until the first step sets it."""
 
     threshold: float = 0.0
 
 
 class HardThresholdAlgorithm(ThresholdAlgorithm):
-    """Everything that reaches the threshold, however much that is."""
+    """Send all entries that reach the threshold, without a limit on their number."""
 
     state: HardThresholdState
 
@@ -160,12 +169,12 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
             own = kernels.kth_magnitude(acc.dense(), self.k) if finite else 0.0
             words = torch.tensor([own], dtype=torch.float64, device=acc.device)
             everybody = (yield AllGather("calibration", words)) if world_size > 1 else words
-            # In rank order, so that all ranks find the same bits.
+            # Added in rank order, so that all ranks get the same bits.
             state = replace(state, threshold=sum(everybody.flatten().tolist()) / world_size)
         return acc.at_least(state.threshold), state
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: as much as the whole vector, and once the calibration."""
+        """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
         forecast = super().predicted_traffic(world_size)
         if self.k >= self.numel or self.state.threshold:
             return forecast
@@ -173,7 +182,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 
 
 class GaussianKAlgorithm(ThresholdAlgorithm):
-    """A fit every step, from scratch."""
+    """Fit the threshold from scratch in every step."""
 
     def __init__(self, numel: int, k: int, max_ratio: float) -> None:
         super().__init__(numel, k, math.ceil(k * max_ratio))
@@ -187,14 +196,14 @@ class GaussianKAlgorithm(ThresholdAlgorithm):
 
 @dataclass(frozen=True)
 class SIDCoState:
-    """This rank's stages, and what its last fits let through in multiples of k."""
+    """This rank's number of stages, and the counts of its last fits as multiples of k."""
 
     stages: int = _STAGES
     ratios: tuple[float, ...] = ()
 
 
 class SIDCoAlgorithm(ThresholdAlgorithm):
-    """Pareto fits; exact top-k where there is nothing to fit."""
+    """Select by Pareto fits, or by exact top-k if there is no tail to fit."""
 
     state: SIDCoState
 
@@ -212,7 +221,7 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         return fitted, self._adapted(fitted.found / self.k)
 
     def _adapted(self, ratio: float) -> SIDCoState:
-        """One stage fewer when too many pass on average, one more when too few."""
+        """Return the next state: one stage fewer if too many entries pass on average, one more if too few pass."""
         ratios = (*self.state.ratios, ratio)
         if len(ratios) < _WINDOW:
             return replace(self.state, ratios=ratios)
@@ -222,5 +231,5 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         return SIDCoState(min(max(self.state.stages + change, 1), most))
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`: every rank fits its own accumulator."""
+        """See :meth:`Algorithm.common_state`. It is empty, because every rank fits its own accumulator."""
         return {}

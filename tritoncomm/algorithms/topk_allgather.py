@@ -1,6 +1,6 @@
-"""Local top-k and all-gather: the simplest sparse exchange, whose volume grows with the workers.
+"""Local top-k and all-gather: the simplest sparse exchange. Its volume grows with the number of workers.
 
-"TopkA" in the comparison table of Ok-Topk: bandwidth 2k(P-1) words, latency log P.
+It is "TopkA" in the comparison table of Ok-Topk: bandwidth 2k(P-1) words, latency log P.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tritoncomm.scheduler.rounds import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class TopkAllgather(Recipe):
-    """Every worker sends its k largest entries to everybody; the union is delivered."""
+    """Send the k largest entries of every worker to all workers. The union is delivered."""
 
     name: ClassVar[str] = "topk_allgather"
 
@@ -35,7 +35,7 @@ class TopkAllgather(Recipe):
 
 
 class TopkAllgatherAlgorithm(Algorithm):
-    """Blocks have a fixed size of k entries, so nothing is negotiated."""
+    """Blocks have a fixed size of k entries, so no sizes are exchanged."""
 
     def __init__(self, numel: int, k: int) -> None:
         super().__init__(numel)
@@ -52,7 +52,7 @@ class TopkAllgatherAlgorithm(Algorithm):
         return SparseVector(indices, sums / world_size, self.numel)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: 2k(P-1) words, exactly."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1) words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         return Forecast({"all-gather": both(cost.bruck(2 * self.k, world_size))})

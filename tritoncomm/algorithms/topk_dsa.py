@@ -1,8 +1,9 @@
-"""TopkDSA: split and all-gather, which turns dense where supports have filled in (dynamic sparse allreduce).
+"""TopkDSA (dynamic sparse all-reduce): split and all-gather, with a switch to dense values.
 
-C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019. Every
-worker sums one region of the vector and spreads it, as pairs or, when too many of them have come together,
-as plain values. Delivers the same as the all-gather of local top-k, but does not list sums of exactly 0.
+C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning", SC 2019. Every worker sums one
+region of the vector and sends the result to all others. It sends (index, value) pairs, or only values if too many
+entries of the vector are non-zero. The result equals that of the all-gather of local top-k, except that sums of exactly
+0 are not listed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from tritoncomm_kernels import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TopkDSA(Recipe):
-    """``dense_switch``: regions travel dense from this share of the dense words on (2/3 in the authors' code)."""
+    """Settings of TopkDSA.
+
+    Regions travel dense if their pairs would take at least ``dense_switch`` times the words of the dense vector (2/3 in
+    the authors' code). ``bucket_width`` is the number of peers per bucket of the rotation.
+    """
 
     name: ClassVar[str] = "topk_dsa"
     dense_switch: float = 2 / 3
@@ -46,11 +51,11 @@ class TopkDSA(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "dense_switch")
-        check(self, "dense_switch", self.dense_switch <= 1, "more than 1 would send pairs where values are shorter")
+        check(self, "dense_switch", self.dense_switch <= 1, "must be at most 1: beyond it, dense values are shorter")
         check_at_least(self, 1, "bucket_width", whole=True)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: from full overlap to regions that have filled in."""
+        """See :meth:`Recipe.formula`. The range is from full overlap to full regions."""
         k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
         return Formula(world_size + 2 * cost.log2(world_size), 4 * k * share, (2 * k + numel) * share)
 
@@ -90,7 +95,10 @@ class TopkDSAAlgorithm(Algorithm):
     def _split_and_reduce(
         self, own: Selection, cuts: Sequence[int], rank: int, world_size: int
     ) -> Pattern[torch.Tensor]:
-        """The dense sum over this rank's region, in rank order, as the all-gather of all lists would add."""
+        """Return the dense sum over this rank's region.
+
+        Entries are added in rank order, as in an all-gather of all lists.
+        """
         starts = offsets(own.indices, cuts)
         counts = [stop - start for start, stop in itertools.pairwise(starts)]
         finite = not kernels.has_non_finite(own.values)
@@ -112,7 +120,7 @@ class TopkDSAAlgorithm(Algorithm):
         return region
 
     def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Selection]:
-        """All regions: pairs while they are short, values once they have filled in."""
+        """Gather all regions, as pairs while they are short and as values otherwise."""
         entries = kernels.select(region, 0.0, workspace=self.workspace)
         finite = not kernels.has_non_finite(entries.values)
         (sizes,) = yield from share_rows(
@@ -135,12 +143,12 @@ class TopkDSAAlgorithm(Algorithm):
         return 2 * entries >= self.recipe.dense_switch * self.numel
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: an owner may be sent everything, supports may be disjoint."""
+        """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
         union = min(self.numel, world_size * self.k)
-        if self._goes_dense(union):  # or stays just below the switch
+        if self._goes_dense(union):  # the bound also holds just below the switch
             received, largest = self.numel, 2 * region
         else:
             received, largest = 2 * union, 2 * min(region, union)
@@ -150,7 +158,7 @@ class TopkDSAAlgorithm(Algorithm):
         return self._forecast(Flow(cost.messages(peers, 2 * self.k), hot), gathering, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: even regions, disjoint supports; (2k + min(2kP, n))(P-1)/P words."""
+        """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         peers, rounds = world_size - 1, cost.log2(world_size)

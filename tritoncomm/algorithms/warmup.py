@@ -1,4 +1,4 @@
-"""Dense, or denser, steps first, then a method at its own density."""
+"""Warm-up: take the first steps dense or at a higher density, then continue with a method at its own density."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tritoncomm.scheduler.rounds import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(WrapperRecipe):
-    """``recipe``, with a higher density during the first ``steps`` steps.
+    """Run ``recipe`` with a higher density during the first ``steps`` steps.
 
-    ``schedule="dense"``: density 1, then ``recipe``, whose own step counter starts only there.
-    ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up): ``stages`` stages of equal length
-    whose densities are ``density ** (i / stages)`` for i = 1 to ``stages``; the last is ``recipe`` itself. Every
-    stage starts the method afresh; residuals, and the momentum of ``dgc``, go on.
+    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up.
+    ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up) uses ``stages`` stages of equal length.
+    Their densities are ``density ** (i / stages)`` for i = 1 to ``stages``. The last stage is ``recipe`` itself. Every
+    stage starts the method from scratch, but residuals and the momentum of ``dgc`` are kept.
     """
 
     name: ClassVar[str] = "warmup"
@@ -34,22 +34,22 @@ class Warmup(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "steps", whole=True)
-        check(self, "schedule", self.schedule in ("dense", "exponential"), "choose dense or exponential")
+        check(self, "schedule", self.schedule in ("dense", "exponential"), "must be 'dense' or 'exponential'")
         check_at_least(self, 1, "stages", whole=True)
-        check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "give a method, not another warm-up")
+        check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""
         return WarmupAlgorithm(self, numel)
 
     def densities(self) -> list[float]:
-        """The density of each stage, ``recipe``'s own last."""
+        """Return the density of each stage. The last one is that of ``recipe``."""
         if self.schedule == "dense":
             return [1.0, self.recipe.density]
         return [self.recipe.density ** (i / self.stages) for i in range(1, self.stages)] + [self.recipe.density]
 
     def stage(self, taken: int) -> int:
-        """The stage of the step after ``taken`` steps."""
+        """Return the stage of the next step, after ``taken`` completed steps."""
         last = len(self.densities()) - 1
         if taken >= self.steps:
             return last
@@ -57,18 +57,18 @@ class Warmup(WrapperRecipe):
 
 
 class WarmupAlgorithm(WholeVectorWrapper):
-    """Counts the steps; everything else is the algorithm's of the present stage."""
+    """Count the steps, and delegate everything else to the algorithm of the current stage."""
 
     def __init__(self, recipe: Warmup, numel: int) -> None:
         super().__init__(numel)
         self.recipe = recipe
         self._taken = 0
-        # The stage before is kept, because a step that began in it may have to be undone.
+        # The previous stage is kept, because a step that began in it may have to be undone.
         self._built: dict[int, Algorithm] = {}
 
     @property
     def inner(self) -> Algorithm:
-        """The algorithm of the present stage."""
+        """The algorithm of the current stage."""
         return self._algorithm(self.recipe.stage(self._taken))
 
     def _algorithm(self, stage: int) -> Algorithm:
@@ -83,7 +83,7 @@ class WarmupAlgorithm(WholeVectorWrapper):
 
     @property
     def state(self) -> tuple[int, Any]:
-        """Steps taken, and the inner state."""
+        """The number of completed steps, and the state of the inner algorithm."""
         return self._taken, self.inner.state
 
     @state.setter
@@ -102,23 +102,23 @@ class WarmupAlgorithm(WholeVectorWrapper):
         return mean
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: after the warm-up."""
+        """See :meth:`Algorithm.ordinary_traffic`. Returns the traffic after the warm-up."""
         return self.recipe.recipe.build(self.numel).ordinary_traffic(world_size)
 
     def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`: the steps taken."""
+        """See :meth:`Algorithm.adopt_across_layout`. Copies the number of completed steps."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
         super().adopt_across_layout(other)
 
     def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`: the steps taken."""
+        """See :meth:`Algorithm.adopt_across_density`. Copies the number of completed steps."""
         assert isinstance(other, WarmupAlgorithm)
         self._taken = other._taken  # noqa: SLF001 - of the same class
         super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`: the steps taken."""
+        """See :meth:`Algorithm.migrate`. Copies the number of completed steps."""
         self._taken = int(common["taken"])
         self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 
@@ -133,7 +133,7 @@ class WarmupAlgorithm(WholeVectorWrapper):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.load_state_dict`."""
         if set(state) != {"taken", "inner"}:
-            raise ConfigurationError(f"this is not a state of a warm-up: it has {sorted(state)}")
+            raise ConfigurationError(f"not a state of a warm-up: expected keys 'inner', 'taken', got {sorted(state)}")
         taken = int(state["taken"])
         self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
         self._taken = taken

@@ -1,4 +1,4 @@
-"""What methods around another method have in common: everything that they do not change is the inner one's."""
+"""Base classes for recipes and algorithms that wrap another one. By default they delegate to the wrapped one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tritoncomm.scheduler.cost import Forecast
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperRecipe(Recipe):
-    """``recipe`` with something around it; the density is that of ``recipe``."""
+    """A recipe that wraps ``recipe`` and has the same density."""
 
     recipe: Recipe
     density: float = field(init=False, default=1.0)
 
     def __post_init__(self) -> None:
-        check(self, "recipe", isinstance(self.recipe, Recipe), "give a recipe, for example OkTopk(density=0.01)")
+        check(self, "recipe", isinstance(self.recipe, Recipe), "must be a recipe, for example OkTopk(density=0.01)")
         object.__setattr__(self, "density", self.recipe.density)
 
     def check_world_size(self, world_size: int) -> None:
@@ -43,16 +43,16 @@ class WrapperRecipe(Recipe):
 
 
 class WrapperAlgorithm(Algorithm):
-    """Has no state but that of ``inner``."""
+    """An algorithm that wraps ``inner``. By default it has no state of its own."""
 
     @property
     @abstractmethod
     def inner(self) -> Algorithm:
-        """The algorithm that this one is around."""
+        """The wrapped algorithm."""
 
     @property
     def state(self) -> Any:
-        """The inner algorithm's."""
+        """The state of the inner algorithm."""
         return self.inner.state
 
     @state.setter
@@ -82,7 +82,7 @@ class WrapperAlgorithm(Algorithm):
         return self.inner.common_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`: the inner algorithm's."""
+        """See :meth:`Algorithm.state_dict`. Returns that of the inner algorithm."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,14 +91,14 @@ class WrapperAlgorithm(Algorithm):
 
 
 class WholeVectorWrapper(WrapperAlgorithm):
-    """Gives ``inner`` the whole vector, so that what that does to all of it is done here too."""
+    """A wrapper that passes the whole vector to ``inner``, and delegates operations on the whole vector too."""
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:
         """See :meth:`Algorithm.prepare`."""
         self.inner.prepare(acc, world_size)
 
     def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`; the inner algorithm's step has been counted already."""
+        """See :meth:`Algorithm.dense_update`. The inner algorithm has completed its step by then."""
         return self.inner.dense_update(mean)
 
     def predicted_traffic(self, world_size: int) -> Forecast:

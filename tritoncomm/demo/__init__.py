@@ -1,1 +1,1 @@
-"""The demo: a small language model trained on real text, dense and compressed side by side."""
+"""The demo: train a small language model with dense and with sparse exchange, and compare."""

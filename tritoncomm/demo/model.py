@@ -14,7 +14,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model; the default has 0.87 million parameters."""
+    """Size of the model. The default has 0.87 million parameters."""
 
     context: int = 64
     width: int = 128
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each on a normalised residual stream."""
+    """Attention and a two-layer perceptron, each with layer normalization before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Next-byte prediction; ``forward`` returns the mean cross-entropy in nats per byte."""
+    """A GPT that predicts the next byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ class ByteGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.final = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.apply(_initialise)
+        self.apply(_initialize)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """``text``: int64 ``[batch, context + 1]``."""
+        """Return the mean cross-entropy in nats per byte of ``text``, int64 ``[batch, context + 1]``."""
         inputs, targets = text[:, :-1], text[:, 1:]
         x = self.bytes(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
@@ -85,7 +85,7 @@ class ByteGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, a table, a plot, a JSON file."""
+"""The output of the demo: progress, a table, a plot and a JSON file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from tritoncomm.demo.train import Progress, Run, Settings
 from tritoncomm.scheduler.local_workers import Send
 
-PLAIN_LINES = 10  # progress lines per run where there is no terminal
-SMOOTH = 10  # training losses are means over so many steps
+PLAIN_LINES = 10  # progress lines per run when the output is not a terminal
+SMOOTH = 10  # the reported training loss is the mean of this many last steps
 
 
 def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
-    """The figures of both runs; bytes are per step and worker, averaged over all steps."""
+    """Return the figures of both runs. Bytes are per step and worker, averaged over all steps."""
     sparse = chosen.densities[settings.warmup :] or chosen.densities
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
     return {
@@ -49,7 +49,7 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
 
 @contextmanager
 def progress(settings: Settings) -> Iterator[Send]:
-    """Something to give each :class:`Progress` to: a bar on a terminal, plain lines elsewhere."""
+    """Yield a function that displays a :class:`Progress`: as a bar on a terminal, as plain lines elsewhere."""
     bar = _bar() if sys.stdout.isatty() else None
     if bar is None:
         yield lambda state: _line(state, settings)
@@ -71,7 +71,7 @@ def progress(settings: Settings) -> Iterator[Send]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures of both runs side by side."""
+    """Return a text table of both runs, side by side."""
     ratio = figures["dense_bytes_per_step"] / (figures["bytes_per_step"] or 1.0)
     rows = [
         ("", "dense", figures["algo"]),
@@ -83,34 +83,37 @@ def table(figures: dict[str, Any]) -> str:
         ("fewer bytes", "", f"{ratio:.1f}x" if figures["bytes_per_step"] else "none sent"),
         ("density delivered", "100 %", f"{figures['achieved_density']:.2%}"),
         ("seconds in exchange", f"{figures['dense_seconds_exchange']:.1f}", f"{figures['seconds_exchange']:.1f}"),
-        ("seconds in all", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
+        ("seconds in total", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
     ]
     gap = figures["val_loss"] / figures["dense_val_loss"] - 1
     lines = [f"{label:26}{dense:>14}{chosen:>18}" for label, dense, chosen in rows]
-    lines += ["", f"{figures['algo']} at density {figures['density']:.3%}: validation loss {gap:+.1%} against dense"]
+    lines += [
+        "",
+        f"{figures['algo']} at density {figures['density']:.3%}: validation loss {gap:+.1%} relative to dense",
+    ]
     return "\n".join(lines)
 
 
 def write_json(figures: dict[str, Any], path: Path) -> None:
-    """One object with the keys of :func:`summary`."""
+    """Write the dictionary of :func:`summary` as one JSON object."""
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:
-    """One PNG: validation loss against steps and against bytes."""
+    """Write a PNG of the validation loss against steps and against bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-        for run, colour in zip(runs, ("0.45", "tab:red"), strict=True):
+        for run, color in zip(runs, ("0.45", "tab:red"), strict=True):
             steps = [step for step, _ in run.validations]
             losses = [loss for _, loss in run.validations]
             megabytes = [run.bytes_sent[step - 1] / 1e6 for step in steps]
             label = run.method if run is runs[0] else f"{run.method}, density {figures['density']:.1%}"
-            by_step.plot(steps, losses, "o-", color=colour, label=label, markersize=4)
-            by_bytes.plot(megabytes, losses, "o-", color=colour, label=label, markersize=4)
+            by_step.plot(steps, losses, "o-", color=color, label=label, markersize=4)
+            by_bytes.plot(megabytes, losses, "o-", color=color, label=label, markersize=4)
         by_step.set(xlabel="step", ylabel="validation loss (nats per byte)")
         scale = "log" if figures["bytes_per_step"] else "linear"
         by_bytes.set(xlabel="MB sent per worker", xscale=scale)
@@ -125,7 +128,7 @@ def plot(figures: dict[str, Any], runs: list[Run], path: Path) -> None:
 def _bar() -> Any:
     try:
         from rich import progress as rich_progress
-    except ImportError:  # plain lines do without it
+    except ImportError:  # progress() falls back to plain lines
         return None
     return rich_progress.Progress(
         rich_progress.TextColumn("{task.description:16}"),

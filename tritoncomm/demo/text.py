@@ -1,4 +1,4 @@
-"""Real text that every Python installation carries: the standard library's own source files."""
+"""Real text that every Python installation contains: the source files of the standard library."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 
-# One file in ten is never trained on.
+# One file in ten is held out for validation.
 HELD_OUT = 10
 
 
 class Text(NamedTuple):
-    """Bytes as uint8 vectors."""
+    """Training and validation text, as uint8 vectors of bytes."""
 
     train: torch.Tensor
     validation: torch.Tensor
 
 
 def standard_library() -> Text:
-    """The top-level modules of the standard library, in name order, split by file."""
+    """Return the top-level modules of the standard library in the order of their names, split by file.
+
+    Raises :class:`~tritoncomm.ConfigurationError` when there are too few source files.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     if len(sources) < HELD_OUT:
         raise ConfigurationError(
-            f"{folder} holds {len(sources)} source files: run the demo with a Python that ships them"
+            f"{folder} holds only {len(sources)} .py files: run the demo with a Python that includes library sources"
         )
     held_out = b"".join(sources[::HELD_OUT])
     kept = b"".join(s for i, s in enumerate(sources) if i % HELD_OUT)
@@ -36,14 +39,14 @@ def standard_library() -> Text:
 
 
 def batch(text: torch.Tensor, rows: int, context: int, seed: int, step: int, rank: int) -> torch.Tensor:
-    """Random windows, int64 ``[rows, context + 1]``, a function of seed, step and rank alone."""
+    """Return random windows, int64 ``[rows, context + 1]``. They depend on seed, step and rank only."""
     generator = np.random.default_rng([seed, step, rank])
     starts = torch.from_numpy(generator.integers(0, text.numel() - context, size=rows))
     return text[starts[:, None] + torch.arange(context + 1)].long()
 
 
 def validation_batches(text: torch.Tensor, rows: int, context: int, count: int) -> list[torch.Tensor]:
-    """The same ``count`` batches every time, spread evenly over ``text``."""
+    """Return ``count`` batches, spread evenly over ``text``. They are the same in every call."""
     starts = torch.linspace(0, text.numel() - context - 1, rows * count).long()
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return list(torch.split(windows, rows))

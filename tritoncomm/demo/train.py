@@ -1,4 +1,4 @@
-"""One training run per method, the same in every respect but the exchange."""
+"""Two training runs, dense and sparse, that differ only in the exchange of gradients."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tritoncomm.scheduler.local_workers import Send
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
-LEARNING_RATE_WARMUP_SHARE = 0.1  # linear, in both runs
-VALIDATIONS = 10  # how often the validation loss is taken in a run
+LEARNING_RATE_WARMUP_SHARE = 0.1  # fraction of the steps; linear, in both runs
+VALIDATIONS = 10  # evaluations of the validation loss per run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
-RECORDED = 4  # the last steps of the compressed run
-# The first steps move every coordinate, and the thresholds with them: a few dense ones are well spent.
+RECORDED = 4  # --record keeps this many last steps of the sparse run
+# The first steps change every coordinate, and the thresholds with them. A few dense steps at the start pay off.
 WARMUP_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line chose."""
+    """Settings from the command line."""
 
     algo: str = "oktopk"
     density: float = 0.01
@@ -39,18 +39,18 @@ class Settings:
 
     @property
     def warmup(self) -> int:
-        """Dense steps at the start of the compressed run."""
+        """Number of dense steps at the start of the sparse run."""
         return int(self.steps * WARMUP_SHARE)
 
     @property
     def lr_warmup(self) -> int:
-        """Steps over which the learning rate rises, in both runs."""
+        """Number of steps of learning-rate warm-up, in both runs."""
         return max(1, int(self.steps * LEARNING_RATE_WARMUP_SHARE))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What rank 0 says after each step."""
+    """Rank 0's report after each step. ``bytes_sent`` is the total of the run so far."""
 
     method: str
     step: int
@@ -60,7 +60,11 @@ class Progress:
 
 @dataclass
 class Run:
-    """One finished run. Bytes are sent bytes per worker, cumulated by step; losses in nats per byte."""
+    """The result of one run.
+
+    Lists have one entry per step, except ``validations``, which holds pairs of step and loss. Losses are in nats per
+    byte. ``bytes_sent`` is cumulative. Losses and bytes are means over the workers.
+    """
 
     method: str
     numel: int
@@ -73,7 +77,7 @@ class Run:
 
 
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
-    """The dense run, then the chosen method's, in one worker; the same on every rank."""
+    """Train with dense exchange, then with the chosen method, as one of ``world_size`` workers. Return both runs."""
     text = standard_library()
     dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense"})
     chosen = {
@@ -130,14 +134,14 @@ def _train(
 
 
 def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's gradient, and with what it still owes its accumulator, as they are about to be exchanged."""
-    exchange = optimizer._exchange  # noqa: SLF001 - of the same package
+    """Return this rank's gradient, and its accumulator: residual plus gradient, as it enters the exchange."""
+    exchange = optimizer._exchange  # noqa: SLF001 - same package
     gradient = exchange.layout.gather(torch.empty(exchange.layout.numel))
     return gradient, gradient + exchange.feedback.residual
 
 
 def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank: int) -> None:
-    """``gradients`` and ``accumulators``, each ``[steps, workers, numel]``, in one file."""
+    """Gather the recording on rank 0 and write ``gradients`` and ``accumulators``, each ``[steps, workers, numel]``."""
     content = {}
     for name, mine in zip(("gradients", "accumulators"), zip(*recording, strict=True), strict=True):
         own = torch.stack(mine)
@@ -151,7 +155,7 @@ def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank:
 
 @torch.no_grad()
 def _validate(model: ByteGPT, batches: list[torch.Tensor], rank: int, world_size: int) -> float:
-    """Every rank takes a share of the batches."""
+    """Return the mean validation loss. Each rank evaluates a part of the batches."""
     losses = [model(rows).item() for rows in batches[rank::world_size]]
     total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
     dist.all_reduce(total)

@@ -1,1 +1,1 @@
-"""Which method to use: cost formulas, measurements of the network, and comparisons in simulation."""
+"""Choosing a method: cost formulas, network measurements and simulated comparisons."""

@@ -1,4 +1,4 @@
-"""``algo="auto"``: measure the network, ask the planner."""
+"""``algo="auto"``: measure the network and let the planner choose the recipe."""
 
 from __future__ import annotations
 
@@ -21,27 +21,39 @@ logger = logging.getLogger("tritoncomm")
 def automatic_recipe(
     optimizer: torch.optim.Optimizer, density: float, group: dist.ProcessGroup | None, fields: dict[str, Any]
 ) -> Recipe:
-    """What the planner makes of the measured network and of this model; the same on all ranks.
+    """Return the recipe that the planner recommends for the measured network and this model.
 
-    Raises :class:`~tritoncomm.ConfigurationError` for ``fields``, which belong to a method, and
-    :class:`~tritoncomm.ConfigMismatchError` when another rank does not ask for the same.
+    The result is the same on all ranks. Without a process group, with one rank, or with no trainable parameter, it is
+    :class:`~tritoncomm.Dense` and nothing is measured.
+
+    Args:
+        optimizer: Its parameters that require a gradient are counted.
+        density: Fraction of entries to deliver, in (0, 1].
+        group: Process group to measure. None is the default group.
+        fields: Further recipe fields that the user passed. They must be empty, because a field belongs to one method.
+
+    Raises:
+        ConfigurationError: ``fields`` is not empty, or ``density`` is out of range.
+        ConfigMismatchError: Another rank passed a different algorithm, density or number of elements.
     """
     if fields:
         named = ", ".join(sorted(fields))
-        raise ConfigurationError(f"algo='auto' chooses the method and its settings: leave out {named}")
+        raise ConfigurationError(
+            f"algo='auto' chooses the method and its fields: leave out {named}, or pass the name of a method as algo"
+        )
     if not (isinstance(density, (int, float)) and 0 < density <= 1):
-        raise ConfigurationError(f"density={density!r}: choose a share above 0 and at most 1")
+        raise ConfigurationError(f"density must be in (0, 1], got {density!r}")
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     numel = sum(parameter.numel() for parameter in parameters)
     if not is_distributed() or dist.get_world_size(group) == 1 or numel == 0:
         return Dense()
-    # Before anything is measured: a rank that does something else must not leave the others waiting.
+    # Compare before measuring. Otherwise a rank with another configuration would leave the others waiting.
     setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
     link = measure_link(group, parameters[0].device)
     chosen = recommend(numel, dist.get_world_size(group), link, density)
     if dist.get_rank(group) == 0:
         logger.info(
-            "algo='auto': %.3g Gbit/s and %.3g us per message measured, using %r",
+            "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",
             8e-9 * link.bandwidth, 1e6 * link.latency, chosen,
         )  # fmt: skip
     return chosen

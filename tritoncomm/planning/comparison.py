@@ -1,4 +1,4 @@
-"""Every method on a simulated network: words, messages, balance and virtual time beside the papers' formulas."""
+"""Compare methods on a simulated network: words, messages, balance and virtual time, beside the papers' formulas."""
 
 from __future__ import annotations
 
@@ -17,39 +17,51 @@ from tritoncomm.planning.synthetic_gradients import Gradients
 from tritoncomm.scheduler.cost import WORD, Link
 from tritoncomm.simulation import SimulatedWorld
 
-Source = Callable[[int, int], Gradients]  # of (numel, rank)
+Source = Callable[[int, int], Gradients]  # (numel, rank) -> gradients
 
-STEPS = 4  # the fourth is the first that reuses Ok-Topk's thresholds
-# Residual, sum, gradient, its noise and one vector of scratch, fp32.
+STEPS = 4  # the fourth step is the first that reuses Ok-Topk's thresholds
+# Residual, sum, gradient, noise of the gradient, and one scratch vector, in fp32.
 _BYTES_PER_ELEMENT = 20
-# Times that a worker holds what it gathered from all others, in buffers and while merging it; some methods gather
-# a few times as much as their formula says.
+# Copies of the gathered entries that a worker holds, in buffers and while merging. Some methods gather a few times the
+# volume of their formula.
 _COPIES_OF_GATHERED = 6
-# With fewer entries than this per worker and density, rounding would be measured.
+# With fewer selected entries per worker, the figures would measure rounding.
 _ENTRIES_PER_WORKER = 2
-# What may be taken beyond the memory that was allowed, where there is no sense in less; the second for methods that
-# gather from all, whose words are in proportion to k however small it is.
+# Bytes that a simulation may use when `memory` allows only a vector that is too short to be meaningful. The second
+# limit is for methods that gather entries from all workers. Their volume is proportional to k even if k is small.
 _LARGEST, _LARGEST_GATHERING = 16e9, 4e9
 
 WHY = {
-    "exdyna": "volume follows what is delivered, up to twice k while thresholds settle; unequal partitions cost more",
-    "micro": "as exdyna; a fixed partition that holds the large gradients sends most of the entries",
-    "gaussiank": "a normal fit lets more pass than asked for where tails are heavy, up to 1.5 k",
-    "sidco": "a fit lets more or fewer pass than asked for, or there is less to send than k",
-    "hard_threshold": "the threshold of the first step stays while residuals grow",
-    "gtopk": "the table adds up both ways through the root; a rank receives one of them",
-    "topk_dsa": "less than k may be there to send; an owner of a busy region receives more than its share",
-    "oktopk": "frames, counts and sizes come on top, and on a step that re-evaluates the candidates for the k largest",
-    "random_block": "blocks are rounded up to 128 elements, and the last block of the vector is short",
+    "exdyna": "volume follows the delivered entries, up to 2k while the threshold adapts; unequal partitions cost more",
+    "micro": "as for exdyna; with fixed partitions, the one with the large gradients sends most of the entries",
+    "gaussiank": "with heavy-tailed gradients, the threshold of the normal fit selects more than k entries, up to 1.5k",
+    "sidco": "the fitted threshold selects more or fewer than k entries, or fewer than k are non-zero",
+    "hard_threshold": "the threshold of the first step is kept while residuals grow",
+    "gtopk": "the formula adds both directions through the root; a rank receives only one of them",
+    "topk_dsa": "fewer than k entries may be non-zero; the owner of a busy region receives more than its share",
+    "oktopk": "headers, counts and sizes add to it; a re-evaluation adds candidates for the k largest",
+    "random_block": "blocks are rounded up to 128 elements, and the last block of the vector is shorter",
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one number of workers, on the last step; words and messages are per rank, received.
+    """The last step of one method at one number of workers.
 
-    ``simulated`` is the length of the vector that was exchanged; the figures are for ``numel``. ``delivered`` is in
-    multiples of k: a method that delivers more sends more.
+    Attributes:
+        method: Name of the method and the fields that differ from their defaults.
+        workers: Number of workers.
+        numel: Length of the vector. All figures refer to it.
+        simulated: Length of the vector that was exchanged. If it is shorter than ``numel``, figures are extrapolated.
+        density: Fraction of entries to deliver.
+        words: Words of 4 bytes that a rank receives, mean over ranks.
+        busiest: Words that the busiest rank receives.
+        messages: Messages that a rank receives, maximum over ranks.
+        milliseconds: Virtual time of the step.
+        delivered: Delivered entries in multiples of k. A method that delivers more entries sends more words.
+        formula_low: Lower end of the paper's formula for ``words``.
+        formula_high: Upper end of the paper's formula for ``words``.
+        formula_milliseconds: Upper end of the time by the formula.
     """
 
     method: str
@@ -68,21 +80,21 @@ class Row:
 
     @property
     def k(self) -> float:
-        """Entries asked for."""
+        """Number of entries to deliver: ``numel`` times ``density``, at least 1."""
         return max(1.0, self.numel * self.density)
 
     @property
     def load(self) -> float:
-        """The busiest rank over the mean."""
+        """Words of the busiest rank divided by the mean over ranks."""
         return self.busiest / self.words if self.words else 1.0
 
     @property
     def as_predicted(self) -> bool:
-        """Whether the mean is within the formula's range, 5 % forgiven."""
+        """Whether ``words`` is within the range of the formula, with a tolerance of 5 %."""
         return 0.95 * self.formula_low <= self.words <= 1.05 * self.formula_high
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures by name."""
+        """Return all figures by name."""
         return {**dataclasses.asdict(self), "words_per_k": self.words / self.k, "max_over_mean": self.load}
 
 
@@ -90,10 +102,23 @@ def compare_methods(
     recipes: Sequence[Recipe], workers: Sequence[int], numel: int, link: Link, source: Source, *,
     steps: int = STEPS, memory: float = 1e9,
 ) -> Iterator[Row]:  # fmt: skip
-    """A :class:`Row` for every recipe at every number of workers, as they are measured.
+    """Yield a :class:`Row` for each recipe at each number of workers, as soon as it is measured.
 
-    What does not fit into ``memory`` bytes is exchanged at a shorter vector and at half of that, and continued
-    along a straight line: words, messages and virtual time are a constant and a part in proportion to the length.
+    A vector that does not fit into ``memory`` is replaced by a shorter one. That one and one of half its length are
+    exchanged, and the figures are extrapolated linearly to ``numel``. This works because words and virtual time are a
+    constant plus a part proportional to the length.
+
+    Args:
+        recipes: Methods to compare.
+        workers: Numbers of workers.
+        numel: Length of the vector.
+        link: Bandwidth and latency of every rank's network interface.
+        source: Function of ``(numel, rank)`` that returns the gradients of a rank.
+        steps: Steps to simulate. The last one is reported.
+        memory: Bytes that a simulation may use.
+
+    Raises:
+        ConfigurationError: See :func:`shortened`.
     """
     for world_size in workers:
         for method in recipes:
@@ -112,7 +137,7 @@ def compare_methods(
 
 
 def label(recipe: Recipe) -> str:
-    """The method's name, and what is set otherwise than usual."""
+    """Return the name of the method, followed by the fields that differ from their defaults."""
     changed = [
         f"{field.name}={getattr(recipe, field.name)}"
         for field in dataclasses.fields(recipe)
@@ -122,18 +147,23 @@ def label(recipe: Recipe) -> str:
 
 
 def shortened(numel: int, world_size: int, density: float, memory: float, gathered: float = 0.0) -> int:
-    """The length that is simulated for ``numel``: what fits, but at least what makes sense with so many workers.
+    """Return the vector length to simulate in place of ``numel``.
 
-    A method that gathers more than a dense exchange receives, by ``gathered`` words per element, may be simulated at
-    less: each worker receives from each, however little. Raises :class:`~tritoncomm.ConfigurationError` when what
-    makes sense takes more than ``memory`` and 16 GB.
+    It is the longest that fits into ``memory`` bytes. It is not shorter than a minimum, below which a worker would
+    select so few entries that the figures would measure rounding. If the minimum does not fit, up to 16 GB are used.
+
+    ``gathered`` is the number of words per element that a method receives beyond a dense exchange. With ``gathered``
+    above 0 the length may be below the minimum, because every worker receives from every other at any length. The
+    limit is then 4 GB.
+
+    Raises :class:`~tritoncomm.ConfigurationError` when the minimum takes more than both ``memory`` and 16 GB.
     """
     meaningful = min(numel, int(2 * _ENTRIES_PER_WORKER * world_size / density))
     needed, largest = meaningful * world_size * _BYTES_PER_ELEMENT, max(memory, _LARGEST)
     if needed > largest:
         raise ConfigurationError(
-            f"{world_size} workers at density {density} take {needed / 1e9:.0f} GB to be simulated in earnest: "
-            "choose a higher density, fewer workers, or more memory if there is"
+            f"a meaningful simulation of {world_size} workers at density {density} takes {needed / 1e9:.0f} GB: "
+            "choose a higher density, fewer workers, or more memory"
         )
     per_element = world_size * (_BYTES_PER_ELEMENT + _COPIES_OF_GATHERED * WORD * gathered)
     worth = int(max(memory, _LARGEST_GATHERING) / per_element) if gathered else meaningful
@@ -141,7 +171,7 @@ def shortened(numel: int, world_size: int, density: float, memory: float, gather
 
 
 class _Figures(NamedTuple):
-    """Per rank: words received, on average and at most, messages received at most, virtual time, entries over k."""
+    """Measured figures of one step: the fields of :class:`Row` with the same names, and ``seconds`` of virtual time."""
 
     words: float
     busiest: float
@@ -167,10 +197,11 @@ def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: So
 
 
 def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Link) -> _Figures:
-    """What ``numel`` elements take, from ``short`` of them and half as many.
+    """Extrapolate the figures to ``numel`` elements from ``short`` elements (``full``) and half of that (``half``).
 
-    Words are a constant (frames, counts) and a part in proportion to the length, unless the two took different
-    kinds of steps: then all of them are taken in proportion. Time grows by the bytes of the busiest rank.
+    Words are a constant (headers, counts) plus a part proportional to the length. If the two runs took different kinds
+    of steps, with different numbers of messages, all words are treated as proportional. Time grows by the bytes of the
+    busiest rank.
     """
     ahead = (numel - short) / (short - short // 2)
 
@@ -184,7 +215,7 @@ def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Lin
 
 
 def table(rows: Sequence[Row], link: Link) -> str:
-    """The rows as text, and what explains the differences."""
+    """Return the rows as a text table. Notes below it explain differences from the formulas."""
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
     head = (
         "method", "workers", "simulated", "delivered/k", "words/k", "busiest", "formula", "messages", "max/mean", "ms",
@@ -192,7 +223,7 @@ def table(rows: Sequence[Row], link: Link) -> str:
     )  # fmt: skip
     wide = max([16, *(len(row.method) + 2 for row in rows)])
     lines = [
-        f"words per rank in multiples of k, frames and counts included; {network}",
+        f"last step: words received per rank in multiples of k, with headers and counts; virtual time on {network}",
         f"{head[0]:{wide}}" + "{:>8}{:>11}{:>12}{:>9}{:>9}{:>16}  {:>9}{:>9}{:>10}{:>11}".format(*head[1:]),
     ]
     for row in rows:
@@ -206,14 +237,17 @@ def table(rows: Sequence[Row], link: Link) -> str:
             f"{row.formula_milliseconds:11.3f}"
         )
     different = sorted({row.method for row in rows if not row.as_predicted})
-    lines += [f"* {method}: {WHY.get(method.split()[0], 'counts and frames come on top')}" for method in different]
+    lines += [
+        f"* {method} differs from its formula: {WHY.get(method.split()[0], 'headers and counts add to it')}"
+        for method in different
+    ]
     if any(row.simulated < row.numel for row in rows):
-        lines.append("simulated: shorter vectors, continued along a straight line")
+        lines.append("simulated: length that was exchanged; the figures are extrapolated linearly to the full length")
     return "\n".join(lines)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """One PNG: words per rank against workers, the lower bound and dense drawn in."""
+    """Write a PNG of the words per rank against the number of workers, with dense and the lower bound."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -221,13 +255,13 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         axes = figure.subplots()
-        colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
+        colors = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
         for number, method in enumerate(sorted({row.method for row in rows})):
             mine = [row for row in rows if row.method == method]
             dense = method == "dense"
             axes.plot(
                 [row.workers for row in mine], [row.words / row.k for row in mine], "-" if dense else "o-",
-                color="black" if dense else colours[number % len(colours)], label=method, markersize=4,
+                color="black" if dense else colors[number % len(colors)], label=method, markersize=4,
             )  # fmt: skip
         axes.plot(workers, [2 * (p - 1) / p for p in workers], "--", color="0.5", label="lower bound 2k(P-1)/P")
         axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="words received per rank, in multiples of k")

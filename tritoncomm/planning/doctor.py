@@ -1,4 +1,4 @@
-"""Will compression pay here? Measured on the ranks that are there, not predicted."""
+"""Decide whether sparse exchange is faster than dense, by measuring on the ranks that are running."""
 
 from __future__ import annotations
 
@@ -28,11 +28,25 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Seconds on the slowest rank. ``break_even``: the density at which sparse and dense take as long; 0 if none.
+    """The result of :func:`diagnose`. All times are seconds on the slowest rank.
 
-    ``dense`` and ``sparse`` (by density) are exchanges of ``numel`` values, selection included; from the cost formulas
-    and the selection that was measured when there is one worker alone. ``pays``: the exchange at ``density`` is faster
-    than what of a dense all-reduce does not hide behind ``step`` seconds of computation.
+    With several ranks, exchange times are measured. In a single process, they are predicted from the cost formulas, and
+    only the selection is measured.
+
+    Attributes:
+        workers: Number of workers.
+        numel: Number of values exchanged.
+        method: Name of the method.
+        density: Density that ``selection`` and ``pays`` refer to.
+        step: Seconds of computation in one training step.
+        link: Measured link, or the given one in a single process.
+        measured: Whether exchange times are measured rather than predicted.
+        selection: Time of the selection at ``density``.
+        dense: Time of a dense all-reduce.
+        sparse: Time of the sparse exchange by density, selection included.
+        break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
+        pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense
+            all-reduce. The exposed time is the part that computation does not hide.
     """
 
     workers: int
@@ -49,7 +63,7 @@ class Diagnosis:
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain figures, for JSON."""
+        """Return the figures as a dictionary that can be written as JSON."""
         return {
             "workers": self.workers, "numel": self.numel, "method": self.method, "density": self.density,
             "measured": self.measured, "link_bits_per_second": 8 * self.link.bandwidth,
@@ -59,22 +73,25 @@ class Diagnosis:
         }  # fmt: skip
 
     def report(self) -> str:
-        """For people."""
-        how = "measured" if self.measured else "predicted for the given link, as this is one process alone"
+        """Return the figures and the conclusion as text."""
+        how = "measured" if self.measured else "predicted for the given link (this is a single process)"
         lines = [
             f"{self.workers} workers, {self.numel:,} values, exchanges {how}",
             f"link        {8e-9 * self.link.bandwidth:.3g} Gbit/s, {1e6 * self.link.latency:.3g} us per message",
-            f"selection   {1e3 * self.selection:.2f} ms at {self.density:.2%}",
+            f"selection   {1e3 * self.selection:.2f} ms at density {self.density:.2%}",
             f"dense       {1e3 * self.dense:.2f} ms",
         ]
         lines += [
-            f"{self.method:12}{1e3 * seconds:.2f} ms at {density:.2%}, {seconds / self.dense:.2f}x dense"
+            f"{self.method:12}{1e3 * seconds:.2f} ms at density {density:.2%}, {seconds / self.dense:.2f}x dense"
             for density, seconds in self.sparse.items()
         ]
-        lines.append(f"break-even  at a density of {self.break_even:.2%}" if self.break_even else "break-even  nowhere")
-        verdict = "Compression pays" if self.pays else "Stay dense: compression does not pay"
         lines.append(
-            f"{verdict} at {self.density:.2%}" + (f" with {1e3 * self.step:g} ms steps." if self.step else ".")
+            f"break-even  at density {self.break_even:.2%}" if self.break_even else "break-even  none: dense is faster"
+        )
+        conclusion = "Compression pays" if self.pays else "Stay dense: compression does not pay"
+        lines.append(
+            f"{conclusion} at density {self.density:.2%}"
+            + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
         return "\n".join(lines)
 
@@ -89,9 +106,19 @@ def diagnose(
     workers: int = 2,
     device: torch.device | str = "cpu",
 ) -> Diagnosis:
-    """Measure on the default process group; alone, predict for ``workers`` on ``link``. All ranks call this alike.
+    """Measure dense and sparse exchanges on the default process group.
 
-    ``method`` makes the recipe for a density. The verdict is the same on all ranks.
+    Every rank must call this with the same arguments, and every rank gets the same result. In a single process,
+    the selection is measured and the exchanges are predicted.
+
+    Args:
+        numel: Number of values to exchange.
+        method: Function that returns the recipe for a density.
+        density: Density to decide on. :data:`DENSITIES` are measured as well.
+        step_seconds: Seconds of computation in one training step. Half of it can hide a dense all-reduce.
+        link: Link to predict for in a single process. The default is 10 Gbit/s and 30 us per message.
+        workers: Number of workers to predict for in a single process.
+        device: Device of the gradients.
     """
     densities = sorted({*DENSITIES, density})
     gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
@@ -116,7 +143,11 @@ def diagnose(
 
 
 def break_even(sparse: dict[float, float], dense: float) -> float:
-    """Where the exchange would take as long as ``dense``: between two densities, along a line in their logarithms."""
+    """Return the density at which the sparse exchange takes ``dense`` seconds, or 0 if it is never faster.
+
+    ``sparse`` maps densities to seconds. Between two densities, time is interpolated over the logarithm of the density.
+    If sparse is faster at every density, the largest of them is returned.
+    """
     below = [density for density, seconds in sparse.items() if seconds < dense]
     if not below:
         return 0.0
@@ -135,7 +166,7 @@ def _select(gradient: torch.Tensor, density: float) -> None:
 
 
 def _exchange_seconds(recipe: Recipe, gradient: torch.Tensor, device: torch.device | str) -> float:
-    """The usual step: after the first ones, in which methods look for their thresholds."""
+    """Return the seconds of one exchange. The first step is not timed, because methods search thresholds in it."""
     scheduler = ProcessGroupScheduler(None, device=device, stamp=repr(recipe))
     feedback = ErrorFeedback(recipe.build(gradient.numel()), device)
 

@@ -1,4 +1,4 @@
-"""Which method, at which density, or none: the papers' formulas on a given network."""
+"""Recommend a method and a density for a given network, or dense, from the papers' cost formulas."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 
 DENSITIES = (0.001, 0.01, 0.05)
-# What the plan chooses among, and the density at which they ended within 2.4 % of the dense run's loss with AdamW
+# The methods that are recommended, and the density at which they ended within 2.4 % of the dense run's loss with AdamW
 # (benchmarks/training.py; exdyna: 4.7 %). At 1 % they were 3 to 10 % behind after 300 to 400 steps.
 TRUSTED = ("oktopk", "spardl")
 TRUSTED_DENSITY = 0.05
-# Selection is not counted, so less than this share of the dense step has to be predicted.
+# A sparse step must be predicted to take less than this fraction of a dense step. The margin is for the selection,
+# which is not counted.
 WORTH_IT = 0.95
-# Backward is about two thirds of a step's computation, and most of it is behind the first bucket.
+# The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
 
 
 class Estimate(NamedTuple):
-    """One choice: seconds of the exchange, from and to, and of the whole step at worst."""
+    """The predicted cost of one recipe, in seconds.
+
+    ``low`` and ``high`` are the lower and upper end of the exchange time. ``step`` is the time of a whole training step
+    with ``high``.
+    """
 
     recipe: Recipe
     low: float
@@ -30,7 +35,7 @@ class Estimate(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether this is a plain all-reduce."""
+        """Whether the recipe is a plain all-reduce."""
         return isinstance(self.recipe, Dense)
 
 
@@ -38,17 +43,29 @@ def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
     overlap: float = OVERLAP,
 ) -> list[Estimate]:  # fmt: skip
-    """Every method at every density beside dense, fastest step first.
+    """Return the estimates of dense and of every method at every density, fastest step first.
 
-    ``step_seconds`` is the computation of a step. A dense all-reduce hides behind ``overlap`` of it, as
-    ``DistributedDataParallel`` does; a sparse exchange starts after the backward pass. Selection is not counted: it
-    depends on the device (``python benchmarks/selection.py`` measures it). Raises
-    :class:`~tritoncomm.ConfigurationError` for numbers that make no sense.
+    A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after the
+    backward pass. Selection is not counted, because it depends on the device: ``python benchmarks/selection.py``
+    measures it.
+
+    Args:
+        numel: Number of parameters.
+        world_size: Number of workers.
+        link: Bandwidth and latency of every rank's network interface.
+        step_seconds: Seconds of computation in one training step.
+        densities: Densities to estimate.
+        overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
+
+    Raises:
+        ConfigurationError: A number is out of range.
     """
     if numel < 1 or world_size < 1:
-        raise ConfigurationError(f"numel={numel}, workers={world_size}: there must be at least 1 of each")
+        raise ConfigurationError(f"numel and workers must be at least 1, got numel={numel}, workers={world_size}")
     if not (step_seconds >= 0 and 0 <= overlap <= 1):
-        raise ConfigurationError(f"step_seconds={step_seconds}, overlap={overlap}: give 0 or more, and a share of it")
+        raise ConfigurationError(
+            f"step_seconds must be at least 0 and overlap in [0, 1], got step_seconds={step_seconds}, overlap={overlap}"
+        )
     dense = Dense()
     low, high = dense.formula(numel, world_size).seconds(link)
     found = [Estimate(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
@@ -61,7 +78,10 @@ def estimates(
 def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP
 ) -> Recipe:
-    """The fastest of the trusted methods at ``density``, or dense where that is about as fast."""
+    """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
+
+    The sparse step must take less than 95 % of the dense step. See :func:`estimates` for the arguments.
+    """
     candidates = estimates(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap)
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
@@ -69,8 +89,8 @@ def recommend(
 
 
 def at(name: str, density: float) -> Recipe:
-    """The method called ``name`` at ``density``."""
-    if name == RandomBlock.name:  # the plan says what its warning would
+    """Return the recipe of the method ``name`` at ``density``."""
+    if name == RandomBlock.name:  # advice() prints the note that its warning would give
         return RandomBlock(density=density, reduced_lr=True)
     return recipe(name, density=density)
 
@@ -81,7 +101,10 @@ def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seco
 
 
 def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, overlap: float = OVERLAP) -> str:
-    """The plan as text: the ranking, whether staying dense is faster, and the line of code to use."""
+    """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
+
+    See :func:`estimates` for the arguments.
+    """
     ranked = estimates(numel, world_size, link, step_seconds, overlap=overlap)
     dense = next(estimate for estimate in ranked if estimate.is_dense)
     lines = [
@@ -96,17 +119,22 @@ def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, over
         lines.append(f"{estimate.recipe.name:16}{density:>9}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x")
     lines += [
         "",
-        "By the upper ends of the papers' formulas. Neither selection on the device is counted, nor the all-reduce of",
-        f"small tensors; a dense all-reduce hides behind {overlap:.0%} of the computation. Speed is not all: random_k",
-        "and random_block take a lower learning rate, and at 1 % and below AdamW needs more steps than at 5 %.",
+        "Exchange times come from the papers' cost formulas. Step times use the upper end of a range.",
+        f"A dense all-reduce overlaps with {overlap:.0%} of the computation, a sparse exchange with none of it.",
+        (
+            "Not counted: selection on the device, and the all-reduce of small tensors.\n\n"
+            "A faster step is not always faster training. random_k and random_block need a lower learning rate.\n"
+            "At densities of 1% and below, AdamW needs more steps than at 5%."
+        ),
         "",
     ]
     chosen = recommend(numel, world_size, link, TRUSTED_DENSITY, step_seconds, overlap=overlap)
     if isinstance(chosen, Dense):
         lines.append(
-            f"Stay dense: at {TRUSTED_DENSITY:.0%}, where they came within 2.4 % of its loss, {' and '.join(TRUSTED)} "
-            f"are not predicted to be at least {1 - WORTH_IT:.0%} faster."
+            f"Stay dense: at density {TRUSTED_DENSITY:.0%}, a step with {' or '.join(TRUSTED)} is not predicted to be "
+            f"more than {1 - WORTH_IT:.0%} faster than a dense step.\n"
+            "At this density, both methods trained to within 2.4% of the dense run's loss."
         )
         return "\n".join(lines)
-    lines.append(f"optimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
+    lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Gradients to try methods on, without a model: layered and heavy-tailed, all in one place, or recorded."""
+"""Gradients for trying methods without a model: layered and heavy-tailed, concentrated in one range, or recorded."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ import torch
 from tritoncomm.errors import ConfigurationError
 
 LAYERS = 24
-SIGNAL = 0.3  # size of the part that all workers have in common, beside the noise
-DECADES = 1.5  # how far the scales of layers lie apart
-HOT = 0.02  # share of the vector that holds everything in adversarial gradients
+SIGNAL = 0.3  # scale of the part that all workers share, relative to the noise
+DECADES = 1.5  # the scales of the layers span this many powers of ten
+HOT = 0.02  # fraction of the vector that is non-zero in adversarial gradients
 
 
 class Gradients(Protocol):
-    """One rank's gradients, fp32 ``[numel]`` for every step."""
+    """One rank's gradients: an fp32 tensor ``[numel]`` for each step."""
 
     def at(self, step: int) -> torch.Tensor:
-        """The gradient of ``step``; a new tensor."""
+        """Return the gradient of ``step`` as a new tensor."""
 
 
 class LayeredGradients:
-    """Heavy-tailed (Laplace), with a scale per layer: a signal common to all ranks, and noise of each rank and step."""
+    """Heavy-tailed (Laplace) gradients with one scale per layer.
+
+    A gradient is a signal that all ranks share plus noise of each rank and step.
+    """
 
     def __init__(self, numel: int, rank: int, *, seed: int = 0) -> None:
         self.scale, self.signal = _common(numel, seed)
         self.noise = _two_sided_exponential(numel, torch.Generator().manual_seed(1_000_003 * seed + 1 + rank))
 
     def at(self, step: int) -> torch.Tensor:
-        """See :meth:`Gradients.at`; the noise is the same stretch of numbers, elsewhere each time."""
+        """See :meth:`Gradients.at`. The noise is the same vector in every step, rotated by another offset."""
         shift = step * 7_368_787 % max(1, self.noise.numel())
         return self.noise.roll(shift).add_(self.signal).mul_(self.scale)
 
 
 class AdversarialGradients:
-    """Everything in one narrow stretch, which no fixed partition is ready for."""
+    """Gradients that are non-zero in one narrow range only: the worst case for a fixed partition."""
 
     def __init__(self, numel: int, rank: int, *, seed: int = 0) -> None:
         self.numel = numel
@@ -55,10 +58,10 @@ class AdversarialGradients:
 
 
 class RecordedGradients:
-    """What ``python -m tritoncomm demo --record`` kept: real gradients, tiled or cut to ``numel``.
+    """Real gradients from ``python -m tritoncomm demo --record``, tiled or cut to ``numel``.
 
-    Ranks and steps beyond those recorded start over, each rank a little further along the vector, so that
-    many workers are not copies of a few.
+    ``recording`` is the tensor that :func:`load_recording` returns. Ranks and steps beyond the recorded ones reuse
+    these. Such a rank rotates its gradients, because otherwise many workers would be copies of a few.
     """
 
     def __init__(self, numel: int, rank: int, recording: torch.Tensor) -> None:
@@ -73,26 +76,31 @@ class RecordedGradients:
 
 
 def load_recording(path: Path) -> torch.Tensor:
-    """``[steps, workers, numel]`` from a file that the demo wrote.
+    """Return the gradients, ``[steps, workers, numel]``, from a file that ``demo --record`` wrote.
 
-    Raises :class:`~tritoncomm.ConfigurationError` for anything else.
+    Raises :class:`~tritoncomm.ConfigurationError` for any other file.
     """
     try:
         recording = torch.load(path, weights_only=True)["gradients"]
     except Exception as error:
         raise ConfigurationError(
-            f"{path} is not a recording of the demo (--record), nor one of layered and adversarial: {error}"
+            f"{path} is not a recording: pass layered, adversarial, or a file that demo --record wrote ({error})"
         ) from error
     if not isinstance(recording, torch.Tensor) or recording.dim() != 3 or 0 in recording.shape:  # noqa: PLR2004
-        raise ConfigurationError(f"{path} does not hold gradients of [steps, workers, elements]: record it anew")
+        raise ConfigurationError(
+            f"{path} does not hold gradients of shape [steps, workers, numel]: record it again with demo --record"
+        )
     if not recording.is_floating_point() or not bool(recording.isfinite().all()):
-        raise ConfigurationError(f"{path} holds {recording.dtype} values, not all of them finite: record it anew")
+        raise ConfigurationError(
+            f"{path} must hold finite floating-point gradients, got dtype {recording.dtype} or a NaN or Inf: "
+            "record it again with demo --record"
+        )
     return recording
 
 
 @lru_cache(maxsize=1)
 def _common(numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and signal, of which all ranks in a process share one copy."""
+    """Return scale and signal. They are cached, because all ranks of a process share them."""
     generator = torch.Generator().manual_seed(1_000_003 * seed)
     scale = torch.logspace(0, -DECADES, LAYERS, base=10)[torch.randperm(LAYERS, generator=generator)]
     signal = SIGNAL * _two_sided_exponential(numel, generator)
@@ -100,6 +108,6 @@ def _common(numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _two_sided_exponential(numel: int, generator: torch.Generator) -> torch.Tensor:
-    """The Laplace distribution."""
+    """Return ``numel`` values of the Laplace distribution."""
     signs = torch.randint(0, 2, (numel,), generator=generator).mul_(2).sub_(1)
     return torch.empty(numel).exponential_(generator=generator).mul_(signs)

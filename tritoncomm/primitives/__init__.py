@@ -1,1 +1,1 @@
-"""What the methods of :mod:`tritoncomm.algorithms` are made of."""
+"""Building blocks shared by the methods in :mod:`tritoncomm.algorithms`."""

@@ -1,4 +1,4 @@
-"""Residual plus gradient, not yet added: what an algorithm compresses."""
+"""The accumulator: residual plus gradient of one flat vector, added on first use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Answer = TypeVar("Answer")
 
 
 class Accumulator:
-    """``residual + gradient`` for one flat vector, computed by whichever pass is asked for first.
+    """The sum ``residual + gradient`` of one flat vector, computed on first use.
 
-    ``residual`` (fp32 ``[n]``) and ``gradient`` (fp32, bf16 or fp16 ``[n]``) are only read. The sum and
-    what :meth:`clear` removes from it live in ``scratch`` (fp32 ``[n]``), which becomes the residual
-    once the exchange has succeeded. ``workspace`` keeps a GPU's scratch memory from step to step.
-    ``seconds`` is the time spent here, ``selected`` how many entries this rank last chose.
+    The first call decides how the sum is computed. :meth:`dense` only adds. :meth:`at_least` and :meth:`top_k` add and
+    select in one pass. ``residual`` (fp32 ``[n]``) and ``gradient`` (fp32, bf16 or fp16 ``[n]``) are never written. The
+    sum is stored in ``scratch`` (fp32 ``[n]``), and methods such as :meth:`clear` edit it there. After a successful
+    exchange ``scratch`` becomes the new residual.
+
+    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``seconds`` is the time spent in
+    this object. ``selected`` is the number of entries that this rank selected last.
     """
 
     def __init__(
@@ -47,26 +50,29 @@ class Accumulator:
 
     @property
     def device(self) -> torch.device:
-        """Where the vector lies; messages are made there."""
+        """Device of the vector. Create messages on it."""
         return self._residual.device
 
     @property
     def gradient(self) -> torch.Tensor:
-        """This step's gradient ``[n]``; read-only."""
+        """This step's gradient ``[n]``, in the units of this accumulator. Read-only."""
         return self._gradient if self._scale is None else self._gradient / self._scale
 
     @property
     def residual(self) -> torch.Tensor:
-        """What was owed before this step ``[n]``; read-only."""
+        """Residual before this step ``[n]``, in the units of this accumulator. Read-only."""
         return self._residual if self._scale is None else self._residual / self._scale
 
     def replace_gradient(self, update: torch.Tensor) -> None:
-        """Take ``update`` (fp32 ``[n]``) in place of the gradient; before anything else is asked for."""
+        """Replace the gradient by ``update`` (fp32 ``[n]``). Call this before the sum is computed."""
         assert not self._added
         self._gradient = update
 
     def split(self, at: int) -> tuple[Accumulator, Accumulator]:
-        """The coordinates below ``at``, and the others; before anything else is asked for."""
+        """Return accumulators for the coordinates below ``at`` and for the rest.
+
+        Call this before the sum is computed.
+        """
         assert not self._added
         head, tail = (
             Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace)
@@ -75,7 +81,10 @@ class Accumulator:
         return head, tail
 
     def scaled(self, scale: torch.Tensor) -> Accumulator:
-        """This in units of ``scale`` (fp32 ``[n]``), for :meth:`unscale_from`. Before anything else is asked for."""
+        """Return this accumulator divided by ``scale`` (fp32 ``[n]``). Call this before the sum is computed.
+
+        The result shares the scratch memory. Pass it to :meth:`unscale_from` after the exchange.
+        """
         assert not self._added
         self._add()
         self._timed(lambda: self._scratch.div_(scale))
@@ -84,25 +93,33 @@ class Accumulator:
         return scaled
 
     def unscale_from(self, scaled: Accumulator, scale: torch.Tensor) -> None:
-        """Owe what is left of ``scaled``, which :meth:`scaled` made with the same ``scale``."""
+        """Convert the remaining sum back from the units of ``scaled``, after the exchange.
+
+        ``scaled`` is the result of :meth:`scaled` for the same ``scale``. Its time and selection are taken over.
+        """
         self._timed(lambda: self._scratch.mul_(scale))
         self.absorb(scaled)
 
     def absorb(self, *parts: Accumulator) -> None:
-        """Count what the accumulators of parts of the vector have done as done here."""
+        """Take over the results of ``parts``, accumulators of parts of this vector.
+
+        The sum is marked as computed. The times of ``parts`` are added to ``seconds``, and ``selected`` becomes the
+        sum of theirs.
+        """
         self._added = True
         self.seconds += sum(part.seconds for part in parts)
         self.selected = sum(part.selected for part in parts)
 
     def dense(self) -> torch.Tensor:
-        """The whole sum, fp32 ``[n]``; read-only for the caller."""
+        """Return the whole sum, fp32 ``[n]``. Callers must not write to it."""
         self._add()
         return self._scratch
 
     def at_least(self, threshold: float) -> Selection:
-        """Non-zero entries with magnitude at least ``threshold``, ascending, in one fused pass.
+        """Return the non-zero entries with magnitude at least ``threshold``, ascending by index.
 
-        Nothing is removed yet. NaN and Inf are always among what is selected.
+        NaN and Inf are always selected. The sum is not changed. If it is not computed yet, one fused pass adds and
+        selects.
         """
         return self._select(
             lambda: kernels.accumulate_and_select(
@@ -112,7 +129,10 @@ class Accumulator:
         )
 
     def top_k(self, k: int) -> Selection:
-        """The ``k`` largest magnitudes, ascending by index, ties to the lower index, zeros never."""
+        """Return the ``k`` entries of largest magnitude, ascending by index.
+
+        Ties go to the lower index. Zeros are never selected.
+        """
         return self._select(
             lambda: kernels.accumulate_top_k(
                 self._residual, self._gradient, self._scratch, k, workspace=self.workspace
@@ -121,38 +141,41 @@ class Accumulator:
         )
 
     def clear(self, indices: torch.Tensor) -> None:
-        """Remove the entries at ``indices``: they have been delivered and are no longer owed."""
+        """Set the sum to zero at ``indices``, because these entries have been delivered."""
         self._add()
         self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
 
     def clear_range(self, start: int, stop: int) -> None:
-        """:meth:`clear` for the coordinates from ``start`` up to ``stop``."""
+        """Set the sum to zero at the coordinates from ``start`` up to ``stop``. See :meth:`clear`."""
         self._add()
         self._timed(self._scratch[start:stop].zero_)
 
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Owe ``values`` at ``indices`` (unique), whatever was owed there before."""
+        """Overwrite the sum at ``indices`` (unique) with ``values``."""
         self._add()
         self._timed(lambda: self._scratch.index_copy_(0, indices.long(), values))
 
     def replace_range(self, start: int, values: torch.Tensor) -> None:
-        """:meth:`replace` for as many coordinates from ``start`` on as there are ``values``."""
+        """Overwrite the sum with ``values``, from coordinate ``start`` on."""
         self._add()
         self._timed(lambda: self._scratch[start : start + values.numel()].copy_(values))
 
     def add(self, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Owe ``values`` on top at ``indices`` (unique): another rank's mass that this one has cut."""
+        """Add ``values`` to the sum at ``indices`` (unique).
+
+        A rank that drops partial sums of other ranks adds them here. They stay in its residual.
+        """
         self._add()
         self._timed(lambda: kernels.scatter_add(self._scratch, indices, values))
 
     def clear_all(self) -> None:
-        """Remove everything: the whole sum has been delivered."""
+        """Set the whole sum to zero, because all of it has been delivered."""
         self._added = True
         self.selected = self.numel
         self._scratch.zero_()
 
     def is_finite(self) -> bool:
-        """False when the sum has a NaN or Inf anywhere; found in the pass that adds."""
+        """Return False if the sum contains a NaN or Inf. If the sum is not computed yet, one pass adds and checks."""
         return self.at_least(math.inf).found == 0
 
     def _add(self) -> None:

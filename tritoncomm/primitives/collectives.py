@@ -1,4 +1,4 @@
-"""Patterns made of rounds, for any number of workers."""
+"""Reusable exchange patterns for any number of workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
 from tritoncomm_kernels import Selection
 
-OVERFLOW = "own sums of finite gradients that overflow"
-NON_FINITE = -1  # stands in for a count, so that the verdict needs no message of its own
+OVERFLOW = "hold a sum of finite gradients that overflows"
+NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 
 def rotation(rank: int, world_size: int, width: int) -> Iterator[list[tuple[int, int]]]:
-    """Destination rotation in buckets: lists of (destination, source) pairs.
+    """Yield the peers of each bucket of the destination rotation, as lists of (destination, source) pairs.
 
-    At rotation step s rank r sends to (r + s) mod P and receives from (r - s) mod P, so that nobody is
-    the destination of two senders at once. Step 0 is the local copy; the first bucket therefore holds
-    ``width - 1`` peers, the later ones ``width`` (Ok-Topk, section "split and reduce").
+    In rotation step s, rank r sends to (r + s) mod P and receives from (r - s) mod P. No rank is the destination of two
+    senders in one step. Step 0 is the local copy. The first bucket therefore holds ``width - 1`` peers, and later ones
+    hold ``width`` (Ok-Topk, section "split and reduce").
     """
     for first in range(0, world_size, width):
         steps = range(max(first, 1), min(first + width, world_size))
@@ -41,10 +41,10 @@ def rotate(
     width: int,
     phase: str,
 ) -> Pattern[None]:
-    """Exchange ``sends`` and ``receives`` (peer -> words) by rotation, one bucket on the wire at a time.
+    """Exchange messages with all peers by destination rotation, one bucket at a time.
 
-    ``consume`` gets the messages of a bucket by source, in rotation order, r - 1, r - 2, ...; it works on
-    one bucket while the next one is under way.
+    ``sends`` maps peers to messages. ``receives`` maps peers to message lengths in words. ``consume`` gets the messages
+    of one bucket by source, in rotation order: r - 1, r - 2, and so on. While it runs, the next bucket is in transit.
     """
     arrived: Inbox = {}
     for pairs in rotation(rank, world_size, width):
@@ -71,13 +71,14 @@ def bruck_all_gather(
     phase: str,
     ring: Sequence[int] | None = None,
 ) -> Pattern[list[torch.Tensor]]:
-    """Everybody's int32 ``block``, by position; ``words[p]`` is the known length of the block at position p.
+    """All-gather the int32 ``block`` of every participant. Return the blocks by position.
 
-    ``ring`` lists the ranks that take part, by position; all ``size`` of them unless given. Bruck's
-    algorithm: ceil(log2 P) rounds for any P, and each rank receives every other block once.
+    ``words[p]`` is the length of the block at position p. All participants must know it. ``ring`` lists the
+    participating ranks by position; the default is all ``size`` ranks. This is Bruck's algorithm. It takes ceil(log2 P)
+    rounds for any P, and each rank receives every other block once.
     """
     peers = range(size) if ring is None else ring
-    slots = [block]  # slot s holds the block of position + s
+    slots = [block]  # slots[s] is the block of position + s, modulo size
     while (have := len(slots)) < size:
         count = min(have, size - have)
         to, first = peers[(position - have) % size], (position + have) % size
@@ -90,9 +91,10 @@ def bruck_all_gather(
 
 
 def share_counts(counts: Sequence[int], finite: bool, device: torch.device) -> Pattern[list[int]]:
-    """How many entries each rank has for us, which has ``counts[r]`` for rank r.
+    """Send ``counts[r]`` to rank r, and return the received counts by source.
 
-    All ranks raise :class:`~tritoncomm.NonFiniteError` when one of them is not ``finite``.
+    ``counts[r]`` is the number of entries that this rank has for rank r. All ranks raise
+    :class:`~tritoncomm.NonFiniteError` if any rank is not ``finite``.
     """
     outgoing = counts if finite else [NON_FINITE] * len(counts)
     words = torch.tensor(outgoing, dtype=torch.int64, device=device)
@@ -112,10 +114,10 @@ def share_rows(
     phase: str,
     reason: str = "hold a NaN or Inf gradient",
 ) -> Pattern[list[list[int]]]:
-    """Everybody's ``row`` of whole numbers, the first of them not negative; returned by column, then by rank.
+    """All-gather one ``row`` of integers per rank. Return the columns, each with one value per rank.
 
-    All ranks raise :class:`~tritoncomm.NonFiniteError`, which names the ranks that are not ``finite`` and the
-    ``reason``. One worker sends nothing.
+    The first integer of a row must not be negative. All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank is
+    not ``finite``. The message names these ranks and the ``reason``. One worker alone sends nothing.
     """
     words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=device)
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
@@ -129,7 +131,10 @@ def share_rows(
 def gather_blocks(
     block: Selection, sizes: Sequence[int], numel: int, rank: int, world_size: int, *, phase: str
 ) -> Pattern[Selection]:
-    """Everybody's entries in rank order; ranks hold consecutive parts of the vector, ``sizes[r]`` entries each."""
+    """All-gather the entries of all ranks. Return them in rank order.
+
+    Rank r holds a part of the vector, with ``sizes[r]`` entries. The parts are consecutive in rank order.
+    """
     words = [2 * size for size in sizes]
     message = wire.pack(block.indices, block.values)
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
@@ -141,7 +146,11 @@ def gather_blocks(
 def balanced_gather(
     block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, *, trigger: float, width: int
 ) -> Pattern[Selection]:
-    """:func:`gather_blocks`, by way of equal blocks when the largest exceeds ``trigger`` times the mean."""
+    """Do the same as :func:`gather_blocks`, but balance the blocks first if their sizes are uneven.
+
+    Blocks are balanced if the largest one exceeds ``trigger`` times the mean size. ``width`` is the number of peers per
+    bucket of the rotation.
+    """
     total = sum(sizes)
     if max(sizes) > max(trigger * total / world_size, -(-total // world_size)):
         block = yield from _balance(block, sizes, numel, rank, world_size, width)
@@ -152,7 +161,7 @@ def balanced_gather(
 def _balance(
     block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, width: int
 ) -> Pattern[Selection]:
-    """Move entries so that every rank holds an equal share, in the same order (Ok-Topk, "data balancing")."""
+    """Move entries until all ranks hold equal shares in the same order (Ok-Topk, "data balancing")."""
     leaving, arriving = moves(sizes, rank)
     parts = {rank: block.slice(*leaving.pop(rank))} if rank in leaving else {}
 
@@ -171,10 +180,11 @@ def _balance(
 def all_gather_sum(
     own: Selection, rooms: Sequence[int], acc: Accumulator, rank: int, world_size: int, *, phase: str = "all-gather"
 ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
-    """The union of all ranks' entries and the sums there, taken in rank order: the same bits on every rank.
+    """Return the union of all ranks' entries: the indices, and the sum at each index.
 
-    ``rooms[r]`` is the number of entries that rank r sends at most. NaN and Inf, which every selection lets
-    through, make all ranks raise :class:`~tritoncomm.NonFiniteError` alike.
+    Sums are added in rank order, so all ranks get the same bits. ``rooms[r]`` is the largest number of entries that
+    rank r sends. All ranks raise :class:`~tritoncomm.NonFiniteError` if an entry or a sum is NaN or Inf. No flag is
+    needed, because every selection includes NaN and Inf.
     """
     message = wire.pack_padded(own.indices, own.values, 2 * rooms[rank])
     blocks = yield from bruck_all_gather(message, [2 * room for room in rooms], rank, world_size, phase=phase)
@@ -191,10 +201,10 @@ def all_gather_sum(
 
 
 def shared_sum(values: torch.Tensor, finite: bool, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:
-    """The sum of ``values`` (fp32 ``[m]``), which stand for the same coordinates on all ranks.
+    """Return the sum over ranks of ``values`` (fp32 ``[m]``), which belong to the same coordinates on all ranks.
 
-    A rank that is not ``finite``, be it elsewhere, sends NaN, so that all learn it from the sum and raise
-    :class:`~tritoncomm.NonFiniteError`.
+    A rank that is not ``finite`` sends NaN, even if its NaN or Inf is at another coordinate. All ranks then see NaN in
+    the sum and raise :class:`~tritoncomm.NonFiniteError`.
     """
     total = values if finite else torch.full_like(values, torch.nan)
     if world_size > 1:
@@ -205,9 +215,10 @@ def shared_sum(values: torch.Tensor, finite: bool, world_size: int, *, phase: st
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
-    """The mean of all accumulators; nothing stays owed.
+    """Return the mean of all accumulators, and clear them.
 
-    A NaN or Inf anywhere makes the sum non-finite on every rank, so all refuse without a flag.
+    A NaN or Inf on any rank makes the sum non-finite on every rank. All ranks then raise
+    :class:`~tritoncomm.NonFiniteError`, and no flag is needed.
     """
     total = acc.dense()
     if world_size > 1 and acc.numel:

@@ -1,7 +1,8 @@
-"""The k largest entries of a vector that is spread over workers, without gathering its non-zeros.
+"""Find the k largest entries of a vector that is distributed over workers, without gathering its non-zeros.
 
-All workers count their own magnitudes by leading bits, add up the counts, and look further into the bits that
-hold the k-th magnitude: a radix select whose cost does not depend on how many entries there are.
+This is a distributed radix select. All workers count their magnitudes by leading bits and sum the counts. The next
+round looks only at magnitudes that share the leading bits of the k-th one. The cost does not depend on the number of
+entries.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm_kernels import Selection
 
-# The 31 bits of a magnitude in three digits: lowest bit and width of each.
+# The 31 bits of a magnitude are split into three digits: lowest bit and width of each.
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 _COUNT_BYTES = 4
 
 
 def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
-    """How many entries each rank contributes to the ``k`` largest of all ranks' ``own``, its largest ones.
+    """Return how many of the ``k`` largest entries of all ranks each rank holds.
 
-    Ties go to the lower rank, which is the lower index where ranks hold consecutive parts of a vector; within a
-    rank :func:`tritoncomm_kernels.largest` breaks them alike. All ranks must hold more than ``k`` entries
-    together, none of them zero, NaN or Inf.
+    ``own`` holds this rank's entries. A rank contributes its largest ones. Ties go to the lower rank. This is the lower
+    index if ranks hold consecutive parts of a vector. Within a rank :func:`tritoncomm_kernels.largest` prefers the
+    lower index too. The ranks must hold more than ``k`` entries in total, and none may be zero, NaN or Inf.
     """
     keys = kernels.magnitude_keys(own.values)
     kth = yield from _kth_key(keys, k)
@@ -41,6 +42,7 @@ def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
 
 
 def _kth_key(keys: torch.Tensor, k: int) -> Pattern[int]:
+    # Fix one digit of the k-th largest key per round, from the highest digit down.
     prefix = 0
     for low, width in _DIGITS:
         inside = keys[(keys >> (low + width)) == (prefix >> (low + width))]
@@ -55,6 +57,6 @@ def _kth_key(keys: torch.Tensor, k: int) -> Pattern[int]:
 
 
 def forecast(world_size: int) -> Forecast:
-    """What :func:`largest_shares` costs, exactly."""
+    """Return the exact traffic of :func:`largest_shares`."""
     histograms = cost.total(cost.all_reduce(1 << width, _COUNT_BYTES, world_size) for _, width in _DIGITS)
     return Forecast({"histogram": both(histograms), "shares": both(cost.all_gather(2, 8, world_size))})

@@ -1,7 +1,7 @@
-"""Who owns which coordinates, and who moves which entries: the integer arithmetic of Ok-Topk.
+"""Integer arithmetic of Ok-Topk: which rank owns which coordinates, and which entries move between ranks.
 
-S. Li, T. Hoefler, PPoPP 2022, sections on space repartition and data balancing. Cuts are a tuple
-``(0, ..., numel)`` of P + 1 ascending bounds; rank r owns ``[cuts[r], cuts[r + 1])``, possibly nothing.
+S. Li, T. Hoefler, PPoPP 2022, sections on space repartition and data balancing. Cuts are a tuple ``(0, ..., numel)`` of
+P + 1 ascending bounds. Rank r owns the region ``[cuts[r], cuts[r + 1])``, which may be empty.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:
-    """This rank's proposal, int64 ``[P]``: P - 1 cuts that split ``indices`` evenly, and a valid flag.
+    """Return this rank's proposal, int64 ``[P]``: P - 1 cuts that split ``indices`` evenly, then a valid flag.
 
-    A rank with fewer entries than workers has no opinion: all zeros, flag 0. int64, because the sum
-    over ranks exceeds 2^31 long before an index does.
+    A rank with fewer entries than workers proposes no cuts: all zeros, with flag 0. The dtype is int64 because the sum
+    over ranks can exceed 2^31 even if every index is below it.
     """
     count = indices.numel()
     proposal = torch.zeros(world_size, dtype=torch.int64, device=indices.device)
@@ -28,7 +28,10 @@ def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def consensus_cuts(total: Sequence[int], numel: int) -> tuple[int, ...]:
-    """The elementwise integer mean of the valid proposals, from their sum; equal cuts without any."""
+    """Return the cuts: the elementwise integer mean of all valid proposals.
+
+    ``total`` is the sum of the proposals over ranks. Without any valid proposal the regions have equal sizes.
+    """
     *sums, valid = total
     world_size = len(total)
     if valid == 0:
@@ -37,17 +40,17 @@ def consensus_cuts(total: Sequence[int], numel: int) -> tuple[int, ...]:
 
 
 def offsets(indices: torch.Tensor, cuts: Sequence[int]) -> list[int]:
-    """Where each region starts in ascending ``indices``: P + 1 positions, one slice per owner."""
+    """Return where each region starts in ascending ``indices``: P + 1 positions, so each region is one slice."""
     bounds = torch.tensor(cuts, dtype=indices.dtype, device=indices.device)
     positions: list[int] = torch.searchsorted(indices, bounds).tolist()
     return positions
 
 
 def trimmed_sizes(sizes: Sequence[int], limit: int) -> list[int]:
-    """``sizes`` scaled down to ``limit`` in all, by largest remainder, ties to the lower rank.
+    """Scale ``sizes`` down to a total of ``limit`` by largest remainder. Ties go to the lower rank.
 
-    Everybody computes the same from the same sizes. Rounding every share down would leave up to P - 1
-    places empty, all of them when ``limit`` is below P.
+    All ranks compute the same result from the same sizes. Rounding every share down would leave up to P - 1 places
+    unused. If ``limit`` is below P, this can be every place.
     """
     total = sum(sizes)
     if total <= limit:
@@ -60,17 +63,17 @@ def trimmed_sizes(sizes: Sequence[int], limit: int) -> list[int]:
 
 
 def balanced_sizes(total: int, world_size: int) -> list[int]:
-    """``total`` entries in P blocks whose sizes differ by at most one, larger ones first."""
+    """Split ``total`` entries into P block sizes that differ by at most one, larger ones first."""
     share, extra = divmod(total, world_size)
     return [share + (rank < extra) for rank in range(world_size)]
 
 
 def moves(sizes: Sequence[int], rank: int) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
-    """What ``rank`` does so that blocks of ``sizes`` become balanced in the same global order.
+    """Return the moves of ``rank`` that balance blocks of ``sizes`` and keep the global order.
 
-    Returns the slices of its own block by destination, and the number of entries by source, itself
-    included in both. Old and new blocks are intervals of one concatenation; what moves from a to b is
-    the intersection of a's old interval with b's new one, so that nothing need be negotiated.
+    The result holds the slices of its own block by destination, and the number of entries by source. Both include
+    ``rank`` itself. Old and new blocks are intervals of the same concatenation. Rank a sends to rank b the intersection
+    of a's old interval and b's new one, so nothing has to be negotiated.
     """
     world_size = len(sizes)
     old = [0, *accumulate(sizes)]

@@ -1,8 +1,8 @@
-"""The second moment of sparse vectors, kept as one number for every row and every column of their matrices.
+"""The factored second moment of sparse vectors: one number for every row and every column of their matrices.
 
-Factored as in *Adafactor: Adaptive Learning Rates with Sublinear Memory Cost* (section 3): row mean times column mean
-over the mean of the whole matrix. Everything is computed so that it does not depend on the order of additions, which
-differs between runs on a GPU, and between machines: ranks have to find the same powers of two.
+The factors are those of *Adafactor: Adaptive Learning Rates with Sublinear Memory Cost* (section 3): row mean times
+column mean, divided by the mean of the whole matrix. No result depends on the order of additions. That order differs
+between runs on a GPU and between machines, but all ranks must compute the same powers of two.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch
 
 from tritoncomm.primitives.sparse_vector import SparseVector
 
-_BITS = 62  # of the integers in which squares are summed
+_BITS = 62  # width of the integers that sum squares
 _TINY = torch.finfo(torch.float64).tiny
-_BIAS, _MANTISSA = 127, 23  # of fp32
+_BIAS, _MANTISSA = 127, 23  # exponent bias and mantissa bits of fp32
 
 
 class FactoredSecondMoment:
-    """Tensors of ``shapes``, one after the other in a flat vector, each cut into rows and columns as few as possible.
+    """Row and column statistics of the tensors in a flat vector.
 
-    A tensor with one dimension, but for those of 1, has one mean for all of it.
+    Tensors of ``shapes`` lie one after the other in the vector. Each is treated as a matrix with the fewest possible
+    rows plus columns. A tensor with at most one dimension larger than 1 has a single mean. ``sizes``, ``rows`` and
+    ``columns`` have one integer per tensor. ``numel`` is the length of the vector.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         self.sizes = [math.prod(shape) for shape in shapes]
-        # Rows, columns, and how many coordinates next to each other share both.
+        # For each tensor: rows, columns, and how many adjacent coordinates share both.
         self.cuts = [_cut(shape) for shape in shapes]
         self.numel = sum(self.sizes)
         self.rows = [rows for rows, _, _ in self.cuts]
@@ -36,9 +38,9 @@ class FactoredSecondMoment:
         self._table: torch.Tensor | None = None
 
     def sums(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of squares in each row ``[sum(rows)]`` and in each column ``[sum(columns)]``, fp64."""
+        """Return the sum of squares of each row ``[sum(rows)]`` and of each column ``[sum(columns)]``, both fp64."""
         largest = vector.values.abs().max().double().square() if len(vector) else torch.zeros((), dtype=torch.float64)
-        # Squares are added as whole units: integers have no rounding that depends on the order.
+        # Squares are added as integer multiples of a unit. An integer sum does not depend on the order.
         unit = (largest * 2.0 ** (len(vector).bit_length() - _BITS)).clamp_min(_TINY).to(vector.values.device)
         by_row, by_column = self._dense(vector, unit) if vector.is_full else self._sparse(vector, unit)
         return by_row * unit, by_column * unit
@@ -50,7 +52,7 @@ class FactoredSecondMoment:
         return by_row, counts.new_zeros(sum(self.columns)).index_add_(0, column, counts)
 
     def _dense(self, vector: SparseVector, unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One matrix after the other, without an index for every value."""
+        """Sum one matrix after the other. This avoids an index for every value."""
         by_row, by_column = [unit[None][:0].long()], [unit[None][:0].long()]
         for part, cut in zip(torch.split(vector.values, self.sizes), self.cuts, strict=True):
             counts = _counted(part, unit).view(cut)
@@ -59,7 +61,7 @@ class FactoredSecondMoment:
         return torch.cat(by_row), torch.cat(by_column)
 
     def _places(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row and the column of each of ``indices``, counted through all matrices."""
+        """Return the row and the column of each of ``indices``, numbered across all matrices."""
         if self._table is None or self._table.device != indices.device:
             starts = [[0, *accumulate(lengths)][:-1] for lengths in (self.sizes, self.rows, self.columns)]
             table = [*starts, [max(columns, 1) for columns in self.columns], [max(run, 1) for _, _, run in self.cuts]]
@@ -71,16 +73,17 @@ class FactoredSecondMoment:
         return first_row[matrix] + cell // columns[matrix], first_column[matrix] + cell % columns[matrix]
 
     def root(self, rows: torch.Tensor, columns: torch.Tensor, floor: float) -> torch.Tensor:
-        """The square root of (second moment / its mean + ``floor``) over that of ``floor``; fp32 ``[numel]``.
+        """Return sqrt(second moment / its mean + ``floor``) / sqrt(``floor``), fp32 ``[numel]``.
 
-        As powers of two from 1 on. ``rows`` and ``columns`` are what :meth:`sums` returns, or averages of it.
+        The values are rounded to powers of two and are at least 1. ``rows`` and ``columns`` are results of
+        :meth:`sums`, or averages of such results.
         """
         mean = math.fsum(rows.tolist()) / max(self.numel, 1)
         out = torch.empty(self.numel, device=rows.device)
         parts = zip(torch.split(rows, self.rows), torch.split(columns, self.columns), strict=True)
         for part, cut, (row, column) in zip(torch.split(out, self.sizes), self.cuts, parts, strict=True):
             whole = max(math.fsum(row.tolist()) * max(cut[2], 1) * mean, _TINY)
-            # Half the binary exponent, rounded down, is the exponent of the root: no logarithm has to agree.
+            # The exponent of the root is half the binary exponent, rounded down. This is exact on every device.
             exponents = torch.frexp((row / whole)[:, None] * column + floor).exponent >> 1
             exponents += _BIAS - (math.frexp(floor)[1] >> 1)
             part.view(cut).copy_((exponents << _MANTISSA).view(torch.float32)[:, :, None])
@@ -88,14 +91,14 @@ class FactoredSecondMoment:
 
 
 def _cut(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Rows, columns, and coordinates in a row and column, for a tensor of ``shape``."""
+    """Return rows, columns, and coordinates per pair of row and column, for a tensor of ``shape``."""
     dimensions = [size for size in shape if size != 1]
-    if len(dimensions) < 2:  # noqa: PLR2004 - nothing to cut between
+    if len(dimensions) < 2:  # noqa: PLR2004 - a vector is not split
         return 1, 1, math.prod(shape)
     cuts = [(math.prod(dimensions[:i]), math.prod(dimensions[i:])) for i in range(1, len(dimensions))]
     return *min(cuts, key=sum), 1
 
 
 def _counted(values: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """Squares of ``values`` in whole units, int64."""
+    """Return the squares of ``values`` as int64 multiples of ``unit``."""
     return (values.double().square_() / unit).round_().long()

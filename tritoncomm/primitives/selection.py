@@ -1,4 +1,4 @@
-"""How large is "large": how many entries to keep, and thresholds reused, corrected or fitted to a distribution."""
+"""Selection of large entries: how many to keep, and how to reuse, correct or fit a threshold."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection, Workspace
 
-# A reused threshold never moves by more than this factor in one step, however wrong it was.
+# A reused threshold never changes by more than this factor in one step.
 MAX_CORRECTION = 2.0
 
 
 def entries_to_keep(numel: int, density: float) -> int:
-    """K = floor(numel x density), at least 1 (0 only for an empty vector) and at most ``numel``."""
+    """Return k = floor(numel x density), at least 1 and at most ``numel``. It is 0 only for an empty vector."""
     return min(numel, max(1, int(numel * density)))
 
 
 def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -> float:
-    """The threshold for the next step after ``threshold`` let ``count`` of ``numel`` entries pass.
+    """Return the threshold for the next step, given that ``count`` of ``numel`` entries passed ``threshold``.
 
-    Magnitudes of gradients have roughly exponential tails, count = numel x exp(-t / scale), so the
-    threshold for ``wanted`` entries is t x log(numel / wanted) / log(numel / count). The correction
-    is limited to a factor :data:`MAX_CORRECTION` either way.
+    ``wanted`` entries should pass. Gradient magnitudes have roughly exponential tails: count = numel x exp(-t / scale).
+    The new threshold is therefore t x log(numel / wanted) / log(numel / count). It changes by at most a factor of
+    :data:`MAX_CORRECTION` in either direction.
     """
     have = math.log(numel / max(0.5, min(count, numel)))
     want = math.log(numel / wanted)
@@ -38,9 +38,10 @@ def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -
 def following_threshold(
     threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
 ) -> float:
-    """The threshold for the next step after ``count`` of ``numel`` entries reached ``threshold``.
+    """Return the threshold for the next step, given that ``count`` of ``numel`` entries reached ``threshold``.
 
-    Exact when at least ``wanted`` of them are in ``passed``, estimated by :func:`corrected_threshold` otherwise.
+    The result is exact if at least ``wanted`` of these entries are in ``passed``. Otherwise :func:`corrected_threshold`
+    estimates it.
     """
     if count >= wanted and passed.found:
         return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
@@ -50,7 +51,7 @@ def following_threshold(
 def largest_parts(
     entries: Selection, starts: Sequence[int], limits: Sequence[int], *, workspace: Workspace
 ) -> Selection:
-    """Of each part ``starts[p]`` to ``starts[p + 1]`` of ``entries`` the ``limits[p]`` largest."""
+    """Return the ``limits[p]`` largest entries of each part ``starts[p]`` to ``starts[p + 1]`` of ``entries``."""
     parts = [entries.slice(start, stop) for start, stop in itertools.pairwise(starts)]
     return Selection.join(
         [kernels.largest(part, limit, workspace=workspace) for part, limit in zip(parts, limits, strict=True)]
@@ -58,21 +59,25 @@ def largest_parts(
 
 
 def left_out(union: Selection, kept: Selection) -> Selection:
-    """The entries of ``union`` that are not among ``kept``, a part of it; both ascending."""
+    """Return the entries of ``union`` that are not in ``kept``.
+
+    ``kept`` is a subset of ``union``. Both are ascending.
+    """
     cut = torch.ones(union.found, dtype=torch.bool, device=union.values.device)
     cut[kernels.common_positions(union.indices, kept.indices)] = False
     return Selection.of(union.indices[cut], union.values[cut])
 
 
-# GaussianK as coded beside Ok-Topk: up to 20 corrections of 2 % until the count is within a quarter of k.
+# As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.
 _GAUSSIAN_TRIES, _GAUSSIAN_STEP = 20, 1.02
 
 
 def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
-    """About the ``k`` largest of fp32 ``values`` by a normal fit: mean + z sigma, then corrected by counting.
+    """Return about the ``k`` largest entries of fp32 ``values``, by a normal fit.
 
-    S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019. Heavier tails than a
-    normal law's let more pass than asked for, at low density several times as many.
+    The threshold is mean + z sigma, corrected by counting. With tails heavier than normal more entries pass than
+    requested. At low density it can be several times as many. S. Shi et al., "Understanding Top-k Sparsification in
+    Distributed Deep Learning", 2019.
     """
     double = values.double()
     mean, sigma = float(double.mean()), float(double.std()) if values.numel() > 1 else 0.0
@@ -94,22 +99,22 @@ def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
         else:
             break
     passed = keys >= kernels.threshold_key(threshold)
-    if not passed.any():  # values without a tail
+    if not passed.any():  # the values have no tail
         return kernels.top_k(values, k)
     return Selection.of(candidates.indices[passed], candidates.values[passed])
 
 
-# SIDCo: the share that the first of several stages lets through, how many entries a fit should leave at least,
-# and how close to exponential a Pareto law is taken for one.
+# SIDCo: the share that passes the first of several stages, the smallest k that is fitted, and the largest shape of a
+# Pareto distribution that is treated as exponential.
 _FIRST_STAGE, _FEWEST, _EXPONENTIAL = 0.25, 4, 1e-9
 
 
 def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | None:
-    """About the ``k`` largest of fp32 ``values`` by generalised Pareto fits, each to the tail above the last.
+    """Return about the ``k`` largest entries of fp32 ``values``, by generalized Pareto fits in ``stages`` stages.
 
-    A. Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed
-    Training Systems" (SIDCo), MLSys 2021, variant P. None when there is no tail to fit: too few values, or
-    values without spread.
+    Each stage fits the tail above the threshold of the previous one. The result is None if there is no tail to fit: too
+    few values, or values without spread. A. Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression
+    Technique for Distributed Training Systems" (SIDCo), MLSys 2021, variant P.
     """
     if k < _FEWEST:
         return None
@@ -135,7 +140,7 @@ def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | No
 
 
 def _pareto_excess(mean: float, variance: float, share: float) -> float:
-    """What ``share`` of a generalised Pareto law with this mean and variance exceeds."""
+    """Return the value that a ``share`` of a generalized Pareto distribution with this mean and variance exceeds."""
     ratio = mean * mean / variance
     shape, scale = (ratio - 1) / 2, mean * (ratio + 1) / 2
     if abs(shape) < _EXPONENTIAL:

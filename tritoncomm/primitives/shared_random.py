@@ -1,8 +1,8 @@
-"""Random numbers that all ranks draw alike, without a state that one of them could forget to advance.
+"""Random numbers that are equal on all ranks, without a generator state.
 
-A hash of (seed, step, unit, lane) stands for the draw: a rank that skipped a step, or came back from a
-checkpoint, still agrees with the others. The finaliser is that of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast
-Splittable Pseudorandom Number Generators", OOPSLA 2014).
+Each draw is a hash of (seed, step, unit, lane). A rank that skipped a step or resumed from a checkpoint still agrees
+with the others. The finalizer is that of SplitMix64 (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Words = npt.NDArray[np.uint64]
 
 
 def draw(seed: int, step: int, unit: int = 0, lane: int = 0) -> int:
-    """64 random bits for this ``seed``, ``step``, ``unit`` (which vector) and ``lane`` (which draw for it)."""
+    """Return 64 random bits.
+
+    ``unit`` is the number of the vector. ``lane`` is the number of the draw for this vector in this ``step``.
+    """
     bits = _mix((seed + _GOLDEN) & _WORD)
     for part in (step, unit, lane):
         bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
@@ -27,7 +30,7 @@ def draw(seed: int, step: int, unit: int = 0, lane: int = 0) -> int:
 
 
 def draws(seed: int, step: int, unit: int, lanes: int) -> Words:
-    """:func:`draw` for lanes 0 to ``lanes - 1`` at once."""
+    """Return :func:`draw` for lanes 0 to ``lanes - 1``, as uint64 ``[lanes]``."""
     bits = _mix((seed + _GOLDEN) & _WORD)
     for part in (step, unit):
         bits = _mix((bits + part * _GOLDEN + _GOLDEN) & _WORD)
@@ -42,12 +45,15 @@ def draws(seed: int, step: int, unit: int, lanes: int) -> Words:
 
 
 def below(bits: int, bound: int) -> int:
-    """A number in ``[0, bound)`` from 64 random bits: the high word of their product, no modulo bias of note."""
+    """Map 64 random bits to a number in ``[0, bound)``: the high 64 bits of the product.
+
+    The modulo bias is negligible.
+    """
     return (bits * bound) >> 64
 
 
 def all_below(bits: Words, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """:func:`below` elementwise; ``bounds`` below 2^32."""
+    """Apply :func:`below` elementwise. ``bounds`` must be below 2^32."""
     wide = bounds.astype(np.uint64)
     high, low = bits >> np.uint64(32), bits & _HALF
     product = (high * wide + ((low * wide) >> np.uint64(32))) >> np.uint64(32)
@@ -55,6 +61,7 @@ def all_below(bits: Words, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
 
 
 def _mix(z: int) -> int:
+    # The finalizer of SplitMix64.
     z ^= z >> 30
     z = z * _FACTORS[0] & _WORD
     z ^= z >> 27

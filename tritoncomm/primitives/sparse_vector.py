@@ -1,4 +1,4 @@
-"""The sparse vector: what every method delivers."""
+"""The sparse vector that every method returns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from tritoncomm_kernels import Workspace, decompress
 
 
 class SparseVector:
-    """``numel`` coordinates of which some are stored: ascending unique int32 indices, fp32 values.
+    """A vector of ``numel`` coordinates that stores some of them.
 
-    An empty support is legal. A vector made by :meth:`full` stores every coordinate and creates its
-    indices only when somebody asks for them. Treat the tensors as read-only.
+    ``indices`` are int32, ascending and unique. ``values`` are fp32. A vector may store no coordinate at all. A vector
+    made by :meth:`full` stores every coordinate and creates its indices on first access. Treat both tensors as
+    read-only. Raises :class:`~tritoncomm.ConfigurationError` for other dtypes or shapes.
     """
 
     __slots__ = ("_indices", "numel", "values")
@@ -20,12 +21,12 @@ class SparseVector:
     def __init__(self, indices: torch.Tensor, values: torch.Tensor, numel: int) -> None:
         if indices.dtype != torch.int32 or values.dtype != torch.float32:
             raise ConfigurationError(
-                f"SparseVector takes int32 indices and float32 values, got {indices.dtype} and {values.dtype}"
+                f"SparseVector needs int32 indices and float32 values, got {indices.dtype} and {values.dtype}"
             )
         if indices.dim() != 1 or indices.shape != values.shape:
             raise ConfigurationError(
-                f"indices {tuple(indices.shape)} and values {tuple(values.shape)} "
-                "must be one-dimensional and equally long"
+                f"indices of shape {tuple(indices.shape)} and values of shape {tuple(values.shape)} "
+                "must be one-dimensional and of equal length"
             )
         self._indices: torch.Tensor | None = indices
         self.values = values
@@ -33,28 +34,28 @@ class SparseVector:
 
     @classmethod
     def full(cls, values: torch.Tensor) -> SparseVector:
-        """Every coordinate of the fp32 vector ``values`` (``[n]``), without storing indices."""
+        """Return a vector that stores every coordinate of fp32 ``values`` (``[n]``). No indices are allocated."""
         vector = cls.__new__(cls)
-        vector._indices = None  # noqa: SLF001 - our own
+        vector._indices = None  # noqa: SLF001 - of the same class
         vector.values = values
         vector.numel = values.numel()
         return vector
 
     @property
     def indices(self) -> torch.Tensor:
-        """Ascending, unique, int32, each in ``[0, numel)``."""
+        """Indices of the stored coordinates: int32, ascending, unique, each in ``[0, numel)``."""
         if self._indices is None:
             self._indices = torch.arange(self.numel, dtype=torch.int32, device=self.values.device)
         return self._indices
 
     @property
     def is_full(self) -> bool:
-        """True when every coordinate is stored."""
+        """True if every coordinate is stored."""
         return self.values.numel() == self.numel
 
     @property
     def density(self) -> float:
-        """Stored share of the coordinates; 0.0 for a vector without coordinates."""
+        """Share of coordinates that are stored. It is 0.0 for a vector without coordinates."""
         return self.values.numel() / self.numel if self.numel else 0.0
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class SparseVector:
         return f"SparseVector({len(self)} of {self.numel})"
 
     def to_dense(self) -> torch.Tensor:
-        """A new fp32 ``[numel]`` tensor with zeros where nothing is stored."""
+        """Return a new fp32 tensor ``[numel]`` with zeros at coordinates that are not stored."""
         return self.write_to(torch.empty(self.numel, device=self.values.device))
 
     def write_to(self, out: torch.Tensor, *, workspace: Workspace | None = None) -> torch.Tensor:

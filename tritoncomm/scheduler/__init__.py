@@ -1,1 +1,1 @@
-"""Runs exchange patterns: on a process group, or all ranks in one process."""
+"""Schedulers that run exchange patterns, on a process group or with all ranks simulated in one process."""

@@ -1,7 +1,7 @@
-"""What an exchange costs: counted the same way by both schedulers and by every prediction.
+"""The cost of an exchange in messages, bytes and seconds.
 
-All bytes are per rank and direction. A collective is counted as its ring algorithm, whatever the
-backend picks, so that a count depends on the method alone.
+Both schedulers and all predictions count in the same way. All bytes are per rank and direction. A collective is counted
+as its ring algorithm, whichever algorithm the backend picks. The counts therefore depend only on the method.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tritoncomm.errors import ConfigurationError
 
 WORD = 4
-# Every point-to-point message starts with sequence, phase, length and a checksum of these.
+# Length of the header of a point-to-point message. ``wire.Frame.header`` lists its fields.
 HEADER_WORDS = 8
 
 
@@ -25,11 +25,11 @@ class Traffic(NamedTuple):
     bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        """The traffic of both."""
+        """Return the sum of this traffic and ``other``."""
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
     def within(self, bound: Traffic) -> bool:
-        """No more messages and no more bytes than ``bound``."""
+        """Return True if neither messages nor bytes exceed ``bound``."""
         return self.messages <= bound.messages and self.bytes <= bound.bytes
 
 
@@ -45,30 +45,31 @@ class Link(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From "10gbit,30us": bandwidth in bit, kbit, mbit or gbit per second, latency in ns, us, ms or s.
+        """Return the link that a text such as "10gbit,30us" describes.
 
+        The bandwidth is in bit, kbit, mbit or gbit per second, the latency in ns, us, ms or s.
         Raises :class:`~tritoncomm.ConfigurationError` for anything else.
         """
         found = re.fullmatch(r"(\d+\.?\d*)(k|m|g)?bit,(\d+\.?\d*)(n|u|m)?s", text.strip().lower())
         if found is None:
-            raise ConfigurationError(f"link {text!r}: write bandwidth and latency, for example 10gbit,30us")
+            raise ConfigurationError(f"invalid link {text!r}: give bandwidth and latency, for example '10gbit,30us'")
         bandwidth, unit, latency, fraction = found.groups()
         link = cls(float(latency) * _TIMES[f"{fraction or ''}s"], float(bandwidth) * _UNITS[f"{unit or ''}bit"])
         if not link.bandwidth > 0:
-            raise ConfigurationError(f"link {text!r}: the bandwidth must be above 0")
+            raise ConfigurationError(f"invalid link {text!r}: the bandwidth must be above 0")
         return link
 
     def transfer(self, size: float) -> float:
-        """Seconds that ``size`` bytes keep the interface busy."""
+        """Return the seconds that the interface needs to transfer ``size`` bytes, without latency."""
         return size / self.bandwidth
 
     def seconds(self, traffic: Traffic) -> float:
-        """One message after the other: a latency for each, and the time of the bytes."""
+        """Return the seconds for ``traffic``: one latency per message, plus the transfer time of all bytes."""
         return traffic.messages * self.latency + self.transfer(traffic.bytes)
 
 
 class Flow(NamedTuple):
-    """What one rank sends and what it receives."""
+    """Traffic that one rank sends and receives."""
 
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
@@ -76,34 +77,38 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Upper bound of one step's traffic per rank, phase by phase, each direction on its own."""
+    """Upper bound on the traffic of one rank in one step, for each phase and direction."""
 
     phases: Mapping[str, Flow]
 
     @property
     def sent(self) -> Traffic:
-        """What a rank sends at most."""
+        """Upper bound on the traffic that a rank sends in all phases."""
         return total(flow.sent for flow in self.phases.values())
 
     @property
     def received(self) -> Traffic:
-        """What a rank receives at most."""
+        """Upper bound on the traffic that a rank receives in all phases."""
         return total(flow.received for flow in self.phases.values())
 
     def seconds(self, link: Link) -> float:
-        """Time on ``link``, phase after phase, both directions at once (the alpha-beta model)."""
+        """Return the seconds on ``link`` in the alpha-beta model.
+
+        Phases follow one another. Within a phase both directions overlap.
+        """
         return sum(max(link.seconds(flow.sent), link.seconds(flow.received)) for flow in self.phases.values())
 
     def allows(self, phase: str, sent: Traffic, received: Traffic) -> bool:
-        """Whether this much in ``phase`` stays within the bound."""
+        """Return True if ``sent`` and ``received`` in ``phase`` are within the bound."""
         flow = self.phases.get(phase, Flow())
         return sent.within(flow.sent) and received.within(flow.received)
 
 
 class Formula(NamedTuple):
-    """A row of the papers' comparison tables: latencies, and words per rank from ``low`` to ``high``.
+    """A row of the papers' comparison tables: number of latencies, and words per rank from ``low`` to ``high``.
 
-    A word is 4 bytes, an (index, value) pair two words. Where the two differ the volume depends on the data.
+    A word is 4 bytes. An (index, value) pair is two words. The volume depends on the data where ``low`` and ``high``
+    differ.
     """
 
     latencies: float
@@ -111,61 +116,61 @@ class Formula(NamedTuple):
     high: float
 
     def seconds(self, link: Link) -> tuple[float, float]:
-        """The alpha-beta model: from and to."""
+        """Return the lowest and the highest seconds on ``link`` in the alpha-beta model."""
         low, high = (self.latencies * link.latency + link.transfer(WORD * words) for words in (self.low, self.high))
         return low, high
 
 
 def log2(count: int) -> int:
-    """Rounds of a doubling scheme among ``count``: ceil(log2 count)."""
+    """Return the rounds of a doubling scheme among ``count`` ranks: ceil(log2 count)."""
     return (count - 1).bit_length()
 
 
 def both(traffic: Traffic) -> Flow:
-    """The same in both directions."""
+    """Return a flow with ``traffic`` in both directions."""
     return Flow(traffic, traffic)
 
 
 def message(words: int) -> Traffic:
-    """One point-to-point message of ``words`` payload words; nothing at all when it is empty."""
+    """Return the traffic of one point-to-point message of ``words`` payload words. An empty message is not sent."""
     return Traffic(1, WORD * (words + HEADER_WORDS)) if words else Traffic()
 
 
 def messages(count: int, words: int) -> Traffic:
-    """``count`` point-to-point messages with ``words`` payload words in all."""
+    """Return the traffic of ``count`` point-to-point messages with ``words`` payload words in total."""
     return Traffic(count, WORD * (words + count * HEADER_WORDS))
 
 
 def all_reduce(numel: int, itemsize: int, world_size: int) -> Traffic:
-    """Ring all-reduce: reduce-scatter and all-gather of ``world_size`` equal chunks."""
+    """Return the traffic of a ring all-reduce: reduce-scatter and all-gather of ``world_size`` equal chunks."""
     hops = 2 * (world_size - 1)
     chunk = -(-numel // world_size)
     return Traffic(hops, hops * chunk * itemsize)
 
 
 def dense(numel: int, world_size: int) -> Forecast:
-    """The dense exchange of ``numel`` fp32 values; one worker sends nothing."""
+    """Return the forecast for a dense exchange of ``numel`` fp32 values. A single worker sends nothing."""
     return Forecast({"all-reduce": both(all_reduce(numel, WORD, world_size))})
 
 
 def bruck(words: int, world_size: int) -> Traffic:
-    """Bruck all-gather of ``words`` from every rank: each block but the own one arrives once."""
+    """Return the traffic of a Bruck all-gather of ``words`` from every rank. A rank gets every other block once."""
     return messages(log2(world_size), (world_size - 1) * words)
 
 
 def all_gather(numel: int, itemsize: int, world_size: int) -> Traffic:
-    """Ring all-gather of ``numel`` elements from every rank."""
+    """Return the traffic of a ring all-gather of ``numel`` elements from every rank."""
     hops = world_size - 1
     return Traffic(hops, hops * numel * itemsize)
 
 
 def all_to_all(numel: int, itemsize: int, world_size: int) -> Traffic:
-    """Direct all-to-all of ``numel`` elements to every rank."""
+    """Return the traffic of a direct all-to-all of ``numel`` elements to every rank."""
     return all_gather(numel, itemsize, world_size)
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:
-    """The traffic of all ``parts``."""
+    """Return the sum of ``parts``."""
     result = Traffic()
     for part in parts:
         result = result.plus(part)

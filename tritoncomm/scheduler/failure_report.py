@@ -1,7 +1,8 @@
-"""After a failure: who is still there, who is not, and what everybody was doing. All survivors come to one verdict.
+"""Failure report: after a failed exchange, find the missing ranks and collect what each rank saw.
 
-A rank that notices something cuts its connections, so that whoever waits for it notices at once instead of at the
-time-out, and leaves a report in the store that the process group was made from. Who leaves none is lost, or slow.
+A rank that detects a failure writes a report to the store of the default process group. It also closes its
+connections. Ranks that wait for it then fail at once instead of at the time-out. A rank without a report is lost or
+slow. All surviving ranks return the same list of missing ranks, as long as they reach the store.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# How long to wait for reports: of ranks whose connection is closed, and of others, which may be computing.
+# Seconds to wait for reports of ranks whose connection is closed, and of all others, which may still be computing.
 _CLOSED_SECONDS, _SILENT_SECONDS = 2.0, 5.0
 _PROBE_SECONDS = 0.05
 _PROBE_TAG = (1 << 31) - 1
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-_OWN = re.compile("application timeout", re.IGNORECASE)  # this process closed it
-_CUT = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
+# gloo's text for a connection that this process closed itself.
+_CLOSED_HERE = re.compile("application timeout", re.IGNORECASE)
+_LOST = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw: ``kind`` is timeout, lost, protocol or error, ``peers`` whom it was dealing with."""
+    """The report of one rank about a failed exchange.
+
+    ``kind`` is "timeout", "lost", "protocol" or "error". ``where`` names step, round, phase and method, ``text`` is the
+    error message. ``peers`` are the ranks that it exchanged messages with, numbered as in the group.
+    """
 
     kind: str
     where: str
@@ -38,9 +44,11 @@ class RankReport:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """``missing``: ranks that left no report in time, as the first to have counted found. ``reports`` by rank.
+    """The reports of all ranks of a group about a failed exchange. Ranks are numbered as in the group.
 
-    ``gone``: their connections were closed, so that they have not only been slow.
+    ``missing`` are the ranks without a report in time. All ranks use the list of the first rank that finished
+    waiting. ``gone`` is True if the connections of the missing ranks were closed: they are lost and not only slow.
+    ``reports`` holds the reports by rank.
     """
 
     missing: list[int]
@@ -49,11 +57,11 @@ class FailureReport:
 
     @property
     def timed_out(self) -> bool:
-        """True when somebody waited too long for a rank that may still be there."""
+        """True if a rank timed out while it waited for a rank that may still be running."""
         return not self.gone and any(report.kind == "timeout" for report in self.reports.values())
 
     def described(self, own: int) -> str:
-        """What the other ranks were doing, once for each that was doing something else than this one."""
+        """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out."""
         mine = self.reports.get(own)
         others = [
             f"rank {rank} was in {report.where}"
@@ -64,19 +72,23 @@ class FailureReport:
 
 
 def kind_of(error: BaseException) -> str:
-    """What a backend's error is, of which only the text tells."""
+    """Return the kind of a backend's error. Only its text distinguishes a lost connection from a time-out."""
     text = str(error)
-    if _CUT.search(text):
+    if _LOST.search(text):
         return "lost"
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
 def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
-    """Report ``own`` and collect the reports of ``ranks`` (global numbers, in the order of the group) under ``key``."""
+    """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
+
+    ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
+    names the group in the store. Returns when all ranks have reported or the waiting time is over.
+    """
     store = _store()
     prefix = f"tritoncomm/{key}/"
     if store is not None:
-        with suppress(RuntimeError):  # the store was in the process that died
+        with suppress(RuntimeError):  # the process that hosted the store may have died
             store.set(f"{prefix}{rank}", json.dumps(asdict(own)))
     closed = cut_connections(group, rank, ranks)
     reports = {rank: own}
@@ -93,24 +105,25 @@ def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: s
             break
         time.sleep(0.005)
     silent = set(range(len(ranks))) - set(reports)
-    if store is None:  # without reports all that is known is who cannot be reached
+    if store is None:  # without the store, only ranks that cannot be reached are known to be missing
         silent &= closed | set(own.peers)
     found: list[Any] = [sorted(silent & closed) or sorted(silent), bool(silent & closed)]
-    if store is not None:  # who comes later is told the same
+    if store is not None:  # a rank that finishes waiting later returns the same result
         with suppress(RuntimeError):
             found = json.loads(store.compare_set(f"{prefix}missing", "", json.dumps(found)))
     return FailureReport(found[0], gone=found[1], reports=reports)
 
 
 def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
-    """Make everybody notice who waits for this rank; returns those whose connection was closed already.
+    """Close this rank's connections, and return the ranks of ``group`` whose connections were already closed.
 
-    gloo refuses to post a receive from such a rank, and closes all connections of a process in which a wait has
-    timed out.
+    Ranks that wait for this one then fail at once. gloo rejects a receive from a rank whose connection is closed. This
+    finds the closed connections. gloo closes all connections of a process when a wait times out. One short wait
+    therefore closes them. On other backends this does nothing and returns an empty set.
     """
     if "cpu:gloo" not in dist.get_backend_config(group):
         return set()
-    time.sleep(_PROBE_SECONDS)  # a death takes some milliseconds to be known
+    time.sleep(_PROBE_SECONDS)  # a closed connection becomes visible only after some milliseconds
     probes: list[Any] = []
     closed: set[int] = set()
     for other, number in enumerate(ranks):
@@ -118,7 +131,7 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
             try:
                 probes.append(dist.irecv(torch.empty(1, dtype=torch.int32), number, group=group, tag=_PROBE_TAG))
             except RuntimeError as error:
-                if not _OWN.search(str(error)):
+                if not _CLOSED_HERE.search(str(error)):
                     closed.add(other)
     for probe in probes[:1]:
         with suppress(RuntimeError):
@@ -128,5 +141,5 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
 
 def _store() -> Any:
     with suppress(RuntimeError, ValueError, AttributeError):
-        return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public function returns it
     return None

@@ -1,4 +1,4 @@
-"""A network that misbehaves, for simulation: what a message may suffer, and what the receiver then sees."""
+"""Fault injection for the simulated network: faults in messages, and the resulting errors at the receiver."""
 
 from __future__ import annotations
 
@@ -16,54 +16,59 @@ KINDS = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
 class Faults:
-    """Does ``kind`` to one of the first ``messages`` of round ``number``, drawn by ``seed``, and counts it in ``done``.
+    """Injects one fault of type ``kind`` into a message of round ``number``.
 
-    ``seen`` counts the messages of every round.
+    ``seed`` draws the message from the first ``messages`` messages of that round. Messages have headers and are
+    checked as on a real network. ``done`` counts the injected faults, ``seen`` the messages of every round. Values of
+    ``kind``:
 
-    ``drop``: it never arrives. ``delay``: it arrives late, but before the time-out. ``duplicate``: it arrives twice.
-    ``reorder``: the next message between the two ranks overtakes it. ``corrupt``: one bit of it flips. Messages are
-    framed and checked as on a real network.
+    * ``drop``: the message never arrives.
+    * ``delay``: the message arrives late, but before the time-out.
+    * ``duplicate``: the message arrives twice.
+    * ``reorder``: the next message from the same rank to the same peer arrives first.
+    * ``corrupt``: one bit of the message flips.
     """
 
     def __init__(self, kind: str, number: int, seed: int, messages: int = 1) -> None:
         if kind not in KINDS:
-            raise ConfigurationError(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
+            raise ConfigurationError(f"kind={kind!r} is not a fault: use one of {', '.join(KINDS)}")
         self.kind = kind
         self.number = number
         self.seed = seed
         self.done = 0
         self.seen: Counter[int] = Counter()
-        self._random = random.Random(seed)  # noqa: S311 - not for secrets
-        self._before = self._random.randrange(messages)  # of the round that are spared
-        # What has been sent and not yet taken, between each pair of ranks.
-        self._under_way: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._overtaken: dict[tuple[int, int], torch.Tensor] = {}
+        self._random = random.Random(seed)  # noqa: S311 - not used for cryptography
+        # Messages of the round that pass before the one with the fault.
+        self._passing = self._random.randrange(messages)
+        # Messages that were sent and not yet received, by (source, peer).
+        self._in_transit: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._held_back: dict[tuple[int, int], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Faults({self.kind!r}, {self.number}, seed={self.seed})"
 
     def carry(self, payload: torch.Tensor, source: int, peer: int, number: int, phase: str) -> torch.Tensor:
-        """What ``peer`` takes from the network when it expects ``payload``, sent in round ``number``, from ``source``.
+        """Send ``payload`` from ``source`` to ``peer`` in round ``number``, and return what ``peer`` receives.
 
-        Raises :class:`~tritoncomm.ExchangeTimeoutError` when nothing is there, and
-        :class:`~tritoncomm.ProtocolMismatchError` when it is something else.
+        Raises :class:`~tritoncomm.ExchangeTimeoutError` when no message arrives, and
+        :class:`~tritoncomm.ProtocolMismatchError` when the message that arrives is another one or corrupt.
         """
         frame = wire.Frame(0, number, phase, 0)
         pair, message = (source, peer), wire.framed(payload, frame)
-        queue = self._under_way[pair]
-        overtaken = self._overtaken.pop(pair, None)
+        queue = self._in_transit[pair]
+        held_back = self._held_back.pop(pair, None)
         self.seen[number] += 1
-        self._before -= number == self.number
-        if self._before < 0 and not self.done:
+        self._passing -= number == self.number
+        if self._passing < 0 and not self.done:
             self.done += 1
-            self._strike(pair, message)
+            self._inject(pair, message)
         else:
             queue.append(message)
-        if overtaken is not None:
-            queue.append(overtaken)
-        where = f"round {number}, phase {phase!r}, rank {peer} from rank {source}, {self!r}"
+        if held_back is not None:
+            queue.append(held_back)
+        where = f"round {number}, phase {phase!r}, message to rank {peer} from rank {source}, {self!r}"
         if not queue:
-            raise ExchangeTimeoutError(f"{where}: nothing arrives", [source])
+            raise ExchangeTimeoutError(f"{where}: no message arrived", [source])
         arrived = queue.popleft()
         try:
             total = wire.check_frame(arrived[:HEADER_WORDS], frame, payload.numel())
@@ -72,15 +77,16 @@ class Faults:
             raise ProtocolMismatchError(f"{where}: {error}") from error
         return arrived[HEADER_WORDS:].clone()
 
-    def _strike(self, pair: tuple[int, int], message: torch.Tensor) -> None:
-        queue = self._under_way[pair]
+    def _inject(self, pair: tuple[int, int], message: torch.Tensor) -> None:
+        queue = self._in_transit[pair]
         if self.kind == "delay":
-            queue.append(message)  # the receiver waits for it: a round ends when all of it has arrived
+            queue.append(message)  # no effect: the receiver waits, as a round ends when all its messages have arrived
         elif self.kind == "duplicate":
             queue.extend([message, message])
         elif self.kind == "reorder":
-            self._overtaken[pair] = message
+            self._held_back[pair] = message
         elif self.kind == "corrupt":
             at, bit = self._random.randrange(message.numel()), self._random.randrange(32)
             message[at] ^= int(np.uint32(1 << bit).view(np.int32))
             queue.append(message)
+        # A dropped message is not queued.

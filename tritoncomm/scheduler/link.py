@@ -1,4 +1,4 @@
-"""Measures the network: latency and bandwidth between the ranks of a group."""
+"""Measure the latency and bandwidth between the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
 
-# What is sent, and how often.
+# Size of the large message in words, and number of measurements of each size.
 _PROBE_WORDS, _PROBES = 1 << 20, 5
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> Link:
-    """Latency and bandwidth between neighbouring ranks of ``group``, at the slowest pair; the same on all ranks.
+    """Return the latency and bandwidth between neighboring ranks of ``group``. All ranks return the same link.
 
-    Every rank sends to the next and receives from the one before, a word and 4 MiB at a time, with all of the
-    scheduler's own work included. The best of several attempts counts, as the others were disturbed.
+    Every rank sends to the next rank and receives from the previous one, first one word and then 4 MiB. The times
+    include the overhead of the scheduler. The fastest of several measurements counts, because other load on the machine
+    only slows them down. The slowest pair of ranks determines the result.
     """
     scheduler = ProcessGroupScheduler(group, device=device)
     rank, world_size = scheduler.rank, scheduler.world_size

@@ -1,4 +1,4 @@
-"""Runs a function in local worker processes that share a gloo process group."""
+"""Run a function in local worker processes that share a gloo process group."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from torch.multiprocessing.spawn import (
 
 Send = Callable[[Any], None]
 POLL_SECONDS = 0.05
-# Workers are forked from a server that has imported torch once, and nothing else has run in.
-_START = "forkserver"
+# Workers are forked from a server process that has imported torch once and has run nothing else.
+_START_METHOD = "forkserver"
+# The modules that the server imports. Every optimizer of torch imports torch._dynamo, which takes over a second.
+PRELOADED = ["tritoncomm", "torch._dynamo"]
 
 
 class _Failure(NamedTuple):
-    """An exception in a worker."""
+    """An exception in a worker: its rank, its time in seconds since the epoch, and its traceback as text."""
 
     rank: int
     time: float
@@ -40,7 +42,7 @@ class _Failure(NamedTuple):
 
 
 class WorkerError(RuntimeError):
-    """A worker died; the message holds its rank and traceback."""
+    """A worker failed, died, or did not finish in time. The message names its rank and holds its traceback, if any."""
 
 
 def run_workers(
@@ -52,19 +54,21 @@ def run_workers(
     limit: timedelta | None = None,
     grace: timedelta = timedelta(seconds=1),
 ) -> list[Any]:
-    """``function(rank, world_size, send, *args)`` in ``world_size`` processes; the return values by rank.
+    """Run ``function(rank, world_size, send, *args)`` in ``world_size`` processes. Return the results by rank.
 
-    Each process has one thread and the default process group on gloo over the loopback interface, whose
-    time-out is ``timeout``. What a worker gives to ``send`` (picklable) reaches ``listen`` here. When a
-    worker dies, the others are stopped after ``grace`` and :class:`WorkerError` holds the traceback of the one that
-    failed first; so it does when they are not done after ``limit``. ``function`` must be importable by name.
+    Each process has one thread. Its default process group is gloo over the loopback interface with the time-out
+    ``timeout``. ``function`` must be importable by name. ``listen`` is called in this process with every object that a
+    worker passes to ``send``. The object must be picklable.
+
+    Raises :class:`WorkerError` when a worker fails. The other workers are stopped after ``grace``, and the message
+    holds the traceback of the worker that failed first. Raises it also when workers still run after ``limit``.
     """
-    set_forkserver_preload(["tritoncomm"])
-    queue = get_context(_START).SimpleQueue()
+    set_forkserver_preload(PRELOADED)
+    queue = get_context(_START_METHOD).SimpleQueue()
     results: dict[int, Any] = {}
     errors: list[_Failure] = []
 
-    hear: dict[str, Callable[[int, Any], None]] = {
+    handlers: dict[str, Callable[[int, Any], None]] = {
         "result": results.__setitem__,
         "error": lambda rank, content: errors.append(_Failure(rank, *content)),
         "message": lambda _, content: listen(content) if listen else None,
@@ -72,16 +76,16 @@ def run_workers(
 
     def drain() -> None:
         while not queue.empty():
-            rank, kind, content = pickle.loads(queue.get())  # noqa: S301 - our own workers wrote it
-            hear[kind](rank, content)
+            rank, kind, content = pickle.loads(queue.get())  # noqa: S301 - written by our own workers
+            handlers[kind](rank, content)
 
     with tempfile.TemporaryDirectory() as folder, _one_thread_per_worker():
         context = start_processes(  # type: ignore[no-untyped-call]
-            _work,
+            _worker_main,
             args=(function, world_size, str(Path(folder) / "store"), queue, timeout, args),
             nprocs=world_size,
             join=False,
-            start_method=_START,
+            start_method=_START_METHOD,
         )
         try:
             started = time.monotonic()
@@ -89,7 +93,7 @@ def run_workers(
                 drain()
                 if limit is not None and time.monotonic() - started > limit.total_seconds():
                     running = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
-                    raise WorkerError(f"workers {running} were still running after {limit}")
+                    raise WorkerError(f"workers {running} were still running after the time limit of {limit}")
         except (ProcessRaisedException, ProcessExitedException) as error:
             drain()
             codes = [process.exitcode for process in context.processes]
@@ -107,7 +111,10 @@ def run_workers(
 
 @contextmanager
 def _one_thread_per_worker() -> Iterator[None]:
-    """Spawned processes inherit the environment: workers must not fight over the cores."""
+    """Set environment variables that worker processes inherit, and restore them at the end.
+
+    One thread per worker, because more would compete for the cores. On Linux gloo uses the loopback interface.
+    """
     settings = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         settings["GLOO_SOCKET_IFNAME"] = "lo"
@@ -123,7 +130,7 @@ def _one_thread_per_worker() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(  # runs in the worker process
+def _worker_main(  # runs in the worker process
     rank: int,
     function: Callable[..., Any],
     world_size: int,
@@ -141,7 +148,7 @@ def _work(  # runs in the worker process
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
         result = function(rank, world_size, lambda content: send("message", content), *args)
-        # A rank that leaves early would look like a lost peer to those that are still exchanging.
+        # Wait for all ranks. A rank that ends early looks like a lost peer to ranks that are still exchanging.
         dist.barrier()
         send("result", result)
     except BaseException:
@@ -153,10 +160,15 @@ def _work(  # runs in the worker process
 
 
 def _first_cause(errors: list[_Failure], exit_codes: Sequence[int | None]) -> str:
-    """A death makes exchanges fail elsewhere; the cause is who died silently, or failed first."""
+    """Return a message about the worker that caused the failure.
+
+    A worker that dies makes the exchanges of the others fail. The cause is the worker that died without a traceback, or
+    else the one that failed first.
+    """
     reported = {error.rank for error in errors}
     silent = [rank for rank, code in enumerate(exit_codes) if code not in (0, None) and rank not in reported]
-    # The launcher ends the others with SIGTERM: whoever ended in another way, or is alone, ended by itself.
+    # The launcher stops the remaining workers with SIGTERM. So a worker with another exit code is the cause, and one
+    # with SIGTERM only if no worker reported an error.
     silent.sort(key=lambda rank: exit_codes[rank] == -signal.SIGTERM)
     if silent and (not errors or exit_codes[silent[0]] != -signal.SIGTERM):
         return f"worker {silent[0]} died without a traceback, exit code {exit_codes[silent[0]]}"

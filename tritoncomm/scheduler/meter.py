@@ -1,4 +1,4 @@
-"""What one step did."""
+"""Traffic and waiting time of one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from tritoncomm.scheduler.cost import Traffic
 
 @dataclass
 class Meter:
-    """Traffic and waiting time of one step on one rank, filled in by a scheduler."""
+    """Traffic and waiting time of one step on one rank. A scheduler fills it in.
+
+    ``sent`` and ``received`` are totals. ``sent_by_phase``, ``received_by_phase`` and ``seconds`` (waiting time) are by
+    phase.
+    """
 
     sent: Traffic = Traffic()
     received: Traffic = Traffic()
@@ -19,30 +23,30 @@ class Meter:
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
 
     def count(self, phase: str, sent: Traffic, received: Traffic) -> None:
-        """Add what travelled in ``phase``."""
+        """Add traffic of ``phase``."""
         self.sent = self.sent.plus(sent)
         self.received = self.received.plus(received)
         self.sent_by_phase[phase] = self.sent_by_phase.get(phase, Traffic()).plus(sent)
         self.received_by_phase[phase] = self.received_by_phase.get(phase, Traffic()).plus(received)
 
     def add(self, other: Meter) -> None:
-        """Add all of ``other``."""
+        """Add the traffic and the waiting time of ``other``."""
         for phase, sent in other.sent_by_phase.items():
             self.count(phase, sent, other.received_by_phase[phase])
         for phase, seconds in other.seconds.items():
             self.wait(phase, seconds)
 
     def wait(self, phase: str, seconds: float) -> None:
-        """Add the time spent waiting for the network in ``phase``."""
+        """Add ``seconds`` of waiting for the network in ``phase``."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @property
     def waited(self) -> float:
-        """Seconds spent on the network in all phases."""
+        """Seconds of waiting for the network in all phases."""
         return sum(self.seconds.values(), 0.0)
 
 
 def summed(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of each figure."""
+    """Return the sum of each named figure. A figure that a mapping lacks counts as 0."""
     names = dict.fromkeys(name for one in figures for name in one)
     return {name: sum(one.get(name, 0.0) for one in figures) for name in names}

@@ -1,4 +1,4 @@
-"""Runs a pattern on ``torch.distributed``: batched point-to-point messages and a few collectives."""
+"""Run a pattern on ``torch.distributed``: batched point-to-point messages and a few collectives."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ from tritoncomm.scheduler.rounds import (
     Wait,
 )
 
-# Tags of the beginnings of messages, and as many for the rests of long ones.
+# Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
-# Words of a message that are sent with its header; the rest of a longer one is a transfer of its own.
-_BEGINNING = 1 << 12
-# The highest number of an exchange in a group, by its name, and the groups that were made within groups.
+# Payload words in the first part of a message, next to its header. A longer message has a second part with the rest.
+_FIRST_PART_WORDS = 1 << 12
+# The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
 _exchange_ids: Counter[str] = Counter()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
-# Where an exchange is before its first word.
+# Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
 
 
 def is_distributed() -> bool:
-    """True when there is a default process group."""
+    """Return True if the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 class ProcessGroupScheduler:
-    """One rank's end of the exchange. ``group=None`` is the default process group.
+    """Runs patterns on one rank of the process group ``group``. ``None`` is the default process group.
 
-    ``device`` is where messages are received: the device of the vector that is exchanged.
-    ``timeout`` limits each wait; None leaves it to the process group's own time-out. ``stamp`` says whose exchange
-    it is, method first; every message carries it. ``meter`` holds
-    the traffic and waiting time of the last pattern that was run.
+    ``device`` is the device on which messages are received, the one of the exchanged vector. ``timeout`` limits each
+    wait. ``None`` means the time-out of the process group. ``stamp`` is a text that identifies the exchange. It starts
+    with the name of the method, and every message carries a hash of it. ``subgroups`` are the ranks of each subgroup
+    that a pattern may use. ``meter`` holds the traffic and the waiting time of the last pattern. ``step`` counts the
+    exchanges that have started.
     """
 
-    # Held until the next one of this process begins. Made in a backward pass it keeps a Python object, and a thread of
-    # gloo that lets go of it last, when the interpreter is ending, ends the process with SIGABRT.
+    # The last collective of this process is kept until the next one starts. A collective from a backward pass holds a
+    # Python object. If a gloo thread releases it last, while the interpreter exits, the process ends with SIGABRT.
     _last_collective: ClassVar[Any] = None
 
     def __init__(
@@ -80,10 +81,10 @@ class ProcessGroupScheduler:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.meter = Meter()
-        self.step = 0  # exchanges begun
-        self._number = 0  # of the word within the exchange
+        self.step = 0
+        self._number = 0  # number of the operation within the step, called round in messages
         self._method = stamp.split(" ", 1)[0] or "unnamed"
-        self._owner = stamp
+        self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
         self._sent: Counter[int] = Counter()
@@ -92,58 +93,69 @@ class ProcessGroupScheduler:
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if self.rank in ranks:
-                within = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
-                self._subgroups[ranks] = ProcessGroupScheduler(within, timeout, device, f"{stamp} among {ranks}")
+                subgroup = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
+                self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
 
     def check(self) -> None:
-        """Raise what this group has failed with, if it has: every exchange in it would fail."""
+        """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
         if self._failure is not None:
             raise self._failure
 
     def fail(self, error: Exception) -> None:
-        """Let the ranks of this group know, who may wait for this one, that it has failed elsewhere."""
+        """Report to the other ranks, which may wait for this rank, that it failed outside of an exchange."""
         if self._failure is None:
             self._failed(_START, error)
 
     def agree_on_exchange_id(self) -> None:
-        """Agree on a number that tells this exchange from others like it in the group; all ranks call this alike.
+        """Agree with all ranks on an id that distinguishes this exchange from identically configured ones in the group.
 
-        Without it the first :meth:`run` does so. It is not counted when an exchange is made, as an attempt may have
-        been refused on some ranks only, or a copy been made on one.
+        All ranks must call this together. Without this call, the first :meth:`run` does it. The constructor does not
+        count the id: it may have failed on some ranks only, or one rank may have made a copy.
         """
         if self._stamp is None:
             self._stamp = 0
-            self._adopt(self.run(self._next_exchange_id(), new_step=False))
+            self._set_exchange_id(self.run(self._next_exchange_id(), new_step=False))
 
     def _next_exchange_id(self) -> Pattern[int]:
         highest = torch.tensor([_exchange_ids[_name(self.group)]], dtype=torch.int32, device=self.device)
-        everybody = yield AllGather("set-up", highest)
-        return int(everybody.max()) + 1
+        gathered = yield AllGather("set-up", highest)
+        return int(gathered.max()) + 1
 
-    def _adopt(self, number: int) -> None:
+    def _set_exchange_id(self, number: int) -> None:
         _exchange_ids[_name(self.group)] = number
-        self._stamp = wire.stamp(f"{self._owner} {number}")
-        for within in self._subgroups.values():
-            within._adopt(number)  # noqa: SLF001 - of the same class
+        self._stamp = wire.stamp(f"{self._stamp_text} {number}")
+        for subgroup in self._subgroups.values():
+            subgroup._set_exchange_id(number)  # noqa: SLF001 - same class
 
     def confirmation(self, trained: str = "") -> Pattern[None]:
-        """Every rank has come to the end of the same step of the same exchange, and trains the same (``trained``)."""
+        """Check that all ranks have reached the end of the same step of the same exchange.
+
+        ``trained`` is a text that describes which parameters are not frozen. It must be equal on all ranks. Raises
+        :class:`~tritoncomm.ProtocolMismatchError` when anything differs.
+        """
         assert self._stamp is not None
-        sign = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
-        total = yield AllReduce("confirm", torch.tensor([sign], dtype=torch.int64, device=self.device))
-        if int(total) != sign * self.world_size:
+        signature = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
+        total = yield AllReduce("confirm", torch.tensor([signature], dtype=torch.int64, device=self.device))
+        if int(total) != signature * self.world_size:
             raise ProtocolMismatchError(
-                f"rank {self.rank} is at the end of step {self.step} of {self._method}, another rank of another step "
-                "or exchange, or with other parameters frozen: step optimizers in the same order on all ranks, "
-                "and freeze alike"
+                f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
+                "step or optimizer, or froze other parameters: step optimizers in the same order on all ranks, and "
+                "freeze the same parameters"
             )
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
-        """Run ``pattern`` to its end and return its result; without a ``new_step`` it belongs to the one before.
+        """Run ``pattern`` to its end and return its result.
 
-        Raises :class:`PeerLostError` or :class:`ExchangeTimeoutError` when the network fails,
-        :class:`ProtocolMismatchError` when a message belongs elsewhere, and whatever the pattern raises; the pattern
-        is closed then. After the first three the group is of no more use.
+        The pattern starts a new step, or belongs to the previous step if ``new_step`` is False. It is always closed.
+
+        Raises:
+            PeerLostError: A rank is lost.
+            ExchangeTimeoutError: A rank did not answer within the time-out.
+            ProtocolMismatchError: A message does not fit the round.
+            ExchangeError: The pattern raised an exception on some rank, or the backend another error.
+            NonFiniteError: The pattern raised it, on all ranks.
+
+        The group is unusable after all of these except :class:`NonFiniteError`.
         """
         self.check()
         self.agree_on_exchange_id()
@@ -158,19 +170,19 @@ class ProcessGroupScheduler:
             while True:
                 try:
                     reply = self._perform(op)
-                except NonFiniteError as error:  # of a group within this one, whose business it is not alone
+                except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
                     op = pattern.throw(error)
                 else:
                     op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
-        except NonFiniteError:  # on all ranks
+        except NonFiniteError:  # raised on all ranks, so no rank waits for this one
             raise
         except Exception as error:
             if self._failure is not None:
                 raise
-            raise self._failed(op, error) from error  # the others must not wait for what the method made of it
+            raise self._failed(op, error) from error  # report it, so that no rank waits for this one
         finally:
             pattern.close()
 
@@ -190,7 +202,7 @@ class ProcessGroupScheduler:
         except (RuntimeError, ValueError) as error:
             raise self._failed(op, error) from error
         finally:
-            if not isinstance(op, InSubgroup):  # which has counted by itself
+            if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
                 seconds = time.perf_counter() - started
                 self.meter.wait(op.phase, seconds)
                 self._trace(op, seconds)
@@ -217,37 +229,53 @@ class ProcessGroupScheduler:
             self.meter.add(group.meter)
 
     def _failed(self, op: Op, error: Exception) -> ExchangeError | ProtocolMismatchError:
-        """What ``error`` was, once all ranks that are left have said what they saw."""
+        """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
         own = failure_report.RankReport(kind, where, str(error), _peers(op))
-        for within in self._subgroups.values():
-            failure_report.cut_connections(within.group, within.rank, within._global_ranks)  # noqa: SLF001 - our own
-        # Not by step or method, which may be what differs: a group fails only once.
+        for subgroup in self._subgroups.values():
+            failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
+        # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
         report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
         others = report.described(self.rank)
-        message = f"rank {dist.get_rank()}, {where}{_described(op)}: "
-        broken = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
-        failing = {rank: r.text for rank, r in report.reports.items() if r.kind == "error"}
-        found: ExchangeError | ProtocolMismatchError
-        if broken and not report.gone:
-            found = ProtocolMismatchError(message + "; ".join(broken.values()) + (others and f" ({others})"))
-        elif failing and not report.gone:
-            named = "; ".join(f"rank {self._global_ranks[rank]}: {text}" for rank, text in failing.items())
-            found = ExchangeError(message + named, [self._global_ranks[rank] for rank in failing])
+        # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.
+        message = f"exchange failed on rank {dist.get_rank()}, {where}{_peers_text(op)}: "
+        mismatches = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
+        failures = {rank: r.text for rank, r in report.reports.items() if r.kind == "error"}
+        raised: ExchangeError | ProtocolMismatchError
+        if mismatches and not report.gone:
+            raised = ProtocolMismatchError(message + "; ".join(mismatches.values()) + (others and f" ({others})"))
+        elif failures and not report.gone:
+            details = "; ".join(
+                f"rank {self._global_ranks[rank]} failed, see its traceback: {text}" for rank, text in failures.items()
+            )
+            raised = ExchangeError(message + details, [self._global_ranks[rank] for rank in failures])
         else:
-            culprits = [self._global_ranks[rank] for rank in report.missing]
-            who = f"rank{'s' * (len(culprits) > 1)} {', '.join(map(str, culprits)) or 'unknown'}"
+            missing = [self._global_ranks[rank] for rank in report.missing]
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
             if report.timed_out:
-                late = (
-                    "the others did not wait longer for this rank" if self.rank in culprits else f"no answer from {who}"
+                problem = (
+                    "the other ranks stopped waiting for this rank"
+                    if self.rank in missing
+                    else f"no answer from {names} within the time-out"
                 )
-                found = ExchangeTimeoutError(f"{message}{late}; {others or error}", culprits)
+                raised = ExchangeTimeoutError(
+                    f"{message}{problem} ({others or error}). "
+                    "If a rank is only slow, increase the time-out. "
+                    "To continue, call optimizer.reset_process_group() with a new process group, or restart from a "
+                    "checkpoint",
+                    missing,
+                )
             else:
-                found = PeerLostError(f"{message}lost {who}; {others or error}", culprits)
-        self._failure = found
-        return found
+                raised = PeerLostError(
+                    f"{message}lost {names} ({others or error}). "
+                    "To continue, call optimizer.reset_process_group() with a new process group of the remaining "
+                    "ranks, or restart from a checkpoint",
+                    missing,
+                )
+        self._failure = raised
+        return raised
 
     def _post(self, round_: Round) -> Ticket:
         assert self._stamp is not None
@@ -256,70 +284,76 @@ class ProcessGroupScheduler:
         sends: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
         for peer, words in round_.receives.items():
-            # gloo ends the process when more arrives than there is room for, and takes less without a word: there is
-            # always room for the beginning, whose header tells, and the rest comes only to who expects that much.
-            room = max(words, _BEGINNING) if self._guarded else words
-            buffers[peer] = torch.empty(room + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
+            # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
+            # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
+            # received only by a rank that expects exactly its length.
+            capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
+            buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
             operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
         for peer, payload in round_.sends.items():
             sends.append(wire.framed(payload, frame))
             operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
-        # The framed sends must live until the wait: the backend reads them in the background.
+        # Keep the sent messages until the wait, because the backend reads them in the background.
         return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends))
 
     def _operations(
         self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
     ) -> list[dist.P2POp]:
-        """One message, or its beginning and its rest. Both ends count the messages between them, and these are tags.
+        """Return the operations for one message: one for a short message, two for the parts of a long one.
 
-        So a beginning meets the message that comes next, whatever it is, and a rest only one of its own length.
+        The tag of a first part is the number of the message, which both ends count. It therefore matches the next
+        message of the peer, whatever its length. The tag of a second part also depends on the length. It matches only a
+        second part of a message of the same length.
         """
         counter[peer] += 1
-        beginning = cost.HEADER_WORDS + _BEGINNING
+        first_part = cost.HEADER_WORDS + _FIRST_PART_WORDS
         tag = counter[peer] % _TAGS
-        if not self._guarded or words <= _BEGINNING:
+        if not self._splits_messages or words <= _FIRST_PART_WORDS:
             return [dist.P2POp(kind, buffer, self._global_ranks[peer], self.group, tag)]
-        rest = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
+        second_tag = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
         return [
-            dist.P2POp(kind, buffer[:beginning], self._global_ranks[peer], self.group, tag),
-            dist.P2POp(kind, buffer[beginning:], self._global_ranks[peer], self.group, rest),
+            dist.P2POp(kind, buffer[:first_part], self._global_ranks[peer], self.group, tag),
+            dist.P2POp(kind, buffer[first_part:], self._global_ranks[peer], self.group, second_tag),
         ]
 
     def _wait(self, ticket: Ticket) -> Inbox:
         frame, works, buffers, words, _ = ticket.token
-        waiting = list(works)  # each is waited for once: gloo counts
+        pending = list(works)  # wait for each exactly once, as gloo counts the waits
         totals: dict[int, int] = {}
-        if self._guarded:  # beginnings first: the rest of a message that is too long or too short never comes
+        if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
             at = 0
             for peer, buffer in buffers.items():
-                self._finish(waiting.pop(at))
-                with self._from(peer):
+                self._wait_for(pending.pop(at))
+                with self._naming_ranks(peer):
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
-                at += words[peer] > _BEGINNING
-        for work in waiting:
-            self._finish(work)
+                at += words[peer] > _FIRST_PART_WORDS
+        for work in pending:
+            self._wait_for(work)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
-            with self._from(peer):
+            with self._naming_ranks(peer):
                 if peer not in totals:
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
                 wire.check_payload(inbox[peer], totals[peer])
         return inbox
 
     @contextmanager
-    def _from(self, peer: int) -> Iterator[None]:
-        """Say between which ranks a message does not fit."""
+    def _naming_ranks(self, peer: int) -> Iterator[None]:
+        """Add the sending and the receiving rank to the error about a message."""
         try:
             yield
         except ProtocolMismatchError as error:
-            raise ProtocolMismatchError(f"rank {self.rank} from rank {peer}: {error}") from error
+            raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
 
     @property
-    def _guarded(self) -> bool:
-        """True where a message may be shorter than the room for it: not so on NCCL."""
+    def _splits_messages(self) -> bool:
+        """True if long messages are sent in two parts.
+
+        This needs messages that are shorter than their buffers. gloo accepts them, NCCL does not.
+        """
         return self.device.type == "cpu"
 
     def _collective(self, op: Collective) -> torch.Tensor:
@@ -338,12 +372,12 @@ class ProcessGroupScheduler:
             result = tensor.new_empty(self.world_size, size)
             work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
-        ProcessGroupScheduler._last_collective = work  # before it may fail: who fails is likely to end next
-        self._finish(work)
+        ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
+        self._wait_for(work)
         self.meter.count(op.phase, traffic, traffic)
         return result
 
-    def _finish(self, work: Any) -> None:
+    def _wait_for(self, work: Any) -> None:
         if self.timeout is None:
             work.wait()
         else:
@@ -356,29 +390,29 @@ class ProcessGroupScheduler:
 
 
 def _peers(op: Op) -> list[int]:
-    """Whom ``op`` deals with; nobody in particular for a collective."""
+    """Return the peers of the point-to-point messages of ``op``, or an empty list."""
     round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
     return sorted({*round_.sends, *round_.receives}) if round_ is not None else []
 
 
-def _described(op: Op) -> str:
+def _peers_text(op: Op) -> str:
     round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
     if round_ is None:
         return ""
-    return f" (sends to {sorted(round_.sends)}, expects from {sorted(round_.receives)})"
+    return f" (sends to ranks {sorted(round_.sends)}, expects from ranks {sorted(round_.receives)})"
 
 
 def _subgroup(
     group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """A group of ``members``, made once for all exchanges in ``group``."""
-    made, within = _subgroups.get((id(group), members), (None, None))
-    if made is not group or within is None:
-        within = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
-        _subgroups[id(group), members] = group, within
-    return within
+    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``."""
+    parent, subgroup = _subgroups.get((id(group), members), (None, None))
+    if parent is not group or subgroup is None:
+        subgroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        _subgroups[id(group), members] = group, subgroup
+    return subgroup
 
 
 def _name(group: dist.ProcessGroup | None) -> str:
-    """A name of ``group`` that all its ranks have in common."""
+    """Return the name of ``group``, which is the same on all its ranks."""
     return str(getattr(group or dist.group.WORLD, "group_name", ""))

@@ -1,8 +1,8 @@
-"""The words an exchange pattern may yield. A pattern never touches the network itself.
+"""The operations (:data:`Op`) that an exchange pattern yields. A scheduler performs them.
 
-Point-to-point messages are one-dimensional int32 tensors, packed by :mod:`tritoncomm.scheduler.wire`.
-All ranks must yield the same kind of word with the same phase in the same order; every branch that
-guards one may therefore depend only on what all ranks know.
+A pattern is a generator and never accesses the network itself. Point-to-point messages are one-dimensional int32
+tensors, packed by :mod:`tritoncomm.scheduler.wire`. All ranks must yield the same kinds of operations, with the same
+phases, in the same order. A branch around an operation may therefore depend only on values that are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Inbox = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One symmetric exchange: ``sends`` to peers, and how many words to expect from which peer.
+    """One exchange of point-to-point messages.
 
-    Yielding it gives the :data:`Inbox`, peer -> int32 tensor, without the peers that send nothing.
-    Empty messages are dropped here, so that both ends skip them and none is ever posted.
+    ``sends`` maps each peer to its message (int32 ``[w]``). ``receives`` maps each peer to the expected length in
+    words. Yielding a round returns the :data:`Inbox`, a dict from peer to int32 tensor. It has no entry for a peer that
+    sends nothing. Empty messages are removed from both mappings. Both ends skip them, and none is posted.
     """
 
     phase: str
@@ -36,7 +37,7 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class Post:
-    """Start a round and go on; yielding it gives a :class:`Ticket`."""
+    """Start a round without waiting for it. Yielding a post returns a :class:`Ticket`."""
 
     round: Round
 
@@ -48,7 +49,7 @@ class Post:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A round under way; only the scheduler that issued it looks inside ``token``."""
+    """A posted round. ``token`` belongs to the scheduler that issued the ticket."""
 
     phase: str
     token: Any
@@ -56,19 +57,19 @@ class Ticket:
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """Finish a posted round; yielding it gives the :data:`Inbox`."""
+    """Wait for a posted round. Yielding a wait returns the :data:`Inbox`."""
 
     ticket: Ticket
 
     @property
     def phase(self) -> str:
-        """The phase of the round waited for."""
+        """The phase of the posted round."""
         return self.ticket.phase
 
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Sum of ``tensor`` (same shape and dtype everywhere) over ranks; gives a new tensor."""
+    """Sum ``tensor`` over all ranks. It has the same shape and dtype on all ranks. Yielding it returns a new tensor."""
 
     phase: str
     tensor: torch.Tensor
@@ -76,7 +77,10 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Entry ``i`` of ``tensor`` (``[world_size]``) goes to rank ``i``; gives ``[world_size]`` by source."""
+    """Send entry ``i`` of ``tensor`` (``[world_size]``) to rank ``i``.
+
+    Yielding it returns ``[world_size]``, with entry ``i`` from rank ``i``.
+    """
 
     phase: str
     tensor: torch.Tensor
@@ -84,7 +88,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """``tensor`` (``[m]``, equally long everywhere) of every rank; gives ``[world_size, m]``."""
+    """Gather ``tensor`` (``[m]``, the same length on all ranks). Yielding it returns ``[world_size, m]``."""
 
     phase: str
     tensor: torch.Tensor
@@ -92,9 +96,11 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class InSubgroup:
-    """Run ``pattern`` among ``ranks``, which count from 0 inside; gives its result, or raises what it raised.
+    """Run ``pattern`` among ``ranks``. Inside the pattern, these ranks are numbered from 0.
 
-    All ranks yield it together, each with the group that it is in and that all of that group name alike.
+    Yielding it returns the result of the pattern, or raises the error that the pattern raised. All ranks yield it
+    together, each with the subgroup that it belongs to. All ranks of a subgroup pass the same ``ranks`` in the same
+    order.
     """
 
     phase: str
@@ -104,5 +110,5 @@ class InSubgroup:
 
 Collective = AllReduce | AllToAll | AllGather
 Op = Round | Post | Wait | InSubgroup | Collective
-# What a pattern yields, what it is sent back (an Inbox, a Ticket or a tensor), what it returns.
+# A pattern yields operations. It receives the reply to each (an Inbox, a Ticket or a tensor), and returns a result.
 Pattern = Generator[Op, Any, Result]

@@ -1,7 +1,7 @@
-"""Runs one pattern per rank in lock step, in one thread: deterministic, any number of ranks.
+"""Run one pattern per rank in lock step, in one thread.
 
-Whatever two ranks disagree about is an error at once, never a hang: this is where a pattern is
-proved before it meets a network.
+Runs are deterministic, and any number of ranks is possible. A disagreement between two ranks raises an error at once
+and never hangs. Patterns can therefore be tested here before they run on a network.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from tritoncomm.scheduler.rounds import (
 )
 
 BeforeRound = Callable[[int, Sequence[Op]], None]
-# What a rank will find in its inbox, and when in virtual time it will be complete.
+# The inbox of a rank, and the virtual time at which it is complete.
 Posted = tuple[Inbox, float]
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """A reply that is an error."""
+    """A reply that is thrown into the pattern as an error."""
 
     error: BaseException
 
 
 class SimulatedScheduler:
-    """All ranks of an exchange in one process; ``meters`` holds each rank's last traffic.
+    """Runs all ranks of an exchange in one process.
 
-    Messages are delivered whole and in rank order, sums are taken in rank order. With a ``clock`` the meters
-    also hold what each phase would have taken on its network.
+    Messages are delivered whole and in rank order. Sums are taken in rank order. ``meters`` holds the traffic of each
+    rank in the last run. With a ``clock``, the meters also hold the time that each phase would take on its network.
+    ``raised`` holds the errors of the last run by rank.
     """
 
     def __init__(self, world_size: int, clock: VirtualClock | None = None) -> None:
@@ -67,10 +68,9 @@ class SimulatedScheduler:
     ) -> list[Result]:
         """Run all patterns to their end and return their results by rank.
 
-        ``before_round(round_number, words)`` sees what each rank is about to do and may raise: that is
-        how a failure is injected. An error in any pattern stops all of them; ``raised`` tells which
-        ranks raised in that round, and the error of the lowest is raised here. ``faults`` is what the network
-        does to messages.
+        ``before_round(number, operations)`` is called before every round with the operation of each rank. It may raise
+        to inject a failure. ``faults`` injects faults into messages. An error in any pattern stops all patterns.
+        ``raised`` then holds the errors of that round by rank, and the error of the lowest rank is raised here.
         """
         self.meters = [Meter() for _ in range(self.world_size)]
         self.raised = {}
@@ -79,13 +79,13 @@ class SimulatedScheduler:
         number = 0
         try:
             while True:
-                words, results = self._advance(patterns, replies)
+                ops, results = self._advance(patterns, replies)
                 if len(results) == self.world_size:
                     return [results[rank] for rank in range(self.world_size)]
-                self._same_kind(number, words, results)
+                self._check_same_op(number, ops, results)
                 if before_round is not None:
-                    before_round(number, [words[rank] for rank in range(self.world_size)])
-                replies = self._perform(number, [words[rank] for rank in range(self.world_size)])
+                    before_round(number, [ops[rank] for rank in range(self.world_size)])
+                replies = self._perform(number, [ops[rank] for rank in range(self.world_size)])
                 number += 1
         finally:
             for pattern in patterns:
@@ -94,35 +94,38 @@ class SimulatedScheduler:
     def _advance(
         self, patterns: Sequence[Pattern[Result]], replies: Sequence[Any]
     ) -> tuple[dict[int, Op], dict[int, Result]]:
-        words: dict[int, Op] = {}
+        ops: dict[int, Op] = {}
         results: dict[int, Result] = {}
         for rank, pattern in enumerate(patterns):
             reply = replies[rank]
             try:
-                words[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
+                ops[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
             except StopIteration as stop:
                 results[rank] = stop.value
-            except Exception as error:  # every rank gets to its own verdict before one is raised
+            except Exception as error:  # advance the other ranks, too, before one error is raised
                 self.raised[rank] = error
         if self.raised:
             raise self.raised[min(self.raised)]
-        return words, results
+        return ops, results
 
-    def _same_kind(self, number: int, words: dict[int, Op], done: dict[int, Any]) -> None:
-        sides = {rank: _describe(op) for rank, op in words.items()}
+    def _check_same_op(self, number: int, ops: dict[int, Op], done: dict[int, Any]) -> None:
+        sides = {rank: _describe(op) for rank, op in ops.items()}
         sides |= dict.fromkeys(done, "has finished")
         for rank in range(1, self.world_size):
             if sides[rank] != sides[0]:
-                raise ProtocolMismatchError(f"round {number}: rank 0 {sides[0]}, but rank {rank} {sides[rank]}")
+                raise ProtocolMismatchError(
+                    f"round {number}: rank 0 {sides[0]}, but rank {rank} {sides[rank]}; "
+                    "all ranks must yield the same operations in the same order"
+                )
 
-    def _perform(self, number: int, words: list[Any]) -> list[Any]:
+    def _perform(self, number: int, ops: list[Any]) -> list[Any]:
         tracer = tracing.current()
-        if tracer is None or self.clock is None or isinstance(words[0], InSubgroup):
-            return self._deliver_ops(number, words)
+        if tracer is None or self.clock is None or isinstance(ops[0], InSubgroup):
+            return self._execute(number, ops)
         before = list(self.clock.now)
-        replies = self._deliver_ops(number, words)
+        replies = self._execute(number, ops)
         tracer.simulated = True
-        for rank, op in enumerate(words):
+        for rank, op in enumerate(ops):
             details = {"round": number, "kind": type(op).__name__}
             tracer.phase(rank, op.phase, before[rank], self.clock.now[rank] - before[rank], details)
             round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
@@ -130,31 +133,32 @@ class SimulatedScheduler:
                 tracer.message(rank, peer, op.phase, before[rank], cost.message(payload.numel()).bytes, sent=True)
         return replies
 
-    def _deliver_ops(self, number: int, words: list[Any]) -> list[Any]:
-        first = words[0]
+    def _execute(self, number: int, ops: list[Any]) -> list[Any]:
+        first = ops[0]
         if isinstance(first, Round):
-            return self._arrive(self._deliver(number, words), first.phase)
+            return self._complete(self._deliver_messages(number, ops), first.phase)
         if isinstance(first, Post):
-            return [Ticket(first.phase, token) for token in self._deliver(number, [op.round for op in words])]
+            return [Ticket(first.phase, token) for token in self._deliver_messages(number, [op.round for op in ops])]
         if isinstance(first, Wait):
-            return self._arrive([op.ticket.token for op in words], first.phase)
+            return self._complete([op.ticket.token for op in ops], first.phase)
         if isinstance(first, InSubgroup):
-            return self._in_subgroups(number, words)
-        return self._collective(number, words)
+            return self._in_subgroups(number, ops)
+        return self._collective(number, ops)
 
-    def _in_subgroups(self, number: int, words: list[Any]) -> list[Any]:
-        """Each group by itself, one after the other; errors go back into the patterns that yielded it."""
-        replies: list[Any] = [None] * len(words)
-        for ranks in dict.fromkeys(op.ranks for op in words):
-            inside = [rank for rank, op in enumerate(words) if op.ranks == ranks]
+    def _in_subgroups(self, number: int, ops: list[Any]) -> list[Any]:
+        """Run the subgroups one after the other. Errors are thrown into the patterns that yielded the operation."""
+        replies: list[Any] = [None] * len(ops)
+        for ranks in dict.fromkeys(op.ranks for op in ops):
+            inside = [rank for rank, op in enumerate(ops) if op.ranks == ranks]
             if sorted(ranks) != inside:
                 raise ProtocolMismatchError(
-                    f"round {number}, phase {words[0].phase!r}: ranks {inside} take {list(ranks)} for their group"
+                    f"round {number}, phase {ops[0].phase!r}: ranks {inside} yield the subgroup {list(ranks)}, "
+                    "but exactly the ranks of a subgroup must yield it"
                 )
             clock = self.clock.part(ranks) if self.clock is not None else None
             group = SimulatedScheduler(len(ranks), clock)
             try:
-                results: list[Any] = group.run([words[rank].pattern for rank in ranks], faults=self._faults)
+                results: list[Any] = group.run([ops[rank].pattern for rank in ranks], faults=self._faults)
             except Exception as error:
                 results = [_Raised(group.raised.get(position, error)) for position in range(len(ranks))]
             for position, rank in enumerate(ranks):
@@ -164,13 +168,13 @@ class SimulatedScheduler:
                 self.clock.adopt(ranks, clock)
         return replies
 
-    def _arrive(self, tokens: list[Posted], phase: str) -> list[Inbox]:
+    def _complete(self, tokens: list[Posted], phase: str) -> list[Inbox]:
         if self.clock is not None:
             for rank, (_, done) in enumerate(tokens):
                 self.meters[rank].wait(phase, self.clock.wait(rank, done))
         return [inbox for inbox, _ in tokens]
 
-    def _deliver(self, number: int, rounds: list[Round]) -> list[Posted]:
+    def _deliver_messages(self, number: int, rounds: list[Round]) -> list[Posted]:
         inboxes: list[Inbox] = [{} for _ in rounds]
         for source, round_ in enumerate(rounds):
             for peer, payload in round_.sends.items():
@@ -178,7 +182,8 @@ class SimulatedScheduler:
                 if expected != payload.numel() or payload.dtype != torch.int32 or peer == source:
                     raise ProtocolMismatchError(
                         f"round {number}, phase {round_.phase!r}: rank {source} sends {payload.numel()} words "
-                        f"of {payload.dtype} to rank {peer}, which expects {expected or 'nothing'}"
+                        f"of {payload.dtype} to rank {peer}, which expects {expected or 'nothing'}; "
+                        "a message must be int32 and have the length that the peer expects"
                     )
                 if self._faults is None:
                     inboxes[peer][source] = payload.clone()
@@ -198,14 +203,14 @@ class SimulatedScheduler:
         done = self.clock.exchange(sizes) if self.clock is not None else [0.0] * len(rounds)
         return list(zip(inboxes, done, strict=True))
 
-    def _collective(self, number: int, words: list[Any]) -> list[torch.Tensor]:
-        first, tensors = words[0], [op.tensor for op in words]
+    def _collective(self, number: int, ops: list[Any]) -> list[torch.Tensor]:
+        first, tensors = ops[0], [op.tensor for op in ops]
         shape = first.tensor.shape
         for rank, tensor in enumerate(tensors):
             if tensor.shape != shape or tensor.dtype != first.tensor.dtype:
                 raise ProtocolMismatchError(
-                    f"round {number}, phase {first.phase!r}: rank 0 brings {tuple(shape)} {first.tensor.dtype}, "
-                    f"but rank {rank} brings {tuple(tensor.shape)} {tensor.dtype}"
+                    f"round {number}, phase {first.phase!r}: rank 0 passes shape {tuple(shape)}, {first.tensor.dtype}, "
+                    f"but rank {rank} passes shape {tuple(tensor.shape)}, {tensor.dtype}; they must be equal"
                 )
         size, itemsize = first.tensor.numel(), first.tensor.element_size()
         if isinstance(first, AllReduce):
@@ -216,7 +221,7 @@ class SimulatedScheduler:
             self._count(first.phase, traffic, traffic.messages)
             return [total.clone() for _ in tensors]
         if isinstance(first, AllToAll):
-            # Sent directly, all at once: the latencies overlap.
+            # All messages are sent directly and at once, so their latencies overlap.
             self._count(first.phase, cost.all_to_all(1, itemsize, self.world_size), hops=1)
             return list(torch.stack(tensors, dim=1).unbind())
         assert isinstance(first, AllGather)

@@ -1,4 +1,4 @@
-"""A timeline of exchanges, for Perfetto (https://ui.perfetto.dev) or chrome://tracing."""
+"""Write timelines of exchanges for Perfetto (https://ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Of the process and not of a context: exchanges may run on a thread of their own. The last one entered counts.
+# Global to the process instead of a context variable, because exchanges may run on another thread. The last one is
+# active.
 _tracers: list[Tracer] = []
 
 
 class Tracer:
-    """Collects events: phases as spans, messages as arrows' ends inside them."""
+    """Collects events in Chrome's trace format. Phases are spans, and messages are instant events inside them.
+
+    ``ranks`` are the ranks with events. ``simulated`` is True if the events come from a simulation.
+    """
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -26,7 +30,7 @@ class Tracer:
         self._threads: dict[int, int] = {}
 
     def phase(self, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]) -> None:
-        """``rank`` spent ``seconds`` from ``started`` (seconds) in ``name``."""
+        """Add a span: ``rank`` was in phase ``name`` for ``seconds``, from time ``started`` (seconds)."""
         self.ranks.add(rank)
         self.events.append(
             {"name": name, "cat": "exchange", "ph": "X", "ts": 1e6 * started, "dur": 1e6 * seconds}
@@ -34,7 +38,7 @@ class Tracer:
         )
 
     def message(self, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
-        """``size`` bytes to or from ``peer``, begun at ``at`` (seconds)."""
+        """Add a message of ``size`` bytes in phase ``name``, to or from ``peer``, started at time ``at`` (seconds)."""
         direction = "to" if sent else "from"
         self.events.append(
             {"name": f"{direction} {peer}", "cat": "message", "ph": "i", "s": "t", "ts": 1e6 * at}
@@ -42,11 +46,11 @@ class Tracer:
         )
 
     def _track(self) -> int:
-        """A small number for the thread: two exchanges may run beside each other."""
+        """Return a small number for the current thread. Two exchanges may run at the same time."""
         return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
     def write(self, file: Path) -> None:
-        """Everything so far, as the JSON object that Chrome's trace format asks for."""
+        """Write all events so far to ``file`` as a JSON object in Chrome's trace format."""
         names = [
             {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
             for rank in sorted(self.ranks)
@@ -56,10 +60,10 @@ class Tracer:
 
 @contextmanager
 def trace(file: str | Path) -> Iterator[Tracer]:
-    """Write a timeline of all exchanges in the block to ``file``: phases and messages per rank.
+    """Context manager that writes a timeline of all exchanges in the block to ``file``: phases and messages by rank.
 
-    Real time on a process group, virtual time in a simulation with a link. Every process of a process group writes its
-    own file, with its rank before the suffix: ``trace.json`` becomes ``trace-rank-3.json``.
+    Times are real on a process group, and virtual in a simulation with a link. On a process group, every process
+    writes its own file, with its rank before the suffix: ``trace.json`` becomes ``trace-rank-3.json``.
     """
     tracer = Tracer()
     _tracers.append(tracer)
@@ -74,7 +78,7 @@ def trace(file: str | Path) -> Iterator[Tracer]:
 
 
 def current() -> Tracer | None:
-    """Who collects events now, if anybody."""
+    """Return the active tracer, or None."""
     return _tracers[-1] if _tracers else None
 
 
@@ -83,5 +87,5 @@ def _rank() -> int:
 
 
 def now() -> float:
-    """Seconds on a clock that all processes of a machine have in common."""
+    """Return the time in seconds on a clock that all processes of a machine share."""
     return time.time()

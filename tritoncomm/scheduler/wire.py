@@ -1,6 +1,6 @@
-"""What a message looks like: int32 words, a short frame, then indices and bit-cast values.
+"""The format of messages: int32 words, with a short header before the indices and bit-cast values.
 
-Indices are never converted to floats: fp32 is exact for integers only below 2^24.
+Indices are never converted to floats, because fp32 is exact only for integers up to 2^24.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from tritoncomm.errors import ProtocolMismatchError
 
 _WORD_MASK = 0x7FFFFFFF
-_FREE = -1
+_PADDING = -1
 _PHASE_BYTES = 8
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One message ``[2m]`` int32 from int32 ``indices`` and fp32 ``values`` (both ``[m]``)."""
+    """Return one message (int32 ``[2m]``) with int32 ``indices`` and fp32 ``values`` (both ``[m]``)."""
     return torch.cat([indices, values.view(torch.int32)])
 
 
 def pack_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """One message as :func:`pack` makes them for each of the consecutive parts of ``counts`` entries.
+    """Split the entries into consecutive parts of ``counts`` entries, and return one :func:`pack` message for each.
 
-    Written in one go into one buffer, of which the messages are views.
+    All messages are written at once. They are views of one buffer.
     """
-    at_index, at_value = _places(counts, indices.device)
+    at_index, at_value = _positions(counts, indices.device)
     buffer = indices.new_empty(2 * indices.numel())
     buffer[at_index] = indices
     buffer[at_value] = values.view(torch.int32)
@@ -38,13 +38,13 @@ def pack_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int
 
 
 def unpack_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of several messages of :func:`pack`, one after the other."""
+    """Return the concatenated indices and the concatenated values of several messages of :func:`pack`."""
     indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
     return indices, values.view(torch.float32)
 
 
-def _places(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the indices and the values of parts of ``counts`` entries are in a buffer of packed messages."""
+def _positions(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of indices and of values in a buffer of packed messages with ``counts`` entries."""
     sizes = np.asarray(counts, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     at_index = np.arange(int(sizes.sum())) + np.repeat(starts, sizes)
@@ -52,17 +52,17 @@ def _places(counts: Sequence[int], device: torch.device) -> tuple[torch.Tensor, 
 
 
 def unpack(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values (views) of a packed message; :func:`check_indices` comes before any use of them."""
+    """Return the indices and values (views) of a packed message. Call :func:`check_indices` before using them."""
     indices, values = message.view(2, -1).unbind()
     return indices, values.view(torch.float32)
 
 
 def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torch.Tensor:
-    """One message of exactly ``words`` int32 from at most ``words // 2`` entries; free places have index -1.
+    """Return a message of exactly ``words`` int32 with at most ``words // 2`` entries. Padding has the index -1.
 
-    Its length is known to the receiver without asking.
+    The fixed length saves a message that tells the receiver the number of entries.
     """
-    message = indices.new_full((words,), _FREE)
+    message = indices.new_full((words,), _PADDING)
     pairs = message.view(2, -1)
     pairs[0, : indices.numel()] = indices
     pairs[1, : indices.numel()] = values.view(torch.int32)
@@ -70,17 +70,17 @@ def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torc
 
 
 def unpack_padded(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values (views) of a message of :func:`pack_padded`, without the free places."""
+    """Return the indices and values (views) of a message of :func:`pack_padded`, without the padding."""
     indices, values = unpack(message)
-    used = int(torch.count_nonzero(indices != _FREE))
+    used = int(torch.count_nonzero(indices != _PADDING))
     return indices[:used], values[:used]
 
 
 def check_indices(indices: torch.Tensor, low: int, high: int, counts: Sequence[int] = ()) -> None:
-    """Raise :class:`ProtocolMismatchError` unless ``indices`` ascend strictly inside ``[low, high)``.
+    """Raise :class:`ProtocolMismatchError` unless ``indices`` are strictly increasing and inside ``[low, high)``.
 
-    With ``counts``, each of the consecutive parts of so many does. A bad index from another rank must not
-    reach a scatter.
+    With ``counts``, each consecutive part of that many indices must increase by itself. This keeps invalid indices from
+    other ranks out of a scatter.
     """
     if indices.numel() == 0:
         return
@@ -89,22 +89,23 @@ def check_indices(indices: torch.Tensor, low: int, high: int, counts: Sequence[i
         array = indices.numpy()
         rises = array[1:] > array[:-1]
         rises[[start - 1 for start in starts if 0 < start < len(array)]] = True
-        sound = bool(rises.all()) and low <= array.min() and array.max() < high
-    else:  # one verdict, one wait for the device
+        valid = bool(rises.all()) and low <= array.min() and array.max() < high
+    else:  # one combined result, so that the host waits for the device only once
         ascending = indices[1:] > indices[:-1]
         ascending[[start - 1 for start in starts if 0 < start < indices.numel()]] = True
-        sound = bool(ascending.all() & (indices.min() >= low) & (indices.max() < high))
-    if not sound:
+        valid = bool(ascending.all() & (indices.min() >= low) & (indices.max() < high))
+    if not valid:
         raise ProtocolMismatchError(
-            f"received indices do not ascend inside [{low}, {high}): "
-            "the sender holds another partition or the message is corrupt"
+            f"received indices are not strictly increasing inside [{low}, {high}): "
+            "the sender has a different partition of the vector, or the message is corrupt"
         )
 
 
 class Frame(NamedTuple):
-    """Where a message belongs: the number of the exchange, of the round in it, its phase, and whose it is.
+    """The place of a message in the exchange: step, round and phase. Its header is made from these.
 
-    ``stamp`` stands for everything that both ends must have in common: method, settings, length of the vector.
+    ``number`` is the number of the round within the step. ``stamp`` is a hash of everything that must be equal at both
+    ends, such as method, settings and parameter shapes. See :func:`stamp`.
     """
 
     step: int
@@ -113,7 +114,11 @@ class Frame(NamedTuple):
     stamp: int
 
     def header(self, words: int, total: int) -> list[int]:
-        """``HEADER_WORDS`` int32: step, round, words, stamp, the phase as text, the payload's sum, a check of these."""
+        """Return the ``HEADER_WORDS`` int32 words of the header.
+
+        They are the step, the round, the number of payload words, the stamp, the first 8 bytes of the phase (two
+        words), the checksum ``total`` of the payload, and a CRC-32 of all these and the whole phase.
+        """
         text = self.phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
         phase = [int.from_bytes(text[at : at + 4], "little", signed=True) for at in range(0, _PHASE_BYTES, 4)]
         fields = [self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK, *phase, total]
@@ -121,24 +126,25 @@ class Frame(NamedTuple):
 
 
 def stamp(text: str) -> int:
-    """A number for what both ends must have in common."""
+    """Return a 31-bit hash of ``text``, which describes everything that must be equal at both ends."""
     return zlib.crc32(text.encode()) & _WORD_MASK
 
 
 def framed(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """``payload`` (int32 ``[w]``) behind the header of ``frame``."""
+    """Return the message: the header of ``frame``, followed by ``payload`` (int32 ``[w]``)."""
     if payload.dtype != torch.int32 or payload.dim() != 1:
         raise ProtocolMismatchError(
-            f"phase {frame.phase!r} sends {tuple(payload.shape)} {payload.dtype}: messages are one-dimensional int32"
+            f"phase {frame.phase!r} sends a tensor of shape {tuple(payload.shape)} and dtype {payload.dtype}: "
+            "a message must be one-dimensional int32"
         )
     header = torch.tensor(frame.header(payload.numel(), _sum(payload)), dtype=torch.int32)
     return torch.cat([header.to(payload.device), payload])
 
 
 def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
-    """The sum for :func:`check_payload`.
+    """Check that ``header`` is the header of ``frame`` with ``words`` payload words, and return the payload's checksum.
 
-    Raises :class:`ProtocolMismatchError` unless ``header`` is that of ``words`` words in ``frame``.
+    The checksum is for :func:`check_payload`. Raises :class:`ProtocolMismatchError` when the header is another one.
     """
     found = header.tolist()
     total: int = found[6]
@@ -147,19 +153,21 @@ def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
         return total
     phase = b"".join(word.to_bytes(4, "little", signed=True) for word in found[4:6]).rstrip(b"\0")
     raise ProtocolMismatchError(
-        f"expected step {frame.step}, round {frame.number}, phase {frame.phase!r}, {words} words; the message says "
-        f"step {found[0]}, round {found[1]}, phase {phase.decode(errors='replace')!r}, {found[2]} words, "
-        f"{'the same' if found[3] == expected[3] else 'another'} method and settings"
+        f"expected step {frame.step}, round {frame.number}, phase {frame.phase!r}, {words} words; "
+        f"received step {found[0]}, round {found[1]}, phase {phase.decode(errors='replace')!r} (first 8 bytes), "
+        f"{found[2]} words, "
+        f"{'the same method and settings' if found[3] == expected[3] else 'a different method or settings'}: "
+        "run the same steps with the same settings on all ranks"
     )
 
 
 def check_payload(payload: torch.Tensor, total: int) -> None:
-    """Raise :class:`ProtocolMismatchError` unless ``payload`` has the sum that its header says."""
+    """Raise :class:`ProtocolMismatchError` unless ``payload`` has the checksum ``total`` of its header."""
     if _sum(payload) != total:
-        raise ProtocolMismatchError("the message is corrupt: its words do not have the sum that its header says")
+        raise ProtocolMismatchError("the message is corrupt: its payload does not match the checksum in its header")
 
 
 def _sum(payload: torch.Tensor) -> int:
-    """Of all words, wrapped to a signed word: every bit of every word counts."""
+    """Return the sum of all words, wrapped to a signed 32-bit word. A change of any single bit changes it."""
     total = int(payload.sum(dtype=torch.int64)) & 0xFFFFFFFF
     return total - (1 << 32) if total > _WORD_MASK else total

@@ -1,1 +1,1 @@
-"""Between ``.grad`` and the update: what happens in one ``optimizer.step()``, shared by all front doors."""
+"""One ``optimizer.step()``, from ``.grad`` to the parameter update. Shared by ``wrap``, DDP and FSDP2."""

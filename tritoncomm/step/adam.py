@@ -1,10 +1,11 @@
-"""Adam and AdamW over late, sparse gradients.
+"""Adam and AdamW for sparse gradients that are delivered with a delay.
 
-Error feedback delivers a coordinate's gradient late and in one burst: zeros for tau - 1 steps, then the
-sum of tau gradients. Adam takes the zeros for gradients: both moments decay, then the burst enters the
-second moment squared, and a steady coordinate moves only 1/sqrt(tau) of what it should. Here a delivery
-of sum s after tau steps *is* tau steps with gradient s / tau, and a coordinate without delivery had no
-step. Everything used is the same on all ranks, so replicas stay bit-identical and nothing is sent.
+With error feedback, a coordinate receives zeros for tau - 1 steps, then the sum of tau gradients. Unmodified Adam
+treats the zeros as gradients. Both moments decay, the sum enters the second moment squared, and a coordinate with a
+steady gradient moves only 1/sqrt(tau) of the distance that it should.
+
+Here, a delivery of the sum s after tau steps counts as tau steps with gradient s / tau. A coordinate without a delivery
+takes no step. The update uses only values that are equal on all ranks: replicas stay bit-identical, nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,33 +19,40 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm_kernels import AdamControl, AdamState, adam_update, root_mean_square
 
-# Steps between looks at a parameter's norm, which after as many steps changes by little, or grows and is taken for
-# smaller than it is. Until then every step looks: weights may start at zero.
-_LOOK_EVERY = 20
-_EXACT = 4  # bytes of a float that holds any step count
-_REFUSED = ("capturable", "differentiable")
+# Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
+# underestimated. The first 20 steps update it every time, because weights may start at zero.
+_UPDATE_RMS_EVERY = 20
+_EXACT = 4  # bytes of a float type that holds any step count
+_UNSUPPORTED = ("capturable", "differentiable")
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """True for exactly Adam and AdamW, whose step is known here; a subclass may have changed it."""
+    """Return True for ``Adam`` and ``AdamW``, but not for subclasses, which may change the step."""
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
 class StalenessAwareAdam:
-    """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` over the delivered coordinates only.
+    """Takes the step of a ``torch.optim.Adam`` or ``AdamW`` for the delivered coordinates only.
 
-    The optimizer keeps its own state (``step``, ``exp_avg``, ``exp_avg_sq``) and gains
-    ``last_delivered`` (int32, like the parameter): the step of each coordinate's last delivery,
-    ``last_aware``: the last step that was taken here, and ``param_rms``.
-    ``max_catch_up`` limits one delivery to so many dense steps. ``max_sqrt_staleness`` (at least 1) limits it to so
-    many times the square root of the steps it stands for, which is how far noise would have carried it in them. Where
-    much of a tensor arrives at once, catching up is shortened until the tensor changes by no more than
-    ``max_relative_update`` of its norm (or by a learning rate per coordinate where that is more), but never to less
-    than a dense step. With every coordinate
-    delivered every step this is torch's own rule up to rounding. Work is O(delivered), but for weight decay and for
-    ``param_rms``, each parameter's root mean square, which is looked at every 20 steps.
-    ``foreach`` and ``fused`` only choose among torch's own loops and have no meaning here.
+    The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). The state of each parameter gains three
+    entries. ``last_delivered`` (int32, shaped like the parameter) is the step of each coordinate's last delivery.
+    ``last_aware`` is the last step that this class took. ``param_rms`` (fp32) is the root mean square of the parameter,
+    updated every 20 steps.
+
+    A delivery after tau steps counts for up to tau dense steps: it catches up. Three limits shorten this, but never to
+    less than one dense step. If every coordinate is delivered in every step, the result is torch's own up to rounding.
+    The cost is proportional to the number of delivered entries, except for weight decay and ``param_rms``. ``foreach``
+    and ``fused`` only select among torch's loops and have no effect.
+
+    Attributes:
+        optimizer: The Adam or AdamW optimizer.
+        max_catch_up: Maximum number of dense steps that one delivery counts for, at least 1.
+        max_sqrt_staleness: A delivery after tau steps counts for at most this many times sqrt(tau) steps, at least 1.
+            Noise would have moved the coordinate by about sqrt(tau) steps.
+        max_relative_update: Maximum change of a tensor in one step, as a fraction of its norm. A root mean square
+            change of one learning rate is always allowed.
+        bias_correction: Whether the moments are divided by ``1 - beta**step``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -56,13 +64,13 @@ class StalenessAwareAdam:
     def __post_init__(self) -> None:
         for name, least in (("max_catch_up", 1), ("max_sqrt_staleness", 1), ("max_relative_update", 0)):
             if not getattr(self, name) >= least:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give a number from {least} on")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: must be at least {least}")
         self.check_options()
 
     def check_options(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` for options that this step cannot honour."""
+        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
         for group in self.optimizer.param_groups:
-            for option in _REFUSED:
+            for option in _UNSUPPORTED:
                 if group.get(option):
                     raise ConfigurationError(
                         f"{option}=True is not supported by the staleness-aware step: "
@@ -71,9 +79,11 @@ class StalenessAwareAdam:
 
     @torch.no_grad()
     def step(self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]) -> None:
-        """One step. ``delivered[i]`` (int64, ascending) indexes the flattened ``parameters[i]``; None is all.
+        """Update ``parameters`` from the averaged gradients in ``.grad``.
 
-        The averaged gradient is read from ``.grad``. Parameters that are not listed do not move.
+        Args:
+            parameters: Parameters to update. Other parameters of the optimizer do not change.
+            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter. None means all.
         """
         self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
@@ -127,11 +137,11 @@ class StalenessAwareAdam:
         )
 
     def catch_up(self, steps: int) -> float:
-        """For how many dense steps one delivery counts at most, at step ``steps``."""
+        """Return the maximum number of dense steps that one delivery counts for at step ``steps``."""
         return self.max_catch_up
 
     def corrects(self, steps: int) -> bool:
-        """Whether the moments are divided by ``1 - beta**steps`` at step ``steps``."""
+        """Return True if the moments are divided by ``1 - beta**steps`` at step ``steps``."""
         return self.bias_correction
 
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
@@ -143,18 +153,19 @@ class StalenessAwareAdam:
             if group["amsgrad"]:
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
         if "last_delivered" in state and state["last_delivered"].dtype != torch.int32:
-            # The bare optimizer's load_state_dict has cast it to the parameter's dtype; 16 bits hold no step counts.
+            # load_state_dict() of the original optimizer cast it to the parameter's dtype. A 16-bit float cannot
+            # hold step counts.
             last = state.pop("last_delivered")
             state.pop("param_rms", None)
             if last.element_size() >= _EXACT:
                 state["last_delivered"] = last.to(torch.int32)
         if "last_delivered" not in state or state["last_aware"] != state["step"]:
-            # The bare optimizer came last: it has stepped every coordinate every time.
+            # The original optimizer took the last step by itself. It steps every coordinate.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
             state.pop("param_rms", None)
         step = int(state["step"])
         if "param_rms" not in state:
             state["param_rms"] = root_mean_square(parameter)
-        elif step < _LOOK_EVERY or step % _LOOK_EVERY == 0:
+        elif step < _UPDATE_RMS_EVERY or step % _UPDATE_RMS_EVERY == 0:
             state["param_rms"].copy_(root_mean_square(parameter))
         return state

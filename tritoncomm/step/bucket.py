@@ -1,4 +1,4 @@
-"""Many gradients as one flat vector, and back."""
+"""Copies between the gradients of many parameters and one flat vector."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from tritoncomm.errors import ConfigurationError
 def split_by_size(
     parameters: Sequence[torch.Tensor], dense_below: int, *, flattened: bool | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """``parameters`` that are worth a sparse exchange, and the small ones; in the order given.
+    """Split ``parameters`` into large ones, which are worth a sparse exchange, and small ones. The order is kept.
 
-    Small are those of fewer than ``dense_below`` elements, and those of at most one dimension: biases and the
-    scales of norms. The latter only beside others, as a model of ``flattened`` shards has nothing else; None: when
-    these ``parameters``, which may be a part of the model, have nothing else. ``dense_below=0`` makes nothing small.
+    A parameter is small if it has fewer than ``dense_below`` elements, or at most one dimension, like a bias or the
+    weight of a norm.
+
+    Args:
+        parameters: Parameters to split.
+        dense_below: Number of elements. 0 makes no parameter small.
+        flattened: Whether the model has one-dimensional shards only. Then the number of dimensions does not matter.
+            None decides this from ``parameters``, which may be a part of the model.
+
+    Returns:
+        The large parameters and the small parameters.
     """
     if flattened is None:
         flattened = all(parameter.dim() <= 1 for parameter in parameters)
@@ -33,10 +41,14 @@ def split_by_size(
 
 
 class BucketLayout:
-    """Where each parameter lies in one flat fp32 vector, in the order given, without padding.
+    """The position of each parameter in one flat fp32 vector, in the given order, without padding.
 
-    Raises :class:`~tritoncomm.ConfigurationError` for parameters that cannot share one real vector:
-    complex ones, or ones on several devices.
+    Attributes:
+        parameters: The parameters, in the order of the vector.
+        bounds: Start of each parameter in the vector, followed by the length of the vector.
+
+    Raises:
+        ConfigurationError: A parameter is complex, a DTensor or listed twice, or the parameters are on several devices.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -44,19 +56,19 @@ class BucketLayout:
         self.bounds = [0, *accumulate(p.numel() for p in self.parameters)]
         devices = {p.device for p in self.parameters}
         if len(devices) > 1:
-            raise ConfigurationError(f"parameters lie on {sorted(map(str, devices))}: wrap one optimizer per device")
+            raise ConfigurationError(f"parameters are on {sorted(map(str, devices))}: use one optimizer per device")
         if len({id(p) for p in self.parameters}) < len(self.parameters):
-            raise ConfigurationError("a parameter is listed twice: give each to the optimizer once")
+            raise ConfigurationError("a parameter is listed twice: pass each parameter to the optimizer once")
         for parameter in self.parameters:
             if hasattr(parameter, "to_local"):
                 raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, of which this rank holds a part: "
-                    "under FSDP2 use tritoncomm.fsdp.register()"
+                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, which is sharded over ranks: "
+                    "with FSDP2, use tritoncomm.fsdp.register()"
                 )
             if parameter.is_complex():
                 raise ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: "
-                    "view it as real (torch.view_as_real) first"
+                    "convert it with torch.view_as_real first"
                 )
 
     @property
@@ -66,53 +78,53 @@ class BucketLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the flat vector lies; the CPU for a model without parameters."""
+        """Device of the flat vector. The CPU if there are no parameters."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it; no gradient counts as zero."""
+        """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero."""
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if parameter.grad is None:
                 part.zero_()
             elif parameter.grad.layout != torch.strided:
                 raise ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {parameter.grad.layout}: "
-                    "use Embedding(sparse=False)"
+                    "only dense gradients are supported, use Embedding(sparse=False)"
                 )
             else:
                 part.copy_(parameter.grad.detach().reshape(-1))
         return flat
 
     def fits_dtypes(self, flat: torch.Tensor) -> bool:
-        """False when a value of ``flat`` would overflow in the narrower gradient it belongs to."""
+        """Return False if a value of ``flat`` overflows in the dtype of its parameter."""
         pairs = zip(self.parameters, self.parts(flat), strict=True)
         return all(fits_dtype(part, parameter.dtype) for parameter, part in pairs)
 
     def scatter(self, flat: torch.Tensor) -> None:
-        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, creating those that are missing.
+        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, and create missing ones.
 
-        Parameters that have been frozen get none.
+        The ``.grad`` of a parameter that was frozen becomes None.
         """
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if not parameter.requires_grad:
                 parameter.grad = None
             elif parameter.grad is None or 0 in parameter.grad.stride():
-                # Several elements of an expanded gradient share memory and cannot hold an average each.
+                # Elements of an expanded gradient share memory, and cannot hold different values.
                 parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
             else:
                 parameter.grad.detach().copy_(part.view(parameter.shape))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The view of ``flat`` that belongs to each parameter."""
+        """Return the view of ``flat`` that belongs to each parameter."""
         return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def split(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """Ascending flat ``indices`` (int32) as int64 indices into each flattened parameter."""
+        """Split ascending ``indices`` (int32) of the flat vector into int64 indices of each flattened parameter."""
         bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
         cuts = torch.searchsorted(indices.long(), bounds).tolist()
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
 
 
 def fits_dtype(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """False when one of ``values`` (fp32) overflows in ``dtype``; only fp16 reaches less far than fp32."""
+    """Return False if one of ``values`` (fp32) overflows in ``dtype``. Only fp16 has a smaller range than fp32."""
     return dtype != torch.float16 or bool((values.abs() <= torch.finfo(dtype).max).all())

@@ -1,7 +1,7 @@
-"""The residual, and the one step that every front door shares.
+"""The residual, and one step of error feedback.
 
-Whatever an exchange does not deliver is kept and added to the next gradient, so that nothing is lost,
-only late. The residual is in gradient units, fp32, and is replaced only when a step has succeeded.
+The entries that an exchange does not deliver are kept in the residual, which is added to the next gradient. They are
+delayed, not lost. The residual is fp32, in units of the gradient. It is replaced only after a step has succeeded.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from tritoncomm_kernels import Workspace
 
 
 class ErrorFeedback:
-    """One rank's residual for one flat vector, and the algorithm that reduces it.
+    """One rank's residual for one flat vector, and the algorithm that exchanges this vector.
 
-    A step is :meth:`begin`, running the returned pattern on a scheduler, then :meth:`commit`; or
-    :meth:`rollback`, which leaves residual and algorithm state bit-identical to before.
+    A step has three parts: call :meth:`begin`, run the returned pattern on a scheduler, then call :meth:`commit` or
+    :meth:`rollback`. After :meth:`rollback`, residual and algorithm state are bit-identical to those before the step.
+
+    Attributes:
+        algorithm: The algorithm and its state.
+        residual: The residual, fp32 ``[numel]``.
+        workspace: Scratch memory of the kernels, kept between steps.
+        accumulator: Residual plus gradient of the last step. None before the first step.
     """
 
     def __init__(self, algorithm: Algorithm, device: torch.device | str = "cpu") -> None:
         self.algorithm = algorithm
         self.residual = torch.zeros(algorithm.numel, device=device)
-        # The sum is built here while the residual stays intact; a commit swaps the two.
+        # The sum is computed here, while the residual stays unchanged. A commit swaps the two.
         self._scratch = torch.zeros_like(self.residual)
         self.workspace = Workspace()
         self._before: Any = None
@@ -38,47 +44,54 @@ class ErrorFeedback:
     def begin(
         self, gradient: torch.Tensor, rank: int, world_size: int, algorithm: Algorithm | None = None
     ) -> Pattern[SparseVector]:
-        """The pattern of this step for ``gradient`` (``[numel]``; fp32, bf16 or fp16, only read).
+        """Begin a step and return its pattern.
 
-        ``algorithm`` takes the place of the usual one for this step.
+        Args:
+            gradient: The gradient, ``[numel]``, fp32, bf16 or fp16. It is only read.
+            rank: Rank in the group of the exchange.
+            world_size: Number of ranks in this group.
+            algorithm: Algorithm for this step only. None uses :attr:`algorithm`.
+
+        Raises:
+            ConfigurationError: The shapes of gradient and residual differ.
         """
         if gradient.shape != self.residual.shape:
             raise ConfigurationError(
-                f"gradient has shape {tuple(gradient.shape)}, this residual has {tuple(self.residual.shape)}"
+                f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
             )
         self._before = self.algorithm.state
         self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace)
         return (algorithm or self.algorithm).reduce(self.accumulator, rank, world_size)
 
     def commit(self) -> None:
-        """Adopt the new residual and state."""
+        """Commit the step: the new residual and algorithm state replace the old ones."""
         self.residual, self._scratch = self._scratch, self.residual
         self._before = self.algorithm.state
 
     def rollback(self) -> None:
-        """Forget the step that :meth:`begin` started."""
+        """Discard the step that :meth:`begin` started."""
         self.algorithm.state = self._before
 
     def suspend(self) -> None:
-        """:meth:`rollback`, but :meth:`resume` can still commit the step as long as no other one begins."""
+        """Roll back. :meth:`resume` can still commit the step if no other step begins first."""
         self._after = self.algorithm.state
         self.rollback()
 
     def resume(self) -> None:
-        """Commit the step that :meth:`suspend` put aside."""
+        """Commit the step that :meth:`suspend` rolled back."""
         self.algorithm.state = self._after
         self.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual (a copy) and the algorithm's state."""
+        """Return a copy of the residual, and the algorithm's state."""
         return {"residual": self.residual.clone(), "algorithm": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; nothing changes when it does not fit."""
+        """Load what :meth:`state_dict` returned. If it does not fit, nothing changes."""
         residual = state["residual"]
         if residual.shape != self.residual.shape:
             raise ConfigurationError(
-                f"saved residual has shape {tuple(residual.shape)}, needed is {tuple(self.residual.shape)}"
+                f"saved residual has shape {tuple(residual.shape)}, expected {tuple(self.residual.shape)}"
             )
         self.algorithm.load_state_dict(state["algorithm"])
         self.residual.copy_(residual)

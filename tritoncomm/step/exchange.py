@@ -1,4 +1,4 @@
-"""From ``.grad`` to averaged ``.grad``: the gradients of some parameters, exchanged as one flat vector."""
+"""The exchange of the gradients of some parameters as one flat vector: from ``.grad`` to averaged ``.grad``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,32 @@ logger = logging.getLogger("tritoncomm")
 
 
 class GradientExchange:
-    """One rank's exchange of the gradients of ``parameters`` by ``recipe``.
+    """One rank's exchange of the gradients of ``parameters``.
 
-    Small tensors, of fewer than ``dense_below`` elements or of one dimension, travel dense at the end of the
-    vector ``flat``; ``flattened`` is :func:`split_by_size`'s. ``by_update`` chooses among the
-    others as :class:`~tritoncomm.algorithms.Preconditioned` does. ``names`` are for messages. Without an initialized
-    process group this is one worker. ``last`` holds the figures of the last exchange, ``total`` the traffic of all,
-    ``steps`` how many were committed.
+    Small tensors are sent dense, at the end of the flat vector. Without an initialized process group, this is the
+    exchange of a single worker.
+
+    Args:
+        parameters: Parameters whose gradients are exchanged.
+        recipe: The recipe of the exchange.
+        group: Process group of the exchange. None is the default group.
+        timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
+        dense_below: Number of elements below which a tensor is small. See :func:`split_by_size`.
+        names: Names of the parameters, for messages.
+        flattened: See :func:`split_by_size`.
+        by_update: Whether to select large entries by their update, as
+            :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
+
+    Attributes:
+        layout: Position of each parameter in the flat vector.
+        flat: The flat vector, fp32 ``[numel]``.
+        feedback: The residual, and the algorithm with its state.
+        dense_numel: Number of elements that are sent dense.
+        last: Metrics of the last exchange.
+        total: Traffic of all exchanges.
+        steps: Number of committed steps.
+        zeroed: Number of NaN or Inf values that this rank has replaced by zero.
+        pending: Mean of a step that this rank could not confirm. Other ranks may have committed it. None otherwise.
     """
 
     def __init__(
@@ -60,19 +79,18 @@ class GradientExchange:
         self.dense_numel = sum(parameter.numel() for parameter in small)
         self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
         self._timeout = timeout
-        self.feedback = self._fresh()
+        self.feedback = self._new_error_feedback()
         self._connect(group)
         self.total, self._meter = Meter(), Meter()
         self.last: dict[str, float] = {}
         self.steps = self.zeroed = 0
-        # The mean of a step of which this rank cannot know whether the others have taken it.
         self.pending: SparseVector | None = None
         self.measure(None, 0.0)
 
     def _connect(self, group: dist.ProcessGroup | None) -> None:
         scheduler: ProcessGroupScheduler | None = None
         rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-        self.recipe.check_world_size(world_size)  # before any group is made for it
+        self.recipe.check_world_size(world_size)  # before process groups are created for it
         if is_distributed():
             shapes = [(self._names.get(id(p), ""), tuple(p.shape)) for p in self.parameters]
             stamp = f"{self.recipe.name} {self.settings} {shapes}"
@@ -81,7 +99,7 @@ class GradientExchange:
         self.group, self._scheduler, self.rank, self.world_size = group, scheduler, rank, world_size
 
     def agree_on_exchange_id(self) -> None:
-        """Tell this exchange from others in its group: all ranks call this, once they know that they are alike."""
+        """Agree on an identifier of this exchange within its group. All ranks call this after :func:`compare_setup`."""
         if self._scheduler is not None:
             self._scheduler.agree_on_exchange_id()
 
@@ -95,14 +113,22 @@ class GradientExchange:
     ) -> SparseVector:
         """Replace every ``.grad`` by the mean over ranks, and return that mean.
 
-        Gradients are divided by ``scale`` first. A rank whose gradients cannot be exchanged says why with
-        ``local_error``, or that it ``overflowed``: it takes part as NaN, so that no rank waits for it and all refuse
-        the step, and raises ``local_error`` itself. ``zero`` puts zeros in the place of NaN and Inf. Raises
-        :class:`~tritoncomm.NonFiniteError`, which names ranks and parameters, when the step was refused; nothing
-        has changed then.
+        A rank whose gradients cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the
+        step.
+
+        Args:
+            local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
+            scale: Loss scale. Gradients are divided by it first.
+            overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
+            zero: Whether to replace NaN and Inf by zero.
+
+        Raises:
+            NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
+            ConfigurationError: ``local_error``, a gradient that is not dense, or a process group that was initialized
+                after this object was created.
         """
         if self._scheduler is None and is_distributed():
-            raise ConfigurationError("torch.distributed was initialised after wrap(): initialise it first")
+            raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         started = time.perf_counter()
         try:
             flat = self.layout.gather(self.flat)
@@ -117,10 +143,10 @@ class GradientExchange:
         try:
             mean = self._exchange(flat)
         except NonFiniteError as error:
-            refused = self.explained(error, local_error, overflowed=overflowed)
+            described = self.describe_error(error, local_error, overflowed=overflowed)
             if local_error is not None:
                 raise local_error from None
-            raise refused from None
+            raise described from None
         finally:
             self.measure(None, time.perf_counter() - started)
         self.layout.scatter(flat)
@@ -133,18 +159,18 @@ class GradientExchange:
 
     @property
     def part(self) -> tuple[Algorithm, int]:
-        """What :func:`log_choice` needs to know."""
+        """The algorithm and the number of values that are sent dense, for :func:`log_choice`."""
         return self.feedback.algorithm, self.dense_numel
 
     def flush(self) -> SparseVector:
-        """Deliver everything that is owed, dense, and replace every ``.grad`` by the mean of it, which is returned."""
+        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return that mean."""
         flat = self.flat.zero_()
         mean = self._exchange(flat, dense=True)
         self.layout.scatter(flat)
         return mean
 
     def _exchange(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
-        """Exchange ``flat`` (fp32 ``[numel]``), which becomes the mean, and commit when all ranks have got it."""
+        """Replace ``flat`` (fp32 ``[numel]``) by the mean over ranks, and commit once all ranks have it."""
         mean = self.begin(flat, dense=dense)
         try:
             self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
@@ -160,9 +186,12 @@ class GradientExchange:
         return mean
 
     def begin(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
-        """The mean of ``flat`` (only read), for :meth:`commit` or :meth:`rollback`; rolled back when it fails."""
+        """Exchange ``flat``, which is only read, and return the mean. Roll back if the exchange fails.
+
+        Call :meth:`commit` or :meth:`rollback` next. ``dense`` delivers all entries, whatever the recipe.
+        """
         if self._scheduler is not None:
-            self._scheduler.check()  # an undecided step stays so on a group that has failed
+            self._scheduler.check()  # raises if the group has failed, so that a pending step is kept
         self.pending = None
         algorithm = Dense().build(self.layout.numel) if dense else None
         try:
@@ -173,7 +202,7 @@ class GradientExchange:
         return mean
 
     def confirm(self) -> None:
-        """Every rank has come this far: without it some would apply a step that others have lost."""
+        """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost."""
         if self.world_size > 1:
             meter = self._meter
             assert self._scheduler is not None
@@ -183,16 +212,16 @@ class GradientExchange:
             self._meter = meter
 
     def commit(self) -> None:
-        """Adopt the step."""
+        """Commit the step."""
         self.feedback.commit()
         self.steps += 1
 
     def rollback(self) -> None:
-        """Forget the step."""
+        """Discard the step."""
         self.feedback.rollback()
 
     def commit_pending(self) -> SparseVector:
-        """Commit the :attr:`pending` step after all: another rank has. ``.grad`` becomes its mean."""
+        """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
         assert self.pending is not None
         mean, self.pending = self.pending, None
         self.feedback.resume()
@@ -201,36 +230,40 @@ class GradientExchange:
         return mean
 
     def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
-        """This rank's residual by parameter (flat views), in the order in which parameters were given."""
+        """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
         parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
         return {parameter: parts[parameter] for parameter in self.parameters}
 
     def adopt_residuals(self, other: GradientExchange) -> None:
-        """Owe what ``other`` owes for the parameters that both have."""
-        mine = self.residuals_by_parameter()
-        for parameter, residuals_by_parameter in other.residuals_by_parameter().items():
-            if parameter in mine:
-                mine[parameter].copy_(residuals_by_parameter)
+        """Copy the residuals of ``other`` for the parameters that both exchanges have."""
+        own = self.residuals_by_parameter()
+        for parameter, residual in other.residuals_by_parameter().items():
+            if parameter in own:
+                own[parameter].copy_(residual)
 
     def adopt(self, other: GradientExchange) -> None:
-        """Continue where ``other`` is, for the parameters that both have."""
+        """Continue from the state of ``other``, with its residuals of the parameters that both exchanges have."""
         self.adopt_residuals(other)
         self.feedback.algorithm.adopt_across_layout(other.feedback.algorithm)
         self.total, self.last, self.steps, self.zeroed = other.total, other.last, other.steps, other.zeroed
 
     def change_recipe(self, recipe: Recipe) -> None:
-        """Go on with ``recipe``, of the same method; what is owed stays."""
+        """Continue with ``recipe``, which must be of the same method. The residual is kept."""
         recipe.check_world_size(self.world_size)
         before, self.recipe = self.feedback, recipe
-        self.feedback = self._fresh()
+        self.feedback = self._new_error_feedback()
         self.feedback.residual.copy_(before.residual)
         self.feedback.algorithm.adopt_across_density(before.algorithm)
         self._connect(self.group)
 
     def move(self, group: dist.ProcessGroup | None, recipe: Recipe) -> None:
-        """Go on in ``group``, of whatever size, with ``recipe``, which differs from the present one in nodes at most.
+        """Continue in another group of any size.
 
-        What this rank has to deliver to the mean stays the same.
+        The residual is scaled by the ratio of world sizes. This rank's contribution to the mean stays the same.
+
+        Args:
+            group: The new process group. None is the default group.
+            recipe: The new recipe. It may differ from the present one only in :class:`~tritoncomm.Hierarchical`.
         """
         before, size, former = self.feedback, self.world_size, self.recipe
         self.recipe = recipe
@@ -240,17 +273,15 @@ class GradientExchange:
             self.recipe = former
             raise
         share = self.world_size / size
-        self.feedback = self._fresh()
+        self.feedback = self._new_error_feedback()
         torch.mul(before.residual, share, out=self.feedback.residual)
         state = before.algorithm.state_dict()
-        # Within nodes a rank has learnt about a part of the vector, which is another one now.
+        # Within nodes, the state of a rank belongs to a part of the vector. This part may be another one now.
         self.feedback.algorithm.migrate([state] if former == recipe else [], share, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals by parameter and the algorithm's state; this rank's alone."""
-        residuals = [
-            residuals_by_parameter.clone() for residuals_by_parameter in self.residuals_by_parameter().values()
-        ]
+        """Return this rank's state: the residual of each parameter, and the algorithm's state."""
+        residuals = [residual.clone() for residual in self.residuals_by_parameter().values()]
         return state_format.with_checksum(
             rank=self.rank,
             world_size=self.world_size,
@@ -262,16 +293,14 @@ class GradientExchange:
         )
 
     def loaded(self, state: Mapping[str, Any]) -> ErrorFeedback:
-        """An error feedback with the content of ``state``, to be put in place by the caller.
+        """Return an error feedback with the content of ``state``. This exchange does not change.
 
-        Raises :class:`~tritoncomm.ConfigurationError` when it is damaged or belongs to another rank, world size,
-        method or model.
+        Raises:
+            ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
         """
-        feedback = self._fresh()
+        feedback = self._new_error_feedback()
         state_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
-        if [len(residuals_by_parameter) for residuals_by_parameter in state["residuals"]] != [
-            p.numel() for p in self.parameters
-        ]:
+        if [len(residual) for residual in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         residuals_by_parameter = dict(zip(self.parameters, state["residuals"], strict=True))
         residual = torch.cat(
@@ -279,30 +308,34 @@ class GradientExchange:
         )
         algorithm = state["algorithm"]
         if "migrated" in state or state["settings"] != self.settings:
-            # What a method has learnt belongs to its settings and world size; what is owed does not.
+            # The state of a method depends on its settings and on the world size. The residual does not.
             if "migrated" in state:
                 migrated = state["migrated"]
-                own, common = map(self._readable, migrated["states"]), self._readable(migrated["common"])
+                own, common = map(self._drop_scale, migrated["states"]), self._drop_scale(migrated["common"])
                 feedback.algorithm.migrate(list(own), migrated["share"], common)
             else:
-                logger.warning("the checkpoint was written with %s: the method starts anew", state["settings"])
+                logger.warning(
+                    "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
+                    "method starts from scratch",
+                    state["settings"],
+                )
             algorithm = feedback.algorithm.state_dict()
-        readable = self._readable(algorithm)
-        feedback.load_state_dict({"residual": residual, "algorithm": readable})
-        if readable is not algorithm:
+        loadable = self._drop_scale(algorithm)
+        feedback.load_state_dict({"residual": residual, "algorithm": loadable})
+        if loadable is not algorithm:
             feedback.algorithm.invalidate_thresholds()
         return feedback
 
-    def _readable(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``state`` of an algorithm, without the scale that it was saved with if this exchange has none."""
+    def _drop_scale(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the ``state`` of an algorithm, without its saved scale if this exchange selects by gradient."""
         return state if self._by_update else without_scale(state)
 
     @property
     def settings(self) -> str:
-        """The recipe and what else decides what travels."""
+        """The recipe, and the number of values that are sent dense, as text."""
         return f"{self.recipe!r}, {self.dense_numel} values dense"
 
-    def _fresh(self) -> ErrorFeedback:
+    def _new_error_feedback(self) -> ErrorFeedback:
         chosen = self.recipe
         if self._by_update:
             large = self.layout.parameters[: self._large]
@@ -319,15 +352,15 @@ class GradientExchange:
             self._meter = self._scheduler.meter
 
     def zero_non_finite(self, flat: torch.Tensor) -> None:
-        """Put zeros in the place of NaN and Inf, and say where."""
+        """Replace NaN and Inf in ``flat`` by zero, and log the parameters."""
         bad = self.non_finite(flat)
         if bad:
             self.zeroed += sum(bad.values())
-            logger.warning("rank %d: NaN or Inf taken for zero in %s", self.rank, _listed(bad))
+            logger.warning("rank %d: NaN or Inf replaced by zero in %s", self.rank, _listed(bad))
             flat.nan_to_num_(0.0, 0.0, 0.0)
 
     def non_finite(self, flat: torch.Tensor) -> dict[str, int]:
-        """Which parameters have how many NaN or Inf in ``flat``."""
+        """Return the number of NaN or Inf values in ``flat`` of each parameter that has any, by name."""
         if bool(flat.isfinite().all()):
             return {}
         parts = zip(self.layout.parameters, self.layout.parts(flat), strict=True)
@@ -338,30 +371,36 @@ class GradientExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}"
 
-    def explained(
+    def describe_error(
         self, error: NonFiniteError, local_error: ConfigurationError | None = None, *, overflowed: bool = False
     ) -> NonFiniteError:
-        """``error`` with the parameters at fault in ``flat``; all ranks come here together."""
+        """Return ``error`` with the ranks and parameters that hold NaN or Inf. All ranks must call this together.
+
+        Args:
+            error: The error of the exchange. It is returned if no rank finds NaN or Inf in its gradients.
+            local_error: Why this rank's gradients cannot be exchanged.
+            overflowed: Whether the scaled loss overflowed on this rank.
+        """
         if local_error is not None:
             own = str(local_error)
         else:
-            own = "all, as the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
-        everybody = [own]
+            own = "all, because the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
+        gathered = [own]
         if self._scheduler is not None:
-            everybody = [fields["at fault"] for fields in setup_checks.gather({"at fault": own}, self.group)]
-        at_fault = {rank: bad for rank, bad in enumerate(everybody) if bad}
+            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": own}, self.group)]
+        at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
         named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
         return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
 
     def _check_range(self, flat: torch.Tensor) -> None:
-        # Decided from the mean, which all ranks have, so all refuse or none.
+        # All ranks have the same mean, so all of them raise or none.
         if not self.layout.fits_dtypes(flat):
             raise NonFiniteError("a mean of finite gradients overflows in float16; nothing was applied")
 
     def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Note what the last exchange did, which took ``seconds`` in all; without a mean it was refused."""
+        """Record the metrics of an exchange that took ``seconds``. ``mean`` is None if the step was rejected."""
         meter, accumulator = self._meter, self.feedback.accumulator
         selecting = accumulator.seconds if accumulator else 0.0
         if mean is not None:

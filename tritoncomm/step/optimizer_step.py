@@ -1,4 +1,4 @@
-"""Takes the wrapped optimizer's step over what an exchange delivered."""
+"""The step of the original optimizer, for the entries that an exchange delivered."""
 
 from __future__ import annotations
 
@@ -20,61 +20,74 @@ from tritoncomm.step.options import WrapOptions, is_dense
 
 logger = logging.getLogger("tritoncomm")
 
-# Their update is linear in the gradient: late delivery only delays it.
+# Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
 _LINEAR = (torch.optim.SGD,)
 
 
-# Not torch.compiler.disable, which imports the compiler for everybody.
+# Not torch.compiler.disable, which imports the compiler even if it is not used.
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 @dataclass
 class StepState:
-    """Where a wrapped optimizer is between an exchange and its step.
+    """State of a wrapped optimizer between an exchange and the step that follows.
 
-    In an object of its own, because frameworks put proxies in front of optimizers that read through to them, but keep
-    what is assigned.
+    It is a separate object because frameworks put proxies in front of optimizers. A proxy reads attributes from the
+    optimizer, but keeps those that are assigned to it.
+
+    Attributes:
+        exchanged: Whether gradients have been exchanged for the next step.
+        mean: The averaged gradient. None if the step is skipped.
+        written_gradients: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
+        found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
+            without such a call.
+        skipped: Number of skipped steps.
+        reduction_checked: Whether the first exchange has checked that no DDP module averages the gradients, too.
+        scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
     exchanged: bool = False
     mean: SparseVector | None = None
-    written: list[torch.Tensor | None] = field(default_factory=list)
-    found_in_unscale: torch.Tensor | None = None  # what a scaler of ours found, of all ranks
+    written_gradients: list[torch.Tensor | None] = field(default_factory=list)
+    found_in_unscale: torch.Tensor | None = None
     skipped: int = 0
-    checked: bool = False  # that nobody else reduces these gradients
-    told: bool = False  # that scales are no longer equal
+    reduction_checked: bool = False
+    scale_warning_logged: bool = False
 
     def reset(self) -> None:
-        """The exchange has been used, or is not to be."""
-        self.exchanged, self.mean, self.written, self.found_in_unscale = False, None, [], None
+        """Discard the last exchange, which has been used or is not needed."""
+        self.exchanged, self.mean, self.written_gradients, self.found_in_unscale = False, None, [], None
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
-    """True when late deliveries to ``optimizer`` are taken for late."""
+    """Return True if ``optimizer`` takes the staleness-aware step."""
     return options.staleness == "aware" and is_adam(optimizer)
 
 
 def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
-    """What ``select_by`` means for this optimizer and recipe."""
+    """Return True if ``recipe`` selects entries by their update, False if by their gradient."""
     if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
         return False
     if options.select_by == "update" and not recipe.compares_entries():
-        raise ConfigurationError(f"select_by='update': {recipe!r} does not compare entries, leave select_by out")
+        raise ConfigurationError(f"select_by='update': {recipe!r} does not compare entries, omit select_by")
     return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 
 class OptimizerStep:
-    """The step of ``optimizer``: its own, or the staleness-aware one of Adam and AdamW.
+    """The step of ``optimizer``: its own step, or the staleness-aware step for Adam and AdamW.
 
-    ``late`` says whether anything is ever delivered late.
+    Args:
+        optimizer: The original optimizer.
+        options: The options of ``wrap``.
+        delayed: Whether the recipe delivers entries with a delay.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, late: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, delayed: bool) -> None:
         self.optimizer = optimizer
         self._max_grad_norm = options.max_grad_norm
         self._adam: StalenessAwareAdam | None = None
         self.grad_norm = 0.0
-        if not late or options.staleness == "off":
+        if not delayed or options.staleness == "off":
             return
         if takes_aware_step(optimizer, options):
             self._adam = StalenessAwareAdam(
@@ -82,29 +95,36 @@ class OptimizerStep:
             )
         elif not isinstance(optimizer, _LINEAR):
             logger.warning(
-                "%s is not staleness-aware: it takes late, bursty gradients at face value; expect a gap to dense "
-                "that grows as the density falls",
+                "%s is not staleness-aware: it treats a sum of delayed gradients as one gradient. Expect a higher loss "
+                "than with a dense exchange. The gap grows as the density falls",
                 type(optimizer).__name__,
             )
 
     def check(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` for options that this step cannot honour."""
+        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
         if self._adam is not None:
             self._adam.check_options()
 
     def step(self, mean: SparseVector, layout: BucketLayout, *, clip: bool = True) -> None:
-        """Step by ``.grad``, which holds ``mean`` (to be clipped to ``max_grad_norm``, or changed by the user)."""
-        self.check()  # before anything is clipped or decayed
+        """Update the parameters from ``.grad``.
+
+        Args:
+            mean: The averaged gradient. Its indices select the delivered coordinates. Its values are not used, because
+                the user may have changed ``.grad``.
+            layout: Position of each parameter in the flat vector.
+            clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
+        """
+        self.check()  # before any gradient or parameter changes
         if clip and self._max_grad_norm is not None:
             self.grad_norm = float(torch.nn.utils.clip_grad_norm_(layout.parameters, self._max_grad_norm))
-        everything = [None] * len(layout.parameters)
-        self._take(layout, everything if mean.is_full else layout.split(mean.indices))
+        all_coordinates = [None] * len(layout.parameters)
+        self._apply(layout, all_coordinates if mean.is_full else layout.split(mean.indices))
 
     def is_synthetic(self) -> bool:
-        """True for the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
+        """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
-        Maybe not all ranks take part in it, so that nothing may be exchanged. Learning rates are zero then, but so they
-        are in the first step of a warm-up: it is the caller that tells.
+        Nothing may be exchanged in this step, because other ranks may not take it. All learning rates are zero in it.
+        They can be zero in the first step of a warm-up, too, so the call stack is searched for the caller.
         """
         groups = self.optimizer.param_groups
         module = sys.modules.get("torch.distributed.checkpoint.state_dict")
@@ -117,23 +137,26 @@ class OptimizerStep:
         return frame is not None
 
     def initialize_state(self, layout: BucketLayout) -> None:
-        """A step that moves nothing (learning rate and gradients are zero) but makes the optimizer's state."""
-        self._take(layout, [None] * len(layout.parameters))
+        """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
+        self._apply(layout, [None] * len(layout.parameters))
 
     @without_compile
-    def _take(self, layout: BucketLayout, delivered: Iterable[torch.Tensor | None]) -> None:
+    def _apply(self, layout: BucketLayout, delivered: Iterable[torch.Tensor | None]) -> None:
         if self._adam is None:
             self.optimizer.step()
             return
-        # The wrapped optimizer's own step is not called; schedulers built on it look for this mark,
-        # and whoever registered hooks on it expects them to run.
+        # The original optimizer's own step() is not called. Learning rate schedulers built on it look for this
+        # attribute, and its hooks must run.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         _run(self.optimizer._optimizer_step_pre_hooks.values(), self.optimizer)  # noqa: SLF001
         self._adam.step(layout.parameters, list(delivered))
         _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
 
     def restore(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer loaded ``state_dict`` and cast it to the parameter's dtype: step counts stay as saved."""
+        """Restore the entries of the staleness-aware step after ``optimizer.load_state_dict(state_dict)``.
+
+        The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
+        """
         for saved_group, group in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
             for key, parameter in zip(saved_group["params"], group["params"], strict=True):
                 saved = state_dict["state"].get(key, {})

@@ -1,4 +1,4 @@
-"""What a front door is told: checked once, the same for all of them."""
+"""Arguments of ``wrap``, DDP and FSDP2, and their checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NONFINITE_POLICIES = ("skip", "raise", "zero")
 
 @dataclass(frozen=True, kw_only=True)
 class WrapOptions:
-    """What :func:`tritoncomm.wrap` was told, beyond the recipe."""
+    """The arguments of :func:`tritoncomm.wrap` apart from the recipe and the groups, checked when constructed."""
 
     staleness: str = "aware"
     select_by: str = "auto"
@@ -42,21 +42,21 @@ class WrapOptions:
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
-                f"max_catch_up={self.max_catch_up!r}: a delivery is at least one step, give a number from 1 on"
+                f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
             )
         if not (is_number(self.max_relative_update) and self.max_relative_update >= 0):
             raise ConfigurationError(
-                f"max_relative_update={self.max_relative_update!r}: give a share of a tensor's norm, 0 or more; "
-                "math.inf is no limit"
+                f"max_relative_update={self.max_relative_update!r}: must be a fraction of a tensor's norm, at least 0; "
+                "use math.inf for no limit"
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
-            raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: give a positive number, or None")
+            raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
 
 
 def is_number(value: object) -> bool:
-    """True for an int or a float, but not for a bool."""
+    """Return True for an int or a float, but not for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -67,13 +67,13 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_dense_below(dense_below: int) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless it is a number of elements."""
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
     if not (isinstance(dense_below, int) and dense_below >= 0):
-        raise ConfigurationError(f"dense_below={dense_below!r}: give a number of elements, 0 for none dense")
+        raise ConfigurationError(f"dense_below={dense_below!r}: must be a number of elements, 0 sends no tensor dense")
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless it is a ``timedelta`` or None."""
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``timeout`` is a ``timedelta`` or None."""
     if not (timeout is None or isinstance(timeout, timedelta)):
         raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
 
@@ -86,13 +86,25 @@ def resolve_recipe(
     node_group: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Recipe:
-    """The recipe that ``algo`` stands for, after ``warmup_steps`` dense ones, between the nodes of ``node_group``."""
+    """Return the recipe that the arguments of ``wrap`` describe.
+
+    Args:
+        algo: Name of a method, or a recipe.
+        density: Fraction of entries to deliver. A recipe has its own.
+        warmup_steps: Number of dense exchanges before the first sparse one.
+        fields: Further fields of the recipe.
+        node_group: Ranks of this rank's node. None if nodes are not treated separately.
+        group: Process group of the exchange. None is the default group.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+    """
     if not isinstance(algo, Recipe):
         chosen = recipe(algo, density=density, **fields)
     else:
         given = sorted(fields) + ([] if density in (DEFAULT_DENSITY, algo.density) else ["density"])
         if given:
-            raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it there")
+            raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
     return with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
 
@@ -100,25 +112,30 @@ def resolve_recipe(
 def with_warmup_and_nodes(
     chosen: Recipe, warmup_steps: int, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
 ) -> Recipe:
-    """``chosen`` after ``warmup_steps`` dense steps, between the nodes of ``node_group``."""
+    """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
+
+    Raises:
+        ConfigurationError: ``node_group`` is not a node of consecutive ranks.
+        ConfigMismatchError: Nodes differ in size.
+    """
     if warmup_steps != 0:
         chosen = Warmup(recipe=chosen, steps=warmup_steps)
     if node_group is None:
         return chosen
-    everybody = dist.get_process_group_ranks(group or dist.group.WORLD)
+    group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     node = dist.get_process_group_ranks(node_group)
-    places = [everybody.index(rank) if rank in everybody else -1 for rank in node]
+    places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]
     if dist.get_rank() not in node or places[0] % len(node) or places != list(range(places[0], places[0] + len(node))):
         raise ConfigurationError(
-            f"node_group holds ranks {node} of {everybody}: nodes must be equally large, of consecutive ranks, as "
-            "torchrun numbers them, and this rank in its own"
+            f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
+            "them, all nodes the same number of ranks, and node_group must contain this rank"
         )
-    setup_checks.compare({"node size": len(node)}, group)  # before groups are made of it
+    setup_checks.compare({"node size": len(node)}, group)  # before process groups depend on it
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 
 def with_density(chosen: Recipe, density: float) -> Recipe:
-    """``chosen`` at another density."""
+    """Return a copy of ``chosen`` with another density."""
     inner = getattr(chosen, "recipe", None)
     if inner is not None:
         return replace(chosen, recipe=with_density(inner, density))  # type: ignore[call-arg]
@@ -126,13 +143,13 @@ def with_density(chosen: Recipe, density: float) -> Recipe:
 
 
 def is_dense(chosen: Recipe) -> bool:
-    """True when nothing is ever late."""
+    """Return True if ``chosen`` is :class:`~tritoncomm.Dense`, or a wrapper around it. No entry is delayed then."""
     inner = getattr(chosen, "recipe", None)
     return is_dense(inner) if inner is not None else isinstance(chosen, Dense)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` for what cannot be wrapped."""
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -140,10 +157,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
-    """Log once, on rank 0, which method was chosen and how many bytes it is predicted to save.
+    """Log on rank 0 which method is used, and how many bytes it is predicted to save.
 
-    ``parts`` are the vectors that are exchanged separately: the algorithm of each, and how many of its values belong
-    to small tensors, which are sent dense. The level is WARNING if nothing is saved.
+    The level is WARNING if nothing is saved and the density is not 1.
+
+    Args:
+        recipe: The recipe in use.
+        rank: Rank in the group.
+        world_size: Number of ranks in the group.
+        parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
+            belong to small tensors, which are sent dense.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
@@ -163,7 +186,7 @@ def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple
 
 
 def readable_size(size: float) -> str:
-    """``size`` in bytes with a unit and three digits, for example ``"5.20 MB"``."""
+    """Return ``size`` (bytes) with a unit and three digits, for example ``"5.20 MB"``."""
     for unit in ("bytes", "kB", "MB"):
         if size < 999.5:  # noqa: PLR2004 - more would be printed with four digits
             return f"{size:.3g} {unit}" if unit == "bytes" else f"{size:#.3g} {unit}".replace(". ", " ")

@@ -1,4 +1,4 @@
-"""Checks before anything is exchanged: ranks are configured alike, and nobody else averages the gradients."""
+"""Checks before the first exchange: ranks are configured identically, and DDP does not average the gradients, too."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeE
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.version import __version__
 
-_REFUSED = "refused"
+_ERROR = "refused"  # key of the error that a rank reports to the others
 
 
 def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Gather ``fields`` (small, picklable) of all ranks; all ranks raise alike when any differ.
+    """Gather ``fields`` (small, picklable) of all ranks, and raise on all ranks if any value differs.
 
-    Raises :class:`~tritoncomm.ConfigMismatchError` that names every differing field, the values and
-    the ranks that hold them.
+    Raises:
+        ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
+            the fields, their values and the ranks.
     """
-    everybody = gather(dict(fields), group)
-    refused = {rank: e[_REFUSED] for rank, e in enumerate(everybody) if _REFUSED in e}
-    if refused:
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in refused.items())
-        raise ConfigMismatchError(f"ranks {sorted(refused)} refused to start: {reasons}")
-    differences = [text for name in fields if (text := _difference(name, [e.get(name) for e in everybody]))]
+    gathered = gather(dict(fields), group)
+    errors = {rank: entry[_ERROR] for rank, entry in enumerate(gathered) if _ERROR in entry}
+    if errors:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
+        raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
+    differences = [text for name in fields if (text := _difference(name, [entry.get(name) for entry in gathered]))]
     if differences:
         raise ConfigMismatchError(
-            "ranks are configured differently; make them equal before wrapping (for parameter values: "
+            "ranks are configured differently; configure them identically (for parameter values: "
             "wrap(..., broadcast_parameters=True)): " + "; ".join(differences)
         )
 
 
 @contextmanager
 def propagate_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """An argument that the body refuses on this rank is an error in the others' next :func:`compare`."""
+    """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it."""
     try:
         yield
-    except (ConfigMismatchError, ExchangeError):  # known to all
+    except (ConfigMismatchError, ExchangeError):  # all ranks raise these
         raise
     except Exception as error:
         if is_distributed():
@@ -54,24 +55,24 @@ def propagate_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None) -> None:
-    """Take part in the others' :func:`compare` with a ``reason`` why this rank cannot start."""
-    gather({_REFUSED: reason}, group)
+    """Take part in the :func:`compare` of the other ranks with the ``reason`` why this rank cannot start."""
+    gather({_ERROR: reason}, group)
 
 
 def gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """``fields`` (small, picklable) of every rank, by rank."""
-    everybody: list[Any] = [None] * dist.get_world_size(group)
+    """Return ``fields`` (small, picklable) of every rank, ordered by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(everybody, fields, group=group)
+        dist.all_gather_object(gathered, fields, group=group)
     except RuntimeError as error:
-        raise ExchangeError(f"a rank was lost, or did not come, while set-ups were compared: {error}") from error
-    return everybody
+        raise ExchangeError(f"configuration check failed, a rank was lost or did not take part: {error}") from error
+    return gathered
 
 
 def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, Any]:
-    """What must agree about the parameters: names, shapes, dtypes, and the values by digest.
+    """Return the fields that must agree about the parameters: names, shapes, dtypes, and digests of the values.
 
-    The order is part of it: the fields are lists in the order of the optimizer's groups.
+    The fields are lists in the order of the optimizer's parameter groups. The order must agree, too.
     """
     return {
         "number of parameters": len(parameters),
@@ -83,7 +84,7 @@ def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A short digest of the bytes of ``tensor``."""
+    """Return a short digest of the bytes of ``tensor``."""
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
@@ -100,9 +101,18 @@ def compare_setup(
 ) -> None:
     """Check that all ranks of ``group`` are configured identically and are at the same step.
 
-    ``trained`` are the parameters of ``optimizer`` that require gradients. With ``broadcast``, all parameters of the
-    optimizer then get the values of the group's first rank. Otherwise the values must be equal.
-    Raises :class:`~tritoncomm.ConfigMismatchError` on all ranks if anything differs.
+    Args:
+        optimizer: The original optimizer.
+        trained: Parameters of ``optimizer`` that require gradients.
+        recipe: The recipe of the exchange.
+        options: The options of ``wrap``.
+        steps: Number of committed steps.
+        group: Process group of the exchange. None is the default group.
+        broadcast: Whether to copy the values of all parameters from the group's first rank afterwards. If False, the
+            values of ``trained`` must be equal.
+
+    Raises:
+        ConfigMismatchError: Anything differs. All ranks raise it.
     """
     if not is_distributed():
         return
@@ -142,7 +152,7 @@ def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | No
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
-    """The parameters of all groups, with their names if they were given by name."""
+    """Return the parameters of all groups with their names. Unnamed parameters have the name ``""``."""
     return [
         pair
         for group in optimizer.param_groups
@@ -151,24 +161,26 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` for what ``load_state_dict`` would refuse."""
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot load ``state``."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
-        has = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ConfigurationError(f"this is no state of an optimizer: it has {has}")
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"not an optimizer state_dict: expected keys 'state', 'param_groups', got {found}")
     saved = [len(group.get("params", ())) for group in state["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
-        raise ConfigurationError(f"this checkpoint has parameter groups of {saved} parameters, here they have {here}")
+        raise ConfigurationError(
+            f"state_dict has parameter groups of {saved} parameters, the parameter groups of the optimizer have {here}"
+        )
 
 
 def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` when a living DDP module reduces one of ``parameters``.
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module reduces one of ``parameters``.
 
-    DDP leaves no mark on its parameters, so its modules are looked for among all living objects; once or twice
-    in a run, some milliseconds each.
+    DDP does not mark its parameters. This function therefore searches all live Python objects for DDP modules. It is
+    called once or twice per run and takes a few milliseconds.
     """
     wanted = {id(parameter) for parameter in parameters}
-    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+    for module in [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]:
         hooks = [hook for hook, _ in getattr(module, "_comm_hooks", [])]
         if noop_hook in hooks:
             continue
@@ -191,10 +203,10 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 
 def _list_difference(name: str, values: Sequence[list[Any]]) -> str:
-    """Name the first position, and say so when the same things stand in another order."""
+    """Describe the first difference between lists, and whether only their order differs."""
     first = next(i for i in range(len(values[0])) if any(v[i] != values[0][i] for v in values))
     if all(sorted(map(str, v)) == sorted(map(str, values[0])) for v in values):
-        name += " (the same ones in another order: parameter order differs)"
+        name += " (the same values in another order: parameter order differs)"
     column = [value[first] for value in values]
     sides = [f"{_ranks(column, value)} {value!r}" for value in _distinct(column)]
     return f"{name}, first at parameter {first}: " + ", ".join(sides)

@@ -1,4 +1,4 @@
-"""What one rank saves of an exchange, and what it is worth when somebody loads it."""
+"""The state that one rank saves of its exchange: format, checks, and conversion to another world size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "a
 
 
 def with_checksum(**fields: Any) -> dict[str, Any]:
-    """``fields`` with the schema's version and a checksum."""
+    """Return ``fields`` with the version of the schema and a checksum."""
     state = {"schema": SCHEMA, **fields}
     return state | {"checksum": checksum(state)}
 
 
 def checksum(state: Mapping[str, Any]) -> str:
-    """A digest of everything in ``state`` but its checksum."""
+    """Return a digest of all of ``state`` except its checksum."""
     digest = hashlib.blake2b(digest_size=16)
 
     def feed(value: Any) -> None:
@@ -33,7 +33,7 @@ def checksum(state: Mapping[str, Any]) -> str:
             for key in sorted(value, key=str):
                 digest.update(repr(key).encode())
                 feed(value[key])
-        elif isinstance(value, (list, tuple)):  # a checkpoint may bring one back as the other
+        elif isinstance(value, (list, tuple)):  # loading may turn one into the other
             digest.update(f"[{len(value)}".encode())
             for item in value:
                 feed(item)
@@ -45,12 +45,12 @@ def checksum(state: Mapping[str, Any]) -> str:
 
 
 def check(state: Mapping[str, Any], **here: Any) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is whole and its fields are those ``here``."""
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is intact and its fields equal those ``here``."""
     if not isinstance(state, Mapping):
-        raise ConfigurationError(f"this is no state of an exchange but a {type(state).__name__}")
+        raise ConfigurationError(f"not a state of a gradient exchange: expected a dict, got {type(state).__name__}")
     if state.get("schema") != SCHEMA:
         raise ConfigurationError(
-            f"this checkpoint was written with schema={state.get('schema')!r}, this version reads {SCHEMA}"
+            f"this checkpoint was written with schema={state.get('schema')!r}, this version reads schema={SCHEMA}"
         )
     missing = [field for field in _FIELDS if field not in state]
     if missing:
@@ -58,33 +58,46 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": every rank loads its own, tritoncomm.checkpoint.save() keeps them all",
+                "rank": ": load the state of this rank, tritoncomm.checkpoint.save() writes a file per rank",
                 "recipe": f": wrap with algo={state[field]!r}",
-                "world_size": ": bring the states of all its ranks to this size with tritoncomm.checkpoint.reshard()",
+                "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
             raise ConfigurationError(
                 f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
             )
     if checksum(state) != state["checksum"]:
-        raise ConfigurationError("this checkpoint is corrupt: its checksum does not fit its content")
+        raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """The states of ``world_size`` ranks that owe together what the ranks of ``states`` (all, in order) owed.
+    """Convert the states of all ranks to another world size.
 
-    What a rank of P owes reaches the mean divided by P. So that the pending update ``sum(residual) / world_size``
-    stays the same, old rank r goes to new rank ``r % world_size``, multiplied by ``world_size / P``.
+    The residuals of P ranks reach the mean divided by P. The conversion keeps the pending update, which is
+    ``sum(residual) / world_size``: the residual of old rank r is multiplied by ``world_size / P`` and added to that of
+    new rank ``r % world_size``.
+
+    Args:
+        states: The states of all P old ranks, in order: the entry ``"tritoncomm"`` of
+            :meth:`tritoncomm.SparseOptimizer.state_dict`, or the result of :meth:`tritoncomm.ddp.CommState.state_dict`.
+        world_size: The new number of ranks.
+
+    Returns:
+        The states of the new ranks, in order.
+
+    Raises:
+        ConfigurationError: The states do not belong together, are damaged, belong to FSDP shards, or have been
+            converted before and not been loaded since.
     """
     size = len(states)
     if any(state.get("kind") == "shards" for state in states):
-        raise ConfigurationError("the states of FSDP shards are of one sharding and cannot be brought to another size")
+        raise ConfigurationError("states of FSDP shards cannot be converted to another world size")
     if any("migrated" in state for state in states):
-        raise ConfigurationError("these states were brought to another size already: load and save them once before")
+        raise ConfigurationError("these states were converted to another world size before: load and save them first")
     for rank, state in enumerate(states):
         check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
         if state["steps"] != states[0]["steps"]:
             steps = f"{states[0]['steps']} and {state['steps']}"
-            raise ConfigurationError(f"the states of ranks 0 and {rank} are of steps {steps}: a save was cut short")
+            raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
         if _lengths(state["residuals"]) != _lengths(states[0]["residuals"]):
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
     share = world_size / size
@@ -108,7 +121,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 residuals=residuals,
                 algorithm=states[0]["algorithm"]
                 if isinstance(states[0]["residuals"], Mapping)
-                else {},  # DDP's is common
+                else {},  # DDP saves only the state that all ranks have in common
                 migrated=migrated,
                 steps=states[0]["steps"],
             )
