@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +27,10 @@ from tritoncomm import (
     SparseVector,
 )
 from tritoncomm.algorithms import Preconditioned
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.faults import KINDS, Faults
+from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.rounds import Op
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
 MAX_WORLD_SIZE = 17
@@ -123,55 +128,135 @@ def same_vector(a: SparseVector, b: SparseVector) -> bool:
     return torch.equal(a.indices, b.indices) and same_bits(a.values, b.values)
 
 
-def conservation(recipe: Recipe, case: Case, *, tolerance: float = 0.0) -> None:
-    """Per coordinate: what all workers held before = world_size x mean + what they still owe."""
-    world = world_of(recipe, case)
+@dataclass(frozen=True)
+class Step:
+    """One step of a recorded run: what went in and what came out, by rank."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor
+    means: list[SparseVector]
+    after: torch.Tensor
+    states: list[object]
+    allowed: list[Forecast]
+    meters: list[Meter]
+
+
+@dataclass(frozen=True)
+class Run:
+    """All steps of one case, and the world before each of them, as its state dict."""
+
+    recipe: Recipe
+    case: Case
+    steps: list[Step]
+    saved: list[dict[str, object]]
+
+
+def recorded(recipe: Recipe, case: Case, *, with_states: bool = True) -> Run:
+    """Run a case once, for all laws that only look at what happened; some of them look at the states too."""
+    world, steps, saved = world_of(recipe, case), [], []
     for gradient in case.gradients():
-        before = world.residuals.double()
-        held = (before + gradient.double()).sum(0)
-        scale = before.abs().sum(0) + gradient.double().abs().sum(0)
-        mean = world.step(gradient)[0].to_dense().double()
-        after = mean * case.world_size + world.residuals.double().sum(0)
+        if with_states:
+            saved.append(copy.deepcopy(world.state_dict()))
+        before, allowed = world.residuals, world.predicted_traffic
+        means = world.step(gradient)
+        states = copy.deepcopy(_states(world)) if with_states else []
+        steps.append(Step(gradient, before, means, world.residuals, states, allowed, world.scheduler.meters))
+    return Run(recipe, case, steps, saved)
+
+
+class LawOfRuns:
+    """A law that is checked on a recorded run. Called like any other law, it records one itself."""
+
+    def __init__(self, check: Callable[..., None], *, of_states: bool = False) -> None:
+        self.check = check
+        self.of_states = of_states
+        self.__name__, self.__doc__ = check.__name__, check.__doc__
+
+    def __call__(self, recipe: Recipe, case: Case, **options: object) -> None:
+        """Record ``case`` and check it."""
+        self.check(recorded(recipe, case, with_states=self.of_states), **options)
+
+
+@LawOfRuns
+def conservation(run: Run, *, tolerance: float = 0.0) -> None:
+    """Per coordinate: what all workers held before = world_size x mean + their residuals after."""
+    for step in run.steps:
+        before, gradient = step.before.double(), step.gradient.double()
+        held = (before + gradient).sum(0)
+        scale = before.abs().sum(0) + gradient.abs().sum(0)
+        after = step.means[0].to_dense().double() * run.case.world_size + step.after.double().sum(0)
         assert ((held - after).abs() <= tolerance * scale).all()
 
 
-def agreement(recipe: Recipe, case: Case) -> None:
+@LawOfRuns
+def agreement(run: Run) -> None:
     """Every worker returns the same vector, bit for bit."""
-    world = world_of(recipe, case)
-    for gradient in case.gradients():
-        means = world.step(gradient)
-        assert len(means) == case.world_size
-        assert all(same_vector(mean, means[0]) for mean in means)
+    for step in run.steps:
+        assert len(step.means) == run.case.world_size
+        assert all(same_vector(mean, step.means[0]) for mean in step.means)
 
 
-def form(recipe: Recipe, case: Case) -> None:
+@LawOfRuns
+def form(run: Run) -> None:
     """Indices strictly increase inside numel; empty is legal."""
-    world = world_of(recipe, case)
-    for gradient in case.gradients():
-        for mean in world.step(gradient):
-            assert mean.numel == case.numel
+    for step in run.steps:
+        for mean in step.means:
+            assert mean.numel == run.case.numel
             assert mean.indices.dtype == torch.int32
             assert mean.values.dtype == torch.float32
             assert (mean.indices[1:] > mean.indices[:-1]).all()
-            assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
+            assert ((mean.indices >= 0) & (mean.indices < run.case.numel)).all()
 
 
-def equivalence(recipe: Recipe, case: Case, *, everything: bool = False) -> None:
-    """What was delivered over all steps plus what is still owed is the dense sum.
+@LawOfRuns
+def equivalence(run: Run, *, everything: bool = False) -> None:
+    """What was delivered over all steps plus the mean of the residuals is the dense sum.
 
-    With ``everything`` (density 1) each mean is the dense all-reduce mean and nothing is owed.
+    With ``everything`` (density 1) each mean is the dense all-reduce mean and residuals are zero.
     """
-    world = world_of(recipe, case)
-    delivered = torch.zeros(case.numel, dtype=torch.float64)
-    dense = torch.zeros(case.numel, dtype=torch.float64)
-    for gradient in case.gradients():
-        mean = world.step(gradient)[0].to_dense()
+    delivered = torch.zeros(run.case.numel, dtype=torch.float64)
+    dense = torch.zeros(run.case.numel, dtype=torch.float64)
+    for step in run.steps:
+        mean = step.means[0].to_dense()
         delivered += mean.double()
-        dense += gradient.double().mean(0)
+        dense += step.gradient.double().mean(0)
         if everything:
-            assert torch.equal(mean, gradient.mean(0))
-            assert not world.residuals.any()
-    assert torch.equal(delivered + world.residuals.double().sum(0) / case.world_size, dense)
+            assert torch.equal(mean, step.gradient.mean(0))
+            assert not step.after.any()
+    left = run.steps[-1].after.double().sum(0) / run.case.world_size
+    assert torch.equal(delivered + left, dense)
+
+
+@LawOfRuns
+def budget(run: Run) -> None:
+    """In every phase, either way and on every rank: no more messages and bytes than the method predicts."""
+    for step in run.steps:
+        for meter, forecast in zip(step.meters, step.allowed, strict=True):
+            for phase in meter.sent_by_phase:
+                sent, received = meter.sent_by_phase[phase], meter.received_by_phase[phase]
+                assert forecast.allows(phase, sent, received), (phase, sent, received, forecast.phases.get(phase))
+        assert sum(m.sent.bytes for m in step.meters) == sum(m.received.bytes for m in step.meters)
+
+
+@partial(LawOfRuns, of_states=True)
+def resume(run: Run) -> None:
+    """Save, load, continue = never stopped, bit for bit."""
+    for step, saved in zip(run.steps, run.saved, strict=True):
+        world = world_of(run.recipe, run.case)
+        world.load_state_dict(saved)
+        _same_as(step, world)
+
+
+@partial(LawOfRuns, of_states=True)
+def determinism(run: Run) -> None:
+    """The same inputs and state give the same bits."""
+    world = world_of(run.recipe, run.case)
+    for step in run.steps:
+        _same_as(step, world)
+
+
+# What is seen in one recorded run.
+OF_RUNS = (conservation, agreement, form, equivalence, budget, resume, determinism)
 
 
 def identity(recipe: Recipe, case: Case) -> None:
@@ -185,28 +270,19 @@ def identity(recipe: Recipe, case: Case) -> None:
         assert world.received == [(0, 0)]
 
 
-def budget(recipe: Recipe, case: Case) -> None:
-    """In every phase, either way and on every rank: no more messages and bytes than the method predicts."""
-    world = world_of(recipe, case)
-    for gradient in case.gradients():
-        allowed = world.predicted_traffic
-        world.step(gradient)
-        for meter, forecast in zip(world.scheduler.meters, allowed, strict=True):
-            for phase in meter.sent_by_phase:
-                sent, received = meter.sent_by_phase[phase], meter.received_by_phase[phase]
-                assert forecast.allows(phase, sent, received), (phase, sent, received, forecast.phases.get(phase))
-        assert sum(t.bytes for t in world.traffic) == sum(t.bytes for t in world.received)
-
-
 class InjectedFailure(Exception):  # noqa: N818 - not an error of ours
     """Stands in for a network that breaks."""
 
 
-def atomicity(recipe: Recipe, case: Case) -> None:
-    """A failure at any round leaves residuals and states as they were, and the step can be repeated."""
+def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
+    """A failure at any round leaves residuals and states as they were, and the step can be repeated.
+
+    One round of each phase fails, drawn by the seed of the case; with ``every_round`` each of them does.
+    """
     world, control = world_of(recipe, case), world_of(recipe, case)
+    generator = random.Random(case.seed)
     for gradient in case.gradients():
-        for fatal in range(rounds_of(world, gradient)):
+        for fatal in fatal_rounds(world, gradient, None if every_round else generator):
             before, states = world.residuals, _states(world)
 
             def fail(number: int, _: object, fatal: int = fatal) -> None:
@@ -257,16 +333,15 @@ def faults(recipe: Recipe, case: Case) -> int:
     return struck
 
 
-def rounds_of(world: SimulatedWorld, gradient: torch.Tensor) -> int:
-    """How many rounds the next step takes, counted on a copy."""
-    count = 0
+def fatal_rounds(world: SimulatedWorld, gradient: torch.Tensor, generator: random.Random | None) -> list[int]:
+    """Of each phase of the next step the number of one round, or of all rounds without a ``generator``."""
+    phases: dict[str, list[int]] = {}
 
-    def tick(*_: object) -> None:
-        nonlocal count
-        count += 1
+    def look(number: int, operations: Sequence[Op]) -> None:
+        phases.setdefault(operations[0].phase, []).append(number)
 
-    copy.deepcopy(world).step(gradient, before_round=tick)
-    return count
+    copy.deepcopy(world).step(gradient, before_round=look)
+    return sorted(number for found in phases.values() for number in ([generator.choice(found)] if generator else found))
 
 
 def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
@@ -317,21 +392,11 @@ def overflow(recipe: Recipe, case: Case) -> None:
             return
 
 
-def resume(recipe: Recipe, case: Case) -> None:
-    """Save, load, continue = never stopped, bit for bit."""
-    world = world_of(recipe, case)
-    for gradient in case.gradients():
-        saved = copy.deepcopy(world.state_dict())
-        loaded = world_of(recipe, case)
-        loaded.load_state_dict(saved)
-        _same_step(world, loaded, gradient)
-
-
-def determinism(recipe: Recipe, case: Case) -> None:
-    """The same inputs and state give the same bits."""
-    first, second = world_of(recipe, case), world_of(recipe, case)
-    for gradient in case.gradients():
-        _same_step(first, second, gradient)
+def _same_as(step: Step, world: SimulatedWorld) -> None:
+    """``world`` takes a recorded step and gets the same bits."""
+    assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
+    assert same_bits(step.after, world.residuals)
+    assert step.states == _states(world)
 
 
 def _same_step(first: SimulatedWorld, second: SimulatedWorld, gradient: torch.Tensor) -> None:

@@ -8,34 +8,21 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import Recipe, Warmup, algorithms
 from tritoncomm.algorithms import DenseTail
 
 import laws
+from depth import deep, examples
 from recipes import NAMES, under_test
 
-EXACT_LAWS = (
-    laws.conservation,
-    laws.agreement,
-    laws.form,
-    laws.identity,
-    laws.budget,
-    laws.atomicity,
-    laws.resume,
-    laws.determinism,
-)
 DENSITIES = st.sampled_from([1e-6, 0.02, 0.1, 0.35, 0.9])
 BIG = [
     laws.Case(world_size, 700, ("random", "one-region", "random", "ties", "disjoint", "random"))
     for world_size in (32, 64)
 ]
 METHODS = [name for name in NAMES if name in algorithms()]
-SETTINGS = [name for name in NAMES if name not in METHODS]
-thorough = settings(max_examples=20, deadline=None)
-brief = settings(max_examples=8, deadline=None)
-glance = settings(max_examples=4, deadline=None)
 
 
 def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
@@ -44,11 +31,9 @@ def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, 
     law(recipe, laws.fitted(case, recipe))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@example(case=BIG[0], density=0.02)
-@example(case=BIG[1], density=0.1)
-@thorough
+@examples(8)
 def test_equivalence(name: str, case: laws.Case, density: float) -> None:
     """Delivered plus owed is the dense sum, at any density."""
     obeys(laws.equivalence, name, case, density)
@@ -81,56 +66,55 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
         assert torch.equal(means[0].to_dense()[-9:], gradient[:, -9:].mean(0))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@given(case=laws.cases(), density=DENSITIES)
-@example(case=BIG[0], density=0.02)
-@example(case=BIG[1], density=0.1)
-@brief
-def test_equivalence_of_settings(name: str, case: laws.Case, density: float) -> None:
-    """The same for settings that reach the corners of a method."""
-    obeys(laws.equivalence, name, case, density)
-
-
 @pytest.mark.parametrize("name", METHODS)
 @given(case=laws.cases())
-@example(case=BIG[0])
-@example(case=BIG[1])
-@brief
+@examples(6)
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
     """Density 1 is the dense all-reduce, and nothing is owed."""
     obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("law", EXACT_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@brief
-def test_exact(law, name: str, case: laws.Case, density: float) -> None:
-    """The law holds to the bit."""
-    obeys(law, name, case, density)
+@examples(8)
+def test_exact(name: str, case: laws.Case, density: float) -> None:
+    """Every law that is seen in one run holds to the bit."""
+    recipe = under_test(density)[name]
+    run = laws.recorded(recipe, laws.fitted(case, recipe))
+    for law in laws.OF_RUNS:
+        law.check(run)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("law", EXACT_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@glance
-def test_exact_of_settings(law, name: str, case: laws.Case, density: float) -> None:
-    """The same for settings."""
-    obeys(law, name, case, density)
+@examples(4)
+def test_atomicity(name: str, case: laws.Case, density: float) -> None:
+    """A failure in any phase changes nothing; in a deep run, in any round."""
+    obeys(partial(laws.atomicity, every_round=deep()), name, case, density)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("law", [laws.conservation, laws.agreement, laws.budget], ids=lambda law: law.__name__)
+@pytest.mark.parametrize("name", NAMES)
+@given(case=laws.cases(), density=DENSITIES)
+@examples(4)
+def test_identity(name: str, case: laws.Case, density: float) -> None:
+    """One worker sends nothing and loses nothing."""
+    obeys(laws.identity, name, case, density)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", BIG, ids=["32", "64"])
-def test_many_workers(law, name: str, case: laws.Case) -> None:
-    """The law holds at 32 and 64 workers."""
-    obeys(law, name, case, 0.05)
+def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> None:
+    """The laws hold at 32 and 64 workers."""
+    recipe = under_test(0.05)[name]
+    run = laws.recorded(recipe, laws.fitted(case, recipe), with_states=False)
+    for law in (laws.conservation, laws.agreement, laws.form, laws.equivalence, laws.budget):
+        law.check(run)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @given(case=laws.cases(), density=DENSITIES)
-@glance
+@examples(3)
 def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None:
     """A NaN or Inf on one rank is everybody's, and changes nothing."""
     obeys(partial(laws.refusal, bad=bad), name, case, density)
@@ -138,7 +122,7 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2), density=DENSITIES)
-@glance
+@examples(3)
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """Sums that overflow are everybody's refusal."""
     obeys(laws.overflow, name, case, density)
@@ -154,7 +138,7 @@ def test_there_are_messages_to_strike(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
-@settings(max_examples=2, deadline=None)
+@examples(2)
 def test_faults(name: str, case: laws.Case, density: float) -> None:
     """A network that misbehaves."""
     obeys(laws.faults, name, dataclasses.replace(case, families=case.families[:2]), density)
@@ -162,9 +146,11 @@ def test_faults(name: str, case: laws.Case, density: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(exact=False), density=DENSITIES)
-@glance
+@examples(3)
 def test_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
     """Rounding aside nothing is lost, and the ranks still agree to the bit."""
-    obeys(partial(laws.conservation, tolerance=1e-5), name, case, density)
-    obeys(laws.agreement, name, case, density)
-    obeys(laws.determinism, name, case, density)
+    recipe = under_test(density)[name]
+    run = laws.recorded(recipe, laws.fitted(case, recipe))
+    laws.conservation.check(run, tolerance=1e-5)
+    laws.agreement.check(run)
+    laws.determinism.check(run)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tritoncomm.__main__ import main
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 
@@ -18,31 +19,31 @@ KEYS = {
 }  # fmt: skip
 
 
-def demo(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "tritoncomm", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def test_demo(tmp_path: Path) -> None:
-    """A short run ends with a table, a JSON file with all keys, and a picture."""
-    figures_file, plot = tmp_path / "figures.json", tmp_path / "curves.png"
-    done = demo(
-        "demo", "--steps", "12", "--workers", "2", "--density", "0.05", "--seed", "3",
-        "--json", str(figures_file), "--plot", str(plot),
-    )  # fmt: skip
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short run ends with a table, a JSON file with all keys, a picture, and a recording for simulations."""
+    figures_file, plot, path = tmp_path / "figures.json", tmp_path / "curves.png", tmp_path / "recording"
+    arguments = ["--steps", "6", "--workers", "2", "--density", "0.05", "--seed", "3", "--record", str(path)]
+    command = [sys.executable, "-m", "tritoncomm", "demo", *arguments, "--json", str(figures_file), "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    assert "step    12/12" in done.stdout
+    assert "step     6/6" in done.stdout
     assert "validation loss, final" in done.stdout
     figures = json.loads(figures_file.read_text())
     assert set(figures) >= KEYS
-    assert (figures["algo"], figures["workers"], figures["steps"]) == ("oktopk", 2, 12)
+    assert (figures["algo"], figures["workers"], figures["steps"]) == ("oktopk", 2, 6)
     assert 200_000 <= figures["numel"] <= 2_000_000
     assert 0 < figures["bytes_per_step"] < 0.3 * figures["dense_bytes_per_step"]
     assert figures["dense_bytes_per_step"] == pytest.approx(4 * figures["numel"], rel=1e-3)
     assert 0.02 < figures["achieved_density"] < 0.08
     assert 0 < figures["val_loss"] < 5.6
     assert plot.read_bytes().startswith(b"\x89PNG")
+    # Real accumulators of every worker, which a simulation then takes its gradients from.
+    recording = torch.load(path, weights_only=True)
+    assert recording["gradients"].shape == recording["accumulators"].shape
+    assert recording["gradients"].shape[1] == 2
+    assert not torch.equal(recording["gradients"][:, 0], recording["gradients"][:, 1])
+    main(["simulate", "--algo", "oktopk", "--workers", "3", "--numel", "5e4", "--gradients", str(path)])
+    assert "oktopk" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,12 @@ def test_demo(tmp_path: Path) -> None:
         ([], "required: command"),
     ],
 )
-def test_bad_arguments(arguments: list[str], named: str) -> None:
+def test_bad_arguments(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A clear error and exit code 2, before any worker starts."""
-    done = demo(*arguments)
-    assert done.returncode == 2
-    assert named in done.stderr
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert named in capsys.readouterr().err
 
 
 def test_model_and_text() -> None:
@@ -80,18 +82,3 @@ def test_model_and_text() -> None:
     assert len(validation_batches(text.validation, 4, 64, 3)) == 3
     torch.manual_seed(0)
     assert ByteGPT(Shape())(first).item() == pytest.approx(5.55, abs=0.15)
-
-
-def test_recording(tmp_path: Path) -> None:
-    """Real accumulators of every worker, which a simulation then takes its gradients from."""
-    path = tmp_path / "recording"
-    done = demo("demo", "--steps", "6", "--workers", "2", "--record", str(path))
-    assert done.returncode == 0, done.stderr
-    recording = torch.load(path, weights_only=True)
-    assert recording["gradients"].shape == recording["accumulators"].shape
-    assert recording["gradients"].shape[1] == 2
-    assert not torch.equal(recording["gradients"][:, 0], recording["gradients"][:, 1])
-    arguments = ["--algo", "oktopk", "--workers", "3", "--numel", "5e4", "--gradients", str(path)]
-    simulated = demo("simulate", *arguments)
-    assert simulated.returncode == 0, simulated.stderr
-    assert "oktopk" in simulated.stdout

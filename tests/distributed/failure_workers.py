@@ -17,6 +17,7 @@ import tritoncomm
 from process_group_workers import loss_of, tiny_model
 from training_workers import flat, residual
 from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
+from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 
@@ -24,6 +25,10 @@ import laws
 
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2, timeout=timedelta(seconds=3))
 VICTIM = 1
+# Reports of these ranks arrive within milliseconds. The library waits longer, for ranks that may be computing.
+failure_report._CLOSED_SECONDS, failure_report._SILENT_SECONDS = 1.0, 2.5
+# Longer than a time-out of one second and the wait for reports after it.
+LONG = 5.0
 
 
 def words(count: int) -> torch.Tensor:
@@ -119,7 +124,7 @@ def slow(rank: int, world_size: int, send) -> None:
     loss_of(model, rank, 0).backward()
     before, owed = flat(model), residual(optimizer)
     if rank == VICTIM:
-        time.sleep(9)
+        time.sleep(LONG)
     told(send, rank, optimizer.step)
     assert flat(model) == before
     assert laws.same_bits(residual(optimizer), owed)
@@ -143,7 +148,7 @@ def skipped(rank: int, world_size: int, send) -> None:
         elif rank != VICTIM:
             told(send, rank, optimizer.step)
         else:
-            time.sleep(9)
+            time.sleep(LONG)
     leave()
     leave()
 

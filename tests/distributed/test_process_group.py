@@ -6,13 +6,25 @@ import process_group_workers
 import pytest
 import torch
 from helpers import run_workers
+from process_group_workers import Seen
+from tritoncomm import SimulatedWorld
 from tritoncomm.scheduler.local_workers import WorkerError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_equals_simulation(world_size: int) -> None:
     """Bits, residuals, states and traffic of every recipe equal the simulation's."""
-    assert run_workers(process_group_workers.same_as_simulation, world_size) == [None] * world_size
+    found = run_workers(process_group_workers.exchanges, world_size)
+    recipes = process_group_workers.possible(0.07, world_size)
+    assert list(found[0]) == list(recipes)
+    for name, recipe in recipes.items():
+        case = process_group_workers.case_of(recipe, world_size)
+        world = SimulatedWorld(recipe, world_size, case.numel)
+        for step, gradient in enumerate(case.gradients()):
+            means = world.step(gradient)
+            for rank, worker in enumerate(world.workers):
+                seen = Seen.of(means[rank], worker, world.traffic[rank], world.received[rank])
+                assert found[rank][name][step] == seen, (name, step, rank)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
