@@ -280,7 +280,7 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
     One round of each phase fails, drawn by the seed of the case; with ``every_round`` each of them does.
     """
     world, control = world_of(recipe, case), world_of(recipe, case)
-    generator = random.Random(case.seed)
+    generator = random.Random(case.seed)  # noqa: S311 - not for secrets
     for gradient in case.gradients():
         for fatal in fatal_rounds(world, gradient, None if every_round else generator):
             before, states = world.residuals, _states(world)
