@@ -109,7 +109,7 @@ def slow(trainer: Trainer, send: Callable[[str], None]) -> None:
         trainer.step(1)
     except RuntimeError as error:
         text = str(error)
-        named = f"rank {VICTIM}" in text or (trainer.rank == VICTIM and "gave up" in text)
+        named = f"rank {VICTIM}" in text or (trainer.rank == VICTIM and "stopped waiting for this rank" in text)
         send(f"error, {'names' if named else 'does not name'} the rank")
 
 

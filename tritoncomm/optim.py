@@ -272,8 +272,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if is_distributed():
             ahead = max(fields["steps"] for fields in setup_checks.gather({"steps": exchange.steps}, process_group))
             if exchange.pending is not None and exchange.steps + 1 == ahead:
-                self._apply_mean(exchange.commit_pending())
-        self._reset()
+                self._optimizer_step.step(exchange.commit_pending(), self._exchange.layout)
+        self._step_state.reset()
         exchange.pending = None
         with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
@@ -288,7 +288,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and discard an exchange that :meth:`step` has not used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._reset()
+        self._step_state.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
@@ -324,10 +324,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         if any(now is not then for now, then in zip(self._gradients(), step_state.written_gradients, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if step_state.mean is not None:
-            self._apply_mean(step_state.mean)
+            self._optimizer_step.step(step_state.mean, self._exchange.layout)
         else:
             self._warn_about_scale()
-        self._reset()
+        self._step_state.reset()
         return loss
 
     def note_unscaled(self, found: torch.Tensor) -> None:
@@ -441,7 +441,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._optimizer_step.restore(inner)
         self._exchange.feedback = feedback
         self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
-        self._reset()
+        self._step_state.reset()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
@@ -477,30 +477,21 @@ class SparseOptimizer(torch.optim.Optimizer):
         return exchange
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
+        parameters, steps, group = exchange.parameters, exchange.steps, exchange.group
         setup_checks.compare_setup(
-            self.optimizer,
-            exchange.parameters,
-            self.recipe,
-            self._options,
-            exchange.steps,
-            exchange.group,
-            broadcast=broadcast,
+            self.optimizer, parameters, self.recipe, self._options, steps, group, broadcast=broadcast
         )
         exchange.agree_on_exchange_id()
 
     def _local_error(self) -> ConfigurationError | None:
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                return ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                    "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
-                )
-        if not self._step_state.reduction_checked:  # a module may have been passed to DDP after wrap()
-            self._step_state.reduction_checked = True
-            try:
+        """Return why the gradients of this rank cannot be exchanged, if so."""
+        try:
+            setup_checks.check_frozen(self._frozen)
+            if not self._step_state.reduction_checked:  # a module may have been passed to DDP after wrap()
+                self._step_state.reduction_checked = True
                 setup_checks.check_not_reduced(self._exchange.parameters)
-            except ConfigurationError as error:
-                return error
+        except ConfigurationError as error:
+            return error
         return None
 
     def _warn_about_scale(self) -> None:
@@ -514,15 +505,9 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._exchange.rank,
             )
 
-    def _apply_mean(self, mean: SparseVector) -> None:
-        self._optimizer_step.step(mean, self._exchange.layout)
-
     def _check_no_pending_step(self, action: str) -> None:
         if self._step_state.exchanged:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
-
-    def _reset(self) -> None:
-        self._step_state.reset()
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.layout.parameters]

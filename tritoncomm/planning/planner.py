@@ -10,8 +10,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 
 DENSITIES = (0.001, 0.01, 0.05)
-# The methods that are recommended, and the density at which they ended within 2.4 % of the dense run's loss with AdamW
-# (benchmarks/training.py; exdyna: 4.7 %). At 1 % they were 3 to 10 % behind after 300 to 400 steps.
+# The methods that are recommended, and the density at which their loss ended 1.6 to 3.8 % below the dense run's with
+# AdamW (benchmarks/results/training-2026-11-21.md). At 1 % it ended 0.6 to 1.9 % above.
 TRUSTED = ("oktopk", "spardl")
 TRUSTED_DENSITY = 0.05
 # A sparse step must be predicted to take less than this fraction of a dense step. The margin is for the selection,
@@ -133,7 +133,7 @@ def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, over
         lines.append(
             f"Stay dense: at density {TRUSTED_DENSITY:.0%}, a step with {' or '.join(TRUSTED)} is not predicted to be "
             f"more than {1 - WORTH_IT:.0%} faster than a dense step.\n"
-            "At this density, both methods trained to within 2.4% of the dense run's loss."
+            "At this density, both methods reached the dense run's loss in the training benchmark."
         )
         return "\n".join(lines)
     lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")

@@ -257,7 +257,7 @@ class ProcessGroupScheduler:
             if report.timed_out:
                 problem = (
                     "the other ranks stopped waiting for this rank"
-                    if self.rank in missing
+                    if dist.get_rank() in missing
                     else f"no answer from {names} within the time-out"
                 )
                 raised = ExchangeTimeoutError(

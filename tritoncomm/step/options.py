@@ -177,18 +177,19 @@ def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple
     if small and not is_dense(recipe):
         text += f", of which {small:,} in small tensors are sent dense"
     text += f"; each rank receives {readable_size(received)} per step"
-    saves = received < dense
-    if saves:
+    dense_chosen = is_dense(recipe) or recipe.density == 1
+    if received < dense:
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
-    elif not is_dense(recipe) and recipe.density < 1:
+    elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
-    logger.log(logging.INFO if saves or recipe.density == 1 else logging.WARNING, "%s", text)
+    logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
 
 
 def readable_size(size: float) -> str:
     """Return ``size`` (bytes) with a unit and three digits, for example ``"5.20 MB"``."""
     for unit in ("bytes", "kB", "MB"):
         if size < 999.5:  # noqa: PLR2004 - more would be printed with four digits
-            return f"{size:.3g} {unit}" if unit == "bytes" else f"{size:#.3g} {unit}".replace(". ", " ")
+            digits = f"{size:.0f}" if unit == "bytes" else f"{size:#.3g}".rstrip(".")
+            return f"{digits} {unit}"
         size /= 1000
     return f"{size:,.2f} GB"

@@ -173,6 +173,16 @@ def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
         )
 
 
+def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a parameter that was frozen at ``wrap`` has a gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
+                "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
+            )
+
+
 def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module reduces one of ``parameters``.
 

@@ -119,9 +119,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 recipe=states[0]["recipe"],
                 settings=states[0]["settings"],
                 residuals=residuals,
-                algorithm=states[0]["algorithm"]
-                if isinstance(states[0]["residuals"], Mapping)
-                else {},  # DDP saves only the state that all ranks have in common
+                algorithm=states[0]["algorithm"] if by_name else {},  # DDP saves only what all ranks have in common
                 migrated=migrated,
                 steps=states[0]["steps"],
             )

@@ -1,0 +1,60 @@
+"""What the front doors have in common: how a choice is logged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tritoncomm import Dense, OkTopk, Recipe
+from tritoncomm.step.options import log_choice, readable_size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (999.6, "1.00 kB"),
+        (10_600, "10.6 kB"),
+        (246_000, "246 kB"),
+        (999_500, "1.00 MB"),
+        (5.2e6, "5.20 MB"),
+        (1.23e12, "1,230.00 GB"),
+    ],
+)
+def test_readable_size(size: float, text: str) -> None:
+    """Three digits and a unit, never an exponent."""
+    assert readable_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "numel", "level", "said"),
+    [
+        (
+            OkTopk(density=0.01),
+            1_000_000,
+            logging.INFO,
+            "each rank receives 320 kB per step, 18.7 times less than the 6.00 MB",
+        ),
+        (OkTopk(density=0.9), 1_000_000, logging.WARNING, "not less than the 6.00 MB of a dense all-reduce: use algo="),
+        (Dense(density=0.01), 1_000_000, logging.INFO, "Dense() over 4 ranks: 1,000,000 values; each rank receives"),
+    ],
+)
+def test_the_choice_is_logged(
+    recipe: Recipe, numel: int, level: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what it saves; as a warning when it saves nothing, unless dense was asked for."""
+    caplog.set_level(logging.INFO, "tritoncomm")
+    log_choice(recipe, 0, 4, [(recipe.build(numel), 0)])
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert said in record.getMessage()
+    assert "e+" not in record.getMessage()
+
+
+def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """And nobody does where nothing is exchanged."""
+    caplog.set_level(logging.INFO, "tritoncomm")
+    log_choice(OkTopk(), 1, 4, [(OkTopk().build(10), 0)])
+    log_choice(OkTopk(), 0, 1, [(OkTopk().build(10), 0)])
+    assert not caplog.records
