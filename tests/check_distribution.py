@@ -1,6 +1,7 @@
 """Build both distributions, look inside, install the wheel into an empty environment, import it.
 
-Run by ``tox -e package``; not a pytest module, because it needs a network and a minute.
+``tox -e package`` runs all of it. ``contents`` stops before the empty environment, which needs a network and a minute.
+``installed`` only imports what is installed. Not a pytest module, because it builds and installs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,18 @@ def check_contents(wheel: Path, source: Path) -> None:
     assert not any("__pycache__" in name or name.startswith((".tox", ".venv")) for name in packed)
 
 
-def main() -> None:
-    """Do it all in a temporary folder."""
+def main(only: str = "") -> None:
+    """Do it all, or ``only`` a part, in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if only == "installed":
+            run(sys.executable, "-c", PROBE, cwd=folder)
+            return
         run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT), cwd=folder)
         (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
         check_contents(wheel, source)
+        if only == "contents":
+            return
         run(sys.executable, "-m", "venv", "clean", cwd=folder)
         python = str(folder / "clean" / "bin" / "python")
         run(python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), str(wheel), cwd=folder)
@@ -56,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

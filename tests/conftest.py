@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,14 +15,26 @@ settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# With pytest-xdist, tests that start processes of their own run one after the other, beside those that do not.
-START_PROCESSES = ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes")
+# With pytest-xdist each of these runs on one worker: what starts processes of its own, beside what does not; and what
+# shares a cache of compiled kernels.
+GROUPS = {
+    "processes": ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes"),
+    "compiler": ("tests/kernels/test_compile.py",),
+    "benchmarks": ("tests/test_benchmarks.py",),
+}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests into groups for ``pytest --dist loadgroup``."""
-    for item in items:
-        if any(part in item.nodeid for part in START_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif "test_compile.py" in item.nodeid:  # what is compiled once serves several tests
-            item.add_marker(pytest.mark.xdist_group("compiler"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests one by one to whoever is free, and groups as a whole.
+
+    By name, because ``--dist loadgroup`` of pytest-xdist 3.8 does nothing with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            found = [group for group, parts in GROUPS.items() if any(part in nodeid for part in parts)]
+            return found[0] if found else nodeid
+
+    return ByGroup(config, log)

@@ -278,7 +278,7 @@ def bystander(rank: int, world_size: int, send) -> None:
     """Two ranks do not understand each other while a third one is still computing."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
     if rank == 2:
-        time.sleep(8)
+        time.sleep(LONG)
 
     def talk():
         if rank < 2:

@@ -136,7 +136,12 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     if hasattr(check, "_hypothesis_internal_use_settings"):
         # Finding the bug is enough; making the example small would take minutes.
-        quick = settings(check._hypothesis_internal_use_settings, phases=[Phase.generate], derandomize=True)
+        quick = settings(
+            check._hypothesis_internal_use_settings,
+            max_examples=200,  # whatever KERNEL_CASES says: the first that fails ends it
+            phases=[Phase.explicit, Phase.generate],
+            derandomize=True,
+        )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
     for user in ("accumulate", "adam", "expand", "mark", "rebalance", "scatter", "threshold"):
         # The package's functions of these names hide the modules.

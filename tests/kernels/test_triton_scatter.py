@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds
 
@@ -180,7 +180,23 @@ def topologies(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+# A busy partition that is at its floor already.
+AT_FLOOR = {
+    "blocks": torch.tensor([2, 10, 10], dtype=torch.int32),
+    "counts": torch.tensor([9000, 10, 10], dtype=torch.int32),
+    "iteration": 0,
+    "rank": 0,
+    "block": 32,
+    "numel": 22 * 32,
+    "min_blocks": 2,
+    "max_step": 1,
+}
+
+
 @given(topologies(), st.sampled_from(["paper", "pair_ratio", "prefix"]))
+@example(AT_FLOOR, "paper")
+@example(AT_FLOOR, "pair_ratio")
+@example(AT_FLOOR, "prefix")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
     """Same topology and span as the reference; blocks are moved, never made, and the floor holds."""
