@@ -1,7 +1,7 @@
-"""Build both distributions, look inside, install the wheel into an empty environment, import it.
+"""Build both distributions, check their contents, install the wheel into an empty environment, and import it.
 
 ``tox -e package`` runs all of it. ``contents`` stops before the empty environment, which needs a network and a minute.
-``installed`` only imports what is installed. Not a pytest module, because it builds and installs.
+``installed`` only imports the installed packages. This is not a pytest module, because it builds and installs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ print("imported", tritoncomm.__version__, world.step(torch.randn(3, 100))[0])
 
 
 def run(*command: str, cwd: Path) -> None:
-    """Run a command, loudly."""
+    """Print a command and run it."""
     print("$", *command, flush=True)
     subprocess.run(command, cwd=cwd, check=True)
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """Two packages, both typed, and nothing of the repository's own."""
+    """Check that the wheel holds two typed packages only, and that the source distribution is complete."""
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tritoncomm", "tritoncomm_kernels"}, tops
@@ -44,7 +44,7 @@ def check_contents(wheel: Path, source: Path) -> None:
 
 
 def main(only: str = "") -> None:
-    """Do it all, or ``only`` a part, in a temporary folder."""
+    """Run all checks in a temporary folder, or ``only`` a part of them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if only == "installed":

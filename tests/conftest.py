@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -15,11 +16,9 @@ settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# With pytest-xdist each of these runs on one worker: what starts processes of its own, beside what does not; and what
-# shares a cache of compiled kernels.
+# With pytest-xdist each of these runs on one worker. Tests that start processes run beside tests that do not.
 GROUPS = {
     "processes": ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes"),
-    "compiler": ("tests/kernels/test_compile.py",),
     "benchmarks": ("tests/test_benchmarks.py",),
 }
 
@@ -35,6 +34,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             found = [group for group, parts in GROUPS.items() if any(part in nodeid for part in parts)]
+            if "test_compile.py" in nodeid:  # a kernel is compiled once for all tests of it
+                return re.sub(r"-(sm_\d+|gfx\d+)\]$", "]", nodeid).partition("[")[2]
             return found[0] if found else nodeid
 
     return ByGroup(config, log)

@@ -1,4 +1,4 @@
-"""Numbers of examples that follow the profile of hypothesis (see conftest.py)."""
+"""Numbers of hypothesis examples, which depend on the active profile (see conftest.py)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hypothesis import settings
 
 
 def deep() -> bool:
-    """Whether this run leaves nothing out."""
+    """Whether the profile ``deep`` is active."""
     return settings.default.max_examples > 100
 
 
 def examples(number: int) -> settings:
-    """``number`` examples on every commit, and in proportion in a deep run."""
+    """Return settings with ``number`` examples in the default profile, and more in the profile ``deep``."""
     return settings(max_examples=max(1, number * settings.default.max_examples // 100))

@@ -1,8 +1,8 @@
-"""The laws that every exchange method obeys, one function each, and the cases they are tried on.
+"""The laws of every exchange method, one function each, and the cases that test them.
 
-Gradients are small integers times a power of two times the number of workers: every sum and mean is
-exact in any order, so the laws are equalities of bits. ``conservation`` has a tolerance for the
-separate run on ordinary floats.
+Gradients are small integers times a power of two times the number of workers. Every sum and mean is therefore
+exact in any order, and the laws compare bits. ``conservation`` takes a tolerance for the separate run on
+ordinary floats.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_WORLD_SIZE = 17
 
 @dataclass(frozen=True)
 class Case:
-    """What a law is tried on: a world, and the gradients of some steps."""
+    """The input of a law: a world size, a vector length and the gradients of some steps."""
 
     world_size: int
     numel: int
@@ -48,7 +48,7 @@ class Case:
     exact: bool = True
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """``[world_size, numel]`` for each step."""
+        """Yield the gradients of each step, ``[world_size, numel]``."""
         generator = torch.Generator().manual_seed(self.seed)
         for family in self.families:
             yield gradients(family, self.world_size, self.numel, generator, exact=self.exact) * 2.0**self.exponent
@@ -57,7 +57,7 @@ class Case:
 def gradients(
     family: str, world_size: int, numel: int, generator: torch.Generator, *, exact: bool = True
 ) -> torch.Tensor:
-    """One step's gradients; multiples of ``world_size`` when ``exact``, heavy-tailed floats otherwise."""
+    """Return the gradients of one step: multiples of ``world_size`` if ``exact``, otherwise heavy-tailed floats."""
     shape = (world_size, numel)
     if exact:
         values = torch.randint(-50, 51, shape, generator=generator).float() * world_size
@@ -86,7 +86,7 @@ def gradients(
 def cases(
     *, exact: bool = True, min_world_size: int = 1, max_world_size: int = MAX_WORLD_SIZE
 ) -> st.SearchStrategy[Case]:
-    """Cases for hypothesis to draw."""
+    """Return a hypothesis strategy for cases."""
     return st.builds(
         Case,
         world_size=st.integers(min_world_size, max_world_size),
@@ -99,7 +99,7 @@ def cases(
 
 
 def fitted(case: Case, recipe: Recipe) -> Case:
-    """``case`` with as many workers as ``recipe`` needs for equally large teams or nodes, and as many elements."""
+    """Return ``case`` with a vector length and a world size that ``recipe`` accepts."""
     case = dataclasses.replace(case, numel=length(recipe, case.numel))
     while hasattr(recipe, "recipe") and not hasattr(recipe, "node_size"):
         recipe = recipe.recipe
@@ -109,28 +109,28 @@ def fitted(case: Case, recipe: Recipe) -> Case:
 
 
 def length(recipe: Recipe, otherwise: int) -> int:
-    """How many elements vectors for ``recipe`` have to have, if it says."""
+    """Return the vector length that ``recipe`` requires, or ``otherwise`` if it accepts any."""
     return sum(map(math.prod, recipe.shapes)) if isinstance(recipe, Preconditioned) else otherwise
 
 
 def world_of(recipe: Recipe, case: Case) -> SimulatedWorld:
-    """A fresh world for a case."""
+    """Return a new world for a case."""
     return SimulatedWorld(recipe, case.world_size, case.numel)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, -0.0 and NaN included."""
+    """Whether two tensors are equal bit for bit, -0.0 and NaN included."""
     return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def same_vector(a: SparseVector, b: SparseVector) -> bool:
-    """The same support and the same bits."""
+    """Whether two sparse vectors have the same indices and the same bits."""
     return torch.equal(a.indices, b.indices) and same_bits(a.values, b.values)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recorded run: what went in and what came out, by rank."""
+    """One step of a recorded run: its inputs and its results, by rank."""
 
     gradient: torch.Tensor
     before: torch.Tensor
@@ -143,7 +143,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """All steps of one case, and the world before each of them, as its state dict."""
+    """All steps of one case, and the state dict of the world before each of them."""
 
     recipe: Recipe
     case: Case
@@ -152,7 +152,7 @@ class Run:
 
 
 def recorded(recipe: Recipe, case: Case, *, with_states: bool = True) -> Run:
-    """Run a case once, for all laws that only look at what happened; some of them look at the states too."""
+    """Run a case once, for all laws that check recorded runs. Some of them also need the states of each step."""
     world, steps, saved = world_of(recipe, case), [], []
     for gradient in case.gradients():
         if with_states:
@@ -165,7 +165,7 @@ def recorded(recipe: Recipe, case: Case, *, with_states: bool = True) -> Run:
 
 
 class LawOfRuns:
-    """A law that is checked on a recorded run. Called like any other law, it records one itself."""
+    """A law that checks a recorded run. Calling it with a recipe and a case records the run first."""
 
     def __init__(self, check: Callable[..., None], *, of_states: bool = False) -> None:
         self.check = check
@@ -173,13 +173,13 @@ class LawOfRuns:
         self.__name__, self.__doc__ = check.__name__, check.__doc__
 
     def __call__(self, recipe: Recipe, case: Case, **options: object) -> None:
-        """Record ``case`` and check it."""
+        """Record a run of ``case`` and check it."""
         self.check(recorded(recipe, case, with_states=self.of_states), **options)
 
 
 @LawOfRuns
 def conservation(run: Run, *, tolerance: float = 0.0) -> None:
-    """Per coordinate: what all workers held before = world_size x mean + their residuals after."""
+    """Per coordinate, the sum of residuals and gradients equals world_size x mean + the sum of residuals afterwards."""
     for step in run.steps:
         before, gradient = step.before.double(), step.gradient.double()
         held = (before + gradient).sum(0)
@@ -198,7 +198,7 @@ def agreement(run: Run) -> None:
 
 @LawOfRuns
 def form(run: Run) -> None:
-    """Indices strictly increase inside numel; empty is legal."""
+    """Indices strictly increase inside ``[0, numel)``. An empty result is legal."""
     for step in run.steps:
         for mean in step.means:
             assert mean.numel == run.case.numel
@@ -210,9 +210,9 @@ def form(run: Run) -> None:
 
 @LawOfRuns
 def equivalence(run: Run, *, everything: bool = False) -> None:
-    """What was delivered over all steps plus the mean of the residuals is the dense sum.
+    """The sum of all means plus the mean of the residuals equals the sum of the dense means.
 
-    With ``everything`` (density 1) each mean is the dense all-reduce mean and residuals are zero.
+    With ``everything`` (density 1), each mean is the dense all-reduce mean and all residuals are zero.
     """
     delivered = torch.zeros(run.case.numel, dtype=torch.float64)
     dense = torch.zeros(run.case.numel, dtype=torch.float64)
@@ -229,7 +229,7 @@ def equivalence(run: Run, *, everything: bool = False) -> None:
 
 @LawOfRuns
 def budget(run: Run) -> None:
-    """In every phase, either way and on every rank: no more messages and bytes than the method predicts."""
+    """In every phase, in both directions and on every rank, the traffic stays within the method's prediction."""
     for step in run.steps:
         for meter, forecast in zip(step.meters, step.allowed, strict=True):
             for phase in meter.sent_by_phase:
@@ -240,7 +240,7 @@ def budget(run: Run) -> None:
 
 @partial(LawOfRuns, of_states=True)
 def resume(run: Run) -> None:
-    """Save, load, continue = never stopped, bit for bit."""
+    """A run that is saved, loaded and continued gives the same bits as an uninterrupted run."""
     for step, saved in zip(run.steps, run.saved, strict=True):
         world = world_of(run.recipe, run.case)
         world.load_state_dict(saved)
@@ -255,12 +255,12 @@ def determinism(run: Run) -> None:
         _same_as(step, world)
 
 
-# What is seen in one recorded run.
+# The laws that check one recorded run.
 OF_RUNS = (conservation, agreement, form, equivalence, budget, resume, determinism)
 
 
 def identity(recipe: Recipe, case: Case) -> None:
-    """One worker sends no message, and mean + residual = input."""
+    """A single worker sends no message, and mean + residual = input."""
     world = SimulatedWorld(recipe, 1, case.numel)
     for gradient in case.gradients():
         held = world.residuals[0] + gradient[0]
@@ -271,13 +271,13 @@ def identity(recipe: Recipe, case: Case) -> None:
 
 
 class InjectedFailure(Exception):  # noqa: N818 - not an error of ours
-    """Stands in for a network that breaks."""
+    """Stands for a network failure."""
 
 
 def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
-    """A failure at any round leaves residuals and states as they were, and the step can be repeated.
+    """A failure in any round leaves residuals and states unchanged, and the step can be repeated.
 
-    One round of each phase fails, drawn by the seed of the case; with ``every_round`` each of them does.
+    In each phase one round fails, drawn with the seed of the case. With ``every_round``, each round fails once.
     """
     world, control = world_of(recipe, case), world_of(recipe, case)
     generator = random.Random(case.seed)  # noqa: S311 - not for secrets
@@ -301,11 +301,11 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
 
 
 def faults(recipe: Recipe, case: Case) -> int:
-    """A message that is dropped, delayed, doubled, overtaken or damaged, in any round: a named error, or no difference.
+    """A message that is dropped, delayed, duplicated, reordered or corrupted causes a named error or no difference.
 
-    After the error nothing has changed, and the step can be repeated. Returns how many messages were struck.
+    After the error nothing has changed, and the step can be repeated. Return the number of injected faults.
     """
-    world, control, struck = world_of(recipe, case), world_of(recipe, case), 0
+    world, control, injected = world_of(recipe, case), world_of(recipe, case), 0
     for gradient in case.gradients():
         quiet = Faults(KINDS[0], -1, 0)
         expected = copy.deepcopy(world).step(gradient, faults=quiet)
@@ -313,15 +313,15 @@ def faults(recipe: Recipe, case: Case) -> int:
             for kind in KINDS:
                 trial, network = copy.deepcopy(world), Faults(kind, number, case.seed, messages)
                 before, states = trial.residuals, _states(trial)
-                said = ""
+                reported = ""
                 try:
                     means = trial.step(gradient, faults=network)
                 except (ExchangeTimeoutError, ProtocolMismatchError) as error:
-                    said = str(error)
+                    reported = str(error)
                 assert network.done, network
-                struck += 1
-                if said:
-                    assert repr(network) in said  # with the seed that shows it again
+                injected += 1
+                if reported:
+                    assert repr(network) in reported  # with the seed that reproduces it
                     assert kind != "delay", network
                     assert same_bits(trial.residuals, before), network
                     assert _states(trial) == states, network
@@ -330,22 +330,22 @@ def faults(recipe: Recipe, case: Case) -> int:
                     assert kind not in ("drop", "corrupt"), network
                 assert all(same_vector(a, b) for a, b in zip(means, expected, strict=True)), network
         _same_step(world, control, gradient)
-    return struck
+    return injected
 
 
 def fatal_rounds(world: SimulatedWorld, gradient: torch.Tensor, generator: random.Random | None) -> list[int]:
-    """Of each phase of the next step the number of one round, or of all rounds without a ``generator``."""
+    """Return the number of one round per phase of the next step, or of all rounds if ``generator`` is None."""
     phases: dict[str, list[int]] = {}
 
-    def look(number: int, operations: Sequence[Op]) -> None:
+    def collect(number: int, operations: Sequence[Op]) -> None:
         phases.setdefault(operations[0].phase, []).append(number)
 
-    copy.deepcopy(world).step(gradient, before_round=look)
+    copy.deepcopy(world).step(gradient, before_round=collect)
     return sorted(number for found in phases.values() for number in ([generator.choice(found)] if generator else found))
 
 
 def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
-    """A NaN or Inf anywhere: every worker learns it in this step and nothing changes."""
+    """Every worker detects a NaN or Inf on any worker in the same step, and nothing changes."""
     world = world_of(recipe, case)
     generator = torch.Generator().manual_seed(case.seed)
     for gradient in case.gradients():
@@ -365,9 +365,9 @@ def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
 
 
 def overflow(recipe: Recipe, case: Case) -> None:
-    """Finite gradients whose sum is not finite are refused like a NaN, or not summed: then they are still owed.
+    """Finite gradients whose sum is not finite are rejected like a NaN, or they stay in the residuals.
 
-    A method that sums in other units may have room for them; then all of it is in the mean.
+    A method that sums in other units may be able to represent the sum. The mean then holds all of it.
     """
     world = world_of(recipe, case)
     where = case.numel // 2
@@ -383,17 +383,17 @@ def overflow(recipe: Recipe, case: Case) -> None:
             assert _states(world) == states
             world.step(gradient)
         else:
-            held, owed = (before + huge)[:, where], world.residuals[:, where]
+            held, residual = (before + huge)[:, where], world.residuals[:, where]
             if where in means[0].indices:
                 mean = means[0].to_dense()[where].double()
-                assert torch.isclose(mean * case.world_size + owed.double().sum(), held.double().sum(), rtol=1e-6)
+                assert torch.isclose(mean * case.world_size + residual.double().sum(), held.double().sum(), rtol=1e-6)
             else:
-                assert torch.equal(owed, held)
+                assert torch.equal(residual, held)
             return
 
 
 def _same_as(step: Step, world: SimulatedWorld) -> None:
-    """``world`` takes a recorded step and gets the same bits."""
+    """Assert that ``world`` repeats a recorded step with the same bits."""
     assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
     assert same_bits(step.after, world.residuals)
     assert step.states == _states(world)

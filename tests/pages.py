@@ -1,4 +1,4 @@
-"""The pages of the documentation, for tests that run what they show."""
+"""Access to the documentation pages, for tests that run their code."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def blocks(page: str) -> list[str]:
-    """The Python code of a page."""
+    """Return the Python code blocks of a page."""
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""The recipes that stand under the laws: every method by name, and settings that reach its corners."""
+"""The recipes that the laws are tested on: every method with its defaults, and settings that reach more branches."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 from tritoncomm import DGC, ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
 from tritoncomm.algorithms import DenseTail, Hierarchical, Preconditioned
 
-# Momentum multiplies what was given, and the laws are about what was given; random-block is not warned about here.
+# The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 
 
 def under_test(density: float) -> dict[str, Recipe]:
-    """Recipes by a name for the test report."""
+    """Return the recipes by the name that the test report shows."""
     named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
     return named | {
         "oktopk-short-periods": OkTopk(density=density, **SHORT),

@@ -1,4 +1,4 @@
-"""What the documentation shows, runs."""
+"""The code in the documentation runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import recipes
 from pages import ROOT, blocks
 
 
-def test_write_a_method() -> None:
-    """The page's method runs as printed, and obeys the laws."""
+def test_documented_method_obeys_the_laws() -> None:
+    """The method on the page runs as printed and obeys the laws."""
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
@@ -27,8 +27,8 @@ def test_write_a_method() -> None:
         law(recipe, case)
 
 
-def test_one_line_puts_a_method_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Into ``algo=``, under the laws, into ``plan`` and ``simulate``."""
+def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A registered method works in ``algo=``, under the laws, and in ``plan`` and ``simulate``."""
     (code,) = blocks("docs/how-to/add-an-algorithm.md")
     names: dict[str, object] = {"__name__": "page"}
     exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
@@ -45,8 +45,8 @@ def test_one_line_puts_a_method_everywhere(monkeypatch: pytest.MonkeyPatch, caps
     assert "first_entries" in capsys.readouterr().out
 
 
-def test_simulate() -> None:
-    """The page's loop runs, on a smaller vector."""
+def test_documented_simulation_runs() -> None:
+    """The loop on the page runs on a smaller vector."""
     (code,) = blocks("docs/how-to/simulate.md")
     names: dict[str, object] = {}
     exec(code.replace("1_000_000", "1_000").replace("64", "7"), names)  # noqa: S102 - our own page
@@ -54,8 +54,8 @@ def test_simulate() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "kernels/README.md"])
-def test_links(page: str) -> None:
-    """Every relative link leads to a file."""
+def test_relative_links_exist(page: str) -> None:
+    """Every relative link points to an existing file."""
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target

@@ -1,4 +1,4 @@
-"""Every law on every method: by hypothesis for 1 to 17 workers, by example for 32 and 64."""
+"""Every law holds for every method: random cases with 1 to 17 workers, and fixed cases with 32 and 64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METHODS = [name for name in NAMES if name in algorithms()]
 
 
 def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, density: float) -> None:
-    """Try ``law`` on the recipe called ``name``, with as many workers as it can have."""
+    """Check ``law`` on the recipe called ``name``, with a world size that the recipe accepts."""
     recipe = under_test(density)[name]
     law(recipe, laws.fitted(case, recipe))
 
@@ -35,14 +35,14 @@ def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, 
 @given(case=laws.cases(), density=DENSITIES)
 @examples(8)
 def test_equivalence(name: str, case: laws.Case, density: float) -> None:
-    """Delivered plus owed is the dense sum, at any density."""
+    """The delivered sums plus the residuals are the dense sum, at any density."""
     obeys(laws.equivalence, name, case, density)
 
 
 @pytest.mark.parametrize("world_size", range(1, 18))
 @pytest.mark.parametrize("name", NAMES)
 def test_equivalence_at_every_world_size(name: str, world_size: int) -> None:
-    """One case for each, whatever hypothesis draws; long enough for the layout of ExDyna's paper."""
+    """The equivalence law holds at each world size, on vectors long enough for the layout of ExDyna's paper."""
     case = laws.Case(world_size, 640, ("random", "disjoint", "one-region", "random"))
     obeys(laws.equivalence, name, case, 0.05)
 
@@ -50,7 +50,7 @@ def test_equivalence_at_every_world_size(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_equivalence_around_every_method(name: str, world_size: int) -> None:
-    """A warm-up, and small tensors, which travel in one all-reduce, go with every method."""
+    """A warm-up and a dense all-reduce of small tensors can be combined with every method."""
     inner = under_test(0.1)[name]
     case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
     laws.equivalence(Warmup(recipe=inner, steps=2), case)
@@ -60,7 +60,7 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
     world = laws.world_of(tailed, case)
     for gradient in case.gradients():
         rounds: list[str] = []
-        means = world.step(gradient, before_round=lambda _, words, rounds=rounds: rounds.append(words[0].phase))
+        means = world.step(gradient, before_round=lambda _, ops, rounds=rounds: rounds.append(ops[0].phase))
         assert rounds.count("small tensors") == (world_size > 1)
         assert not world.residuals[:, -9:].any()
         assert torch.equal(means[0].to_dense()[-9:], gradient[:, -9:].mean(0))
@@ -70,15 +70,15 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
 @given(case=laws.cases())
 @examples(6)
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
-    """Density 1 is the dense all-reduce, and nothing is owed."""
+    """At density 1 every mean is the dense mean and all residuals are zero."""
     obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
 @examples(8)
-def test_exact(name: str, case: laws.Case, density: float) -> None:
-    """Every law that is seen in one run holds to the bit."""
+def test_recorded_laws_hold_exactly(name: str, case: laws.Case, density: float) -> None:
+    """Every law of recorded runs holds bit for bit."""
     recipe = under_test(density)[name]
     run = laws.recorded(recipe, laws.fitted(case, recipe))
     for law in laws.OF_RUNS:
@@ -89,7 +89,7 @@ def test_exact(name: str, case: laws.Case, density: float) -> None:
 @given(case=laws.cases(), density=DENSITIES)
 @examples(4)
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
-    """A failure in any phase changes nothing; in a deep run, in any round."""
+    """A failure in any phase changes nothing. A deep run fails every round."""
     obeys(partial(laws.atomicity, every_round=deep()), name, case, density)
 
 
@@ -97,7 +97,7 @@ def test_atomicity(name: str, case: laws.Case, density: float) -> None:
 @given(case=laws.cases(), density=DENSITIES)
 @examples(4)
 def test_identity(name: str, case: laws.Case, density: float) -> None:
-    """One worker sends nothing and loses nothing."""
+    """A single worker sends nothing and loses nothing."""
     obeys(laws.identity, name, case, density)
 
 
@@ -116,7 +116,7 @@ def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> N
 @given(case=laws.cases(), density=DENSITIES)
 @examples(3)
 def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None:
-    """A NaN or Inf on one rank is everybody's, and changes nothing."""
+    """All ranks reject a step in which one rank has a NaN or Inf, and nothing changes."""
     obeys(partial(laws.refusal, bad=bad), name, case, density)
 
 
@@ -124,31 +124,31 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 @given(case=laws.cases(min_world_size=2), density=DENSITIES)
 @examples(3)
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
-    """Sums that overflow are everybody's refusal."""
+    """All ranks reject a step whose sum overflows, unless the method leaves the values in the residuals."""
     obeys(laws.overflow, name, case, density)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_there_are_messages_to_strike(name: str) -> None:
-    """In every method but those that are one collective."""
+def test_faults_are_injected_into_messages(name: str) -> None:
+    """Faults are injected into every method, except methods that consist of one collective."""
     case = laws.Case(5, 120, ("random", "disjoint"))
-    struck = laws.faults(under_test(0.1)[name], case)
-    assert (struck == 0) == (name in {"dense", "random_block", "random_k"})
+    injected = laws.faults(under_test(0.1)[name], case)
+    assert (injected == 0) == (name in {"dense", "random_block", "random_k"})
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
 @examples(2)
 def test_faults(name: str, case: laws.Case, density: float) -> None:
-    """A network that misbehaves."""
+    """A faulty network causes a named error or no difference."""
     obeys(laws.faults, name, dataclasses.replace(case, families=case.families[:2]), density)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(exact=False), density=DENSITIES)
 @examples(3)
-def test_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
-    """Rounding aside nothing is lost, and the ranks still agree to the bit."""
+def test_laws_on_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
+    """On ordinary floats conservation holds up to rounding, and the ranks still agree bit for bit."""
     recipe = under_test(density)[name]
     run = laws.recorded(recipe, laws.fitted(case, recipe))
     laws.conservation.check(run, tolerance=1e-5)

@@ -1,4 +1,4 @@
-"""Deliberately broken methods: the laws must catch each, or they prove nothing."""
+"""Deliberately broken methods. The laws must catch each of them, or they prove nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOATS = laws.Case(5, 90, ("random",) * 6, seed=3, exact=False)
 
 
 class DropsOne(OkTopkAlgorithm):
-    """Forgets the last delivered entry after the residuals were cleared."""
+    """Drops the last delivered entry after the residuals were cleared."""
 
     def reduce(self, acc, rank, world_size):
         mean = yield from super().reduce(acc, rank, world_size)
@@ -31,15 +31,15 @@ class DropsOne(OkTopkAlgorithm):
 
 
 class CountsTwice(OkTopkAlgorithm):
-    """Delivers, and still owes what it delivered."""
+    """Delivers entries and keeps them in the residual as well."""
 
     def reduce(self, acc, rank, world_size):
         acc.clear = lambda indices: None
         return (yield from super().reduce(acc, rank, world_size))
 
 
-class ClearsWhatItSent(OkTopkAlgorithm):
-    """Clears everything it sent, also what the global selection dropped."""
+class ClearsAllSent(OkTopkAlgorithm):
+    """Clears all sent entries, including those that the global selection dropped."""
 
     def reduce(self, acc, rank, world_size):
         clear = acc.clear
@@ -48,7 +48,7 @@ class ClearsWhatItSent(OkTopkAlgorithm):
 
 
 class SumsInArrivalOrder(TopkAllgatherAlgorithm):
-    """Adds the lists starting with its own, so that ranks round differently."""
+    """Adds its own list first, so the ranks round differently."""
 
     def reduce(self, acc, rank, world_size):
         own = acc.top_k(self.k)
@@ -61,7 +61,7 @@ class SumsInArrivalOrder(TopkAllgatherAlgorithm):
 
 
 class ForgetsToRollBack(OkTopkAlgorithm):
-    """Counts the step before the exchange, in a place that no rollback reaches."""
+    """Counts the step before the exchange, in an attribute that a rollback does not restore."""
 
     taken = 0
 
@@ -73,8 +73,8 @@ class ForgetsToRollBack(OkTopkAlgorithm):
         return super().scheduled(self.taken)
 
 
-class HidesItsOwn(TopkAllgatherAlgorithm):
-    """Sends zeros where it holds a NaN or Inf."""
+class HidesNonFinite(TopkAllgatherAlgorithm):
+    """Sends zeros instead of NaN and Inf."""
 
     def reduce(self, acc, rank, world_size):
         top_k = acc.top_k
@@ -82,23 +82,23 @@ class HidesItsOwn(TopkAllgatherAlgorithm):
         return (yield from super().reduce(acc, rank, world_size))
 
 
-class TalksTooMuch(TopkAllgatherAlgorithm):
-    """Predicts less than it sends."""
+class ExceedsForecast(TopkAllgatherAlgorithm):
+    """Predicts less traffic than it sends."""
 
     def predicted_traffic(self, world_size):
         return Forecast({})
 
 
-class OwesScaled(PreconditionedAlgorithm):
-    """Leaves the residual in units of the scale."""
+class KeepsScaledResidual(PreconditionedAlgorithm):
+    """Leaves the residual in scaled units."""
 
     def reduce(self, acc, rank, world_size):
         acc.unscale_from = lambda scaled, scale: acc.absorb(scaled)
         return (yield from super().reduce(acc, rank, world_size))
 
 
-class ScalesByItsOwn(PreconditionedAlgorithm):
-    """Takes the moment of what this rank still owes, which no other rank knows."""
+class ScalesByOwnResidual(PreconditionedAlgorithm):
+    """Updates the moment with this rank's residual, which other ranks do not have."""
 
     def reduce(self, acc, rank, world_size):
         mean = yield from super().reduce(acc, rank, world_size)
@@ -118,7 +118,7 @@ class BrokenPreconditioned(Preconditioned):
 
 
 def preconditioned(kind: type[PreconditionedAlgorithm]) -> BrokenPreconditioned:
-    """Around a sound Ok-Topk, for vectors of the cases above."""
+    """Return a recipe around an intact Ok-Topk, for vectors of the cases above."""
     return BrokenPreconditioned(recipe=OkTopk(density=0.1), shapes=((9, 10),), renew_every=1, kind=kind)
 
 
@@ -145,7 +145,7 @@ class BrokenTopk(TopkAllgather):
 
 
 def kernels_k(numel: int, density: float) -> int:
-    """As the library counts."""
+    """Return the number of entries as the library computes it."""
     return max(1, int(numel * density))
 
 
@@ -156,36 +156,36 @@ def kernels_k(numel: int, density: float) -> int:
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=DropsOne), CASE),
         (laws.conservation, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=CountsTwice), CASE),
-        (laws.conservation, BrokenOkTopk(density=0.1, kind=ClearsWhatItSent), CASE),
+        (laws.conservation, BrokenOkTopk(density=0.1, kind=ClearsAllSent), CASE),
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
-        (laws.budget, BrokenTopk(density=0.1, kind=TalksTooMuch), CASE),
-        (laws.conservation, preconditioned(OwesScaled), CASE),
-        (laws.equivalence, preconditioned(OwesScaled), CASE),
-        (laws.conservation, preconditioned(ScalesByItsOwn), CASE),
+        (laws.budget, BrokenTopk(density=0.1, kind=ExceedsForecast), CASE),
+        (laws.conservation, preconditioned(KeepsScaledResidual), CASE),
+        (laws.equivalence, preconditioned(KeepsScaledResidual), CASE),
+        (laws.conservation, preconditioned(ScalesByOwnResidual), CASE),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
-def test_the_laws_bite(law, recipe, case: laws.Case) -> None:
-    """A broken method breaks the law, and the sound one it derives from does not."""
+def test_broken_method_breaks_its_law(law, recipe, case: laws.Case) -> None:
+    """A broken method breaks the law, and the intact method that it derives from obeys it."""
     with pytest.raises(AssertionError):
         law(recipe, case)
-    sounds = {
+    intact = {
         OkTopk: OkTopk(density=recipe.density),
         TopkAllgather: TopkAllgather(density=recipe.density),
         Preconditioned: preconditioned(PreconditionedAlgorithm),
     }
-    law(next(sound for kind, sound in sounds.items() if isinstance(recipe, kind)), case)
+    law(next(method for kind, method in intact.items() if isinstance(recipe, kind)), case)
 
 
-def test_refusal_bites() -> None:
-    """A method that hides a NaN does not raise, which the law reports."""
+def test_hidden_nan_breaks_the_refusal_law() -> None:
+    """The refusal law fails for a method that hides a NaN."""
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        laws.refusal(BrokenTopk(density=0.1, kind=HidesItsOwn), CASE)
+        laws.refusal(BrokenTopk(density=0.1, kind=HidesNonFinite), CASE)
 
 
-def test_exact_laws_do_not_forgive_rounding() -> None:
-    """The exact form of conservation fails on ordinary floats, so its exactness is real."""
+def test_exact_conservation_fails_on_rounded_sums() -> None:
+    """Conservation without a tolerance fails on ordinary floats, so the exact form is strict."""
     recipe = TopkAllgather(density=0.5)
     with pytest.raises(AssertionError):
         laws.conservation(recipe, FLOATS)

@@ -1,4 +1,4 @@
-"""The wrapped optimizer, alone in one process: what users of torch.optim rely on."""
+"""The wrapped optimizer in one process: the behavior that users of torch.optim rely on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tritoncomm.step.bucket import BucketLayout
 
 from tritoncomm_kernels import root_mean_square
 
-# The models here are small, and what is tested is the sparse exchange.
+# The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
 
 def model() -> nn.Module:
-    """A small model, the same every time."""
+    """Return a small model with fixed weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
-    """A loss, backpropagated."""
+    """Backpropagate a loss and return it."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
     loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()
@@ -34,12 +34,12 @@ def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_it_is_an_optimizer() -> None:
-    """Shares groups, state and defaults with the wrapped one, also after a load rebinds them."""
+def test_wrapper_shares_groups_and_state() -> None:
+    """The wrapper shares groups, state and defaults with the wrapped optimizer, also after a load replaces them."""
     inner = sgd(model())
     optimizer = sparse_wrap(inner)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -51,8 +51,8 @@ def test_it_is_an_optimizer() -> None:
     assert "SGD" in repr(optimizer)
 
 
-def test_density_one_is_the_bare_optimizer() -> None:
-    """One worker and density 1: bit for bit what the optimizer does alone."""
+def test_density_one_equals_the_bare_optimizer() -> None:
+    """With one worker and density 1, the wrapper gives the same bits as the bare optimizer."""
     plain, wrapped = model(), model()
     bare, optimizer = sgd(plain), sparse_wrap(sgd(wrapped), density=1.0)
     for step in range(5):
@@ -64,7 +64,7 @@ def test_density_one_is_the_bare_optimizer() -> None:
 
 
 def test_closure() -> None:
-    """step(closure) evaluates it with gradients on, and returns its loss."""
+    """step(closure) evaluates the closure with gradients enabled and returns its loss."""
     net = model()
     optimizer = sparse_wrap(sgd(net))
 
@@ -79,7 +79,7 @@ def test_closure() -> None:
 
 
 def test_schedulers_and_hooks() -> None:
-    """A learning-rate scheduler drives the wrapped optimizer; step hooks run."""
+    """A learning-rate scheduler drives the wrapped optimizer, and step hooks run."""
     net = model()
     optimizer = sparse_wrap(sgd(net))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -94,7 +94,7 @@ def test_schedulers_and_hooks() -> None:
 
 
 def test_synchronize_exchanges_once() -> None:
-    """After synchronize() the gradients are the average, and step() uses them as they are then."""
+    """After synchronize() the gradients are the mean, and step() uses their current values."""
     net = model()
     optimizer = sparse_wrap(torch.optim.SGD(net.parameters(), lr=1.0), density=0.3)
     backward(net)
@@ -111,7 +111,7 @@ def test_synchronize_exchanges_once() -> None:
     optimizer.zero_grad()
     backward(net)
     optimizer.synchronize()
-    optimizer.zero_grad()  # thrown away: the next exchange is free again
+    optimizer.zero_grad()  # discards the mean, so another exchange is allowed
     backward(net)
     optimizer.synchronize()
     assert optimizer.metrics()["steps"] == 3
@@ -123,26 +123,26 @@ def _parts(flat: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
 
 
 def test_missing_gradients_count_as_zero() -> None:
-    """A parameter without gradient still pays what it owes."""
+    """A step without gradients still delivers entries of the residual."""
     net = model()
     optimizer = sparse_wrap(sgd(net), density=0.1)
     backward(net)
     optimizer.step()
-    owed = optimizer.metrics()["residual_norm"]
+    residual_norm = optimizer.metrics()["residual_norm"]
     optimizer.zero_grad()
     optimizer.step()
     assert all(p.grad is not None for p in net.parameters())
-    assert optimizer.metrics()["residual_norm"] < owed
+    assert optimizer.metrics()["residual_norm"] < residual_norm
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_non_finite_gradients(policy: str) -> None:
-    """A NaN skips the step or raises; parameters and residuals stay, and training goes on."""
+    """A NaN skips the step or raises. Parameters and residuals stay unchanged, and training continues."""
     net = model()
     optimizer = sparse_wrap(sgd(net), density=0.2, on_nonfinite=policy)
     backward(net)
     optimizer.step()
-    before, owed = [p.detach().clone() for p in net.parameters()], optimizer.metrics()["residual_norm"]
+    before, residual_norm = [p.detach().clone() for p in net.parameters()], optimizer.metrics()["residual_norm"]
     optimizer.zero_grad()
     backward(net)
     net[0].weight.grad[1, 1] = float("nan")
@@ -153,7 +153,7 @@ def test_non_finite_gradients(policy: str) -> None:
         optimizer.step()
         assert optimizer.metrics()["skipped_steps"] == 1
     assert all(map(torch.equal, before, net.parameters()))
-    assert optimizer.metrics()["residual_norm"] == owed
+    assert optimizer.metrics()["residual_norm"] == residual_norm
     optimizer.zero_grad()
     backward(net)
     optimizer.step()
@@ -162,7 +162,7 @@ def test_non_finite_gradients(policy: str) -> None:
 
 @pytest.mark.parametrize("make", [sgd, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)], ids=["sgd", "adamw"])
 def test_resume(make) -> None:
-    """Save with weights_only loading, load, continue = never stopped; the bare optimizer can load it too."""
+    """A saved and resumed run equals an uninterrupted one, and the bare optimizer can load the checkpoint."""
     straight, stopped = model(), model()
     first = sparse_wrap(make(straight), density=0.1)
     second = sparse_wrap(make(stopped), density=0.1)
@@ -190,13 +190,13 @@ def test_resume(make) -> None:
     make(model()).load_state_dict(saved)
 
 
-def test_foreign_checkpoints_are_refused() -> None:
-    """Another rank's, world's or model's state changes nothing."""
+def test_foreign_checkpoints_are_rejected() -> None:
+    """A checkpoint of another rank, world size or model is rejected and changes nothing."""
     net = model()
     optimizer = sparse_wrap(sgd(net))
     backward(net)
     optimizer.step()
-    owed = optimizer.metrics()["residual_norm"]
+    residual_norm = optimizer.metrics()["residual_norm"]
     for field, value in (("rank", 3), ("world_size", 4), ("schema", 99), ("recipe", "dense")):
         saved = optimizer.state_dict()
         saved["tritoncomm"][field] = value
@@ -217,19 +217,19 @@ def test_foreign_checkpoints_are_refused() -> None:
         optimizer.load_state_dict(foreign)
     with pytest.raises(ConfigurationError, match=r"expected keys 'state', 'param_groups', got \['epoch'\]"):
         optimizer.load_state_dict({"epoch": 3})
-    assert optimizer.metrics()["residual_norm"] == owed
+    assert optimizer.metrics()["residual_norm"] == residual_norm
 
 
-def test_add_param_group_keeps_what_is_owed() -> None:
-    """New parameters join the exchange; the old ones' residuals stay."""
+def test_add_param_group_keeps_residuals() -> None:
+    """New parameters join the exchange, and the residuals of the old ones stay."""
     net = model()
     optimizer = sparse_wrap(sgd(net), density=0.1)
     backward(net)
     optimizer.step()
-    owed = optimizer.metrics()["residual_norm"]
+    residual_norm = optimizer.metrics()["residual_norm"]
     extra = nn.Parameter(torch.ones(6))
     optimizer.add_param_group({"params": [extra], "lr": 0.5})
-    assert optimizer.metrics()["residual_norm"] == owed
+    assert optimizer.metrics()["residual_norm"] == residual_norm
     for _ in range(4):
         optimizer.zero_grad()
         backward(net)
@@ -239,7 +239,7 @@ def test_add_param_group_keeps_what_is_owed() -> None:
 
 
 def test_metrics_are_flat_floats() -> None:
-    """Ready for a TensorBoard writer, before and after the first step."""
+    """metrics() is a flat dict of floats, before and after the first step."""
     net = model()
     optimizer = sparse_wrap(sgd(net), density=0.1)
     assert all(isinstance(v, float) for v in optimizer.metrics().values())
@@ -274,13 +274,13 @@ def test_metrics_are_flat_floats() -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> None:
-    """A wrong argument is an error with its name, value and the fix."""
+    """A wrong argument raises an error with its name and its value."""
     with pytest.raises(ConfigurationError, match=named):
         sparse_wrap(sgd(model()), **arguments)
 
 
-def test_what_cannot_be_wrapped() -> None:
-    """Not an optimizer, wrapped twice, LBFGS, complex parameters, sparse gradients: by name."""
+def test_unsupported_optimizers_are_rejected() -> None:
+    """wrap() rejects modules, wrapped optimizers, LBFGS, complex parameters and sparse gradients by name."""
     with pytest.raises(ConfigurationError, match=r"a Sequential: pass a torch\.optim\.Optimizer"):
         sparse_wrap(model())
     with pytest.raises(ConfigurationError, match="wrapped already"):
@@ -296,14 +296,14 @@ def test_what_cannot_be_wrapped() -> None:
         optimizer.step()
 
 
-def test_a_recipe_can_be_given() -> None:
+def test_algo_accepts_a_recipe() -> None:
     """``algo`` may be a recipe with all its settings."""
     optimizer = sparse_wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
     assert optimizer.recipe == tritoncomm.OkTopk(density=0.2, bucket_width=2)
 
 
-def test_layout() -> None:
-    """Gather and scatter are inverse, across dtypes, shapes and strides; split maps flat indices."""
+def test_bucket_layout() -> None:
+    """Gather and scatter are inverse for all dtypes, shapes and strides, and split maps flat indices to parameters."""
     a = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     b = nn.Parameter(torch.zeros(0))
     c = nn.Parameter(torch.tensor(5.0, dtype=torch.bfloat16))
@@ -317,8 +317,8 @@ def test_layout() -> None:
     assert [s.tolist() for s in layout.split(torch.tensor([0, 5, 6], dtype=torch.int32))] == [[0, 5], [], [0]]
 
 
-def test_replaced_gradients_are_noticed() -> None:
-    """Local gradients that took the place of averaged ones are never stepped on."""
+def test_replaced_gradients_are_rejected() -> None:
+    """step() rejects local gradients that replaced the averaged ones."""
     net = model()
     optimizer = sparse_wrap(sgd(net))
     backward(net)
@@ -334,8 +334,8 @@ def test_replaced_gradients_are_noticed() -> None:
         optimizer.step(lambda: backward(net))
 
 
-def test_freezing() -> None:
-    """Frozen after wrapping: stays. Unfrozen after wrapping: an error instead of a local step."""
+def test_freezing_after_wrapping() -> None:
+    """A parameter that is frozen after wrapping stays unchanged. One that is unfrozen raises an error."""
     net = model()
     net[2].bias.requires_grad_(requires_grad=False)
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.1), density=0.5)
@@ -354,8 +354,8 @@ def test_freezing() -> None:
         optimizer.step()
 
 
-def test_float16_overflow_is_refused() -> None:
-    """A mean that fits fp32 but not the gradient's fp16 skips the step and keeps what is owed."""
+def test_float16_overflow_skips_the_step() -> None:
+    """A mean that overflows in the gradient's fp16 skips the step, and the residual is kept."""
     weight = nn.Parameter(torch.zeros(4, dtype=torch.float16))
     optimizer = sparse_wrap(torch.optim.SGD([weight], lr=1.0), density=0.25)
     for step in range(4):
@@ -367,7 +367,7 @@ def test_float16_overflow_is_refused() -> None:
 
 
 def test_expanded_gradients() -> None:
-    """A gradient whose elements share memory is replaced, not written through."""
+    """A gradient whose elements share memory is replaced instead of written in place."""
     weight = nn.Parameter(torch.zeros(6))
     optimizer = sparse_wrap(torch.optim.SGD([weight], lr=1.0), density=0.5)
     weight.grad = torch.ones(1).expand(6)
@@ -375,8 +375,8 @@ def test_expanded_gradients() -> None:
     assert weight.tolist() == [-1, -1, -1, 0, 0, 0]
 
 
-def test_nothing_is_saved_between_exchange_and_step() -> None:
-    """What was delivered is in the gradients alone at that moment."""
+def test_state_dict_raises_between_synchronize_and_step() -> None:
+    """state_dict() raises between synchronize() and step(), when only the gradients hold the delivered values."""
     net = model()
     optimizer = sparse_wrap(sgd(net))
     backward(net)
@@ -385,8 +385,8 @@ def test_nothing_is_saved_between_exchange_and_step() -> None:
         optimizer.state_dict()
 
 
-def test_a_refused_checkpoint_changes_nothing() -> None:
-    """Another method's state is refused before the wrapped optimizer is touched."""
+def test_rejected_checkpoint_changes_nothing() -> None:
+    """A checkpoint of another method is rejected before the wrapped optimizer changes."""
     net = model()
     optimizer = sparse_wrap(sgd(net), algo="topk_allgather")
     other = sparse_wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
@@ -395,8 +395,8 @@ def test_a_refused_checkpoint_changes_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_plain_steps_in_between_reset_the_ages() -> None:
-    """A checkpoint that went through plain AdamW does not make every coordinate look ancient."""
+def test_unmodified_steps_reset_staleness() -> None:
+    """After steps of unmodified AdamW, a loaded checkpoint counts every coordinate as recently delivered."""
     net = model()
     aware = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
     backward(net)
@@ -414,11 +414,11 @@ def test_plain_steps_in_between_reset_the_ages() -> None:
     assert float(again.state[net[0].weight]["param_rms"]) == pytest.approx(float(late), rel=0.1)
 
 
-def test_what_limits_catching_up_is_resumed() -> None:
-    """A parameter's param_rms, which is looked at now and then, is saved as it is, also beside bf16 parameters."""
+def test_param_rms_is_resumed() -> None:
+    """A checkpoint restores ``param_rms``, which only some steps compute, also for bf16 parameters."""
     net = model().bfloat16()
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    for _ in range(21):  # the norm is looked at in each of the first twenty
+    for _ in range(21):  # the first steps all compute it
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -432,9 +432,9 @@ def test_what_limits_catching_up_is_resumed() -> None:
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 259)])  # which bf16 has not
-def test_wrapped_after_loading(dtype: torch.dtype, steps: int) -> None:
-    """The bare optimizer casts what it loads to the parameter's dtype: exact ages are kept, others forgotten."""
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 259)])  # bf16 cannot represent 259
+def test_wrapping_a_loaded_optimizer(dtype: torch.dtype, steps: int) -> None:
+    """The bare optimizer casts a loaded state to the parameter's dtype. Exact delivery steps are kept, others reset."""
     net = model().to(dtype)
     weight = net[0].weight
     first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
@@ -442,8 +442,8 @@ def test_wrapped_after_loading(dtype: torch.dtype, steps: int) -> None:
         for parameter in net.parameters():
             parameter.grad = torch.linspace(-step, 1, parameter.numel()).view_as(parameter).to(dtype)
         first.step()
-    ages = first.state[weight]["last_delivered"]
-    assert ages.unique().numel() > 1
+    delivered_at = first.state[weight]["last_delivered"]
+    assert delivered_at.unique().numel() > 1
     bare = torch.optim.AdamW(net.parameters(), lr=0.01)
     bare.load_state_dict(first.state_dict())
     again = sparse_wrap(bare, density=1 / weight.numel())  # one coordinate
@@ -451,14 +451,14 @@ def test_wrapped_after_loading(dtype: torch.dtype, steps: int) -> None:
     after = again.state[weight]["last_delivered"]
     assert after.dtype == torch.int32
     late = after != steps + 1
-    expected = ages if dtype == torch.float32 else torch.full_like(ages, steps)
+    expected = delivered_at if dtype == torch.float32 else torch.full_like(delivered_at, steps)
     assert torch.equal(after[late], expected[late])
     assert late.any()
     assert again.state[weight]["param_rms"].dtype == torch.float32
 
 
 def test_add_param_group_keeps_the_warm_up() -> None:
-    """Dense steps are not taken twice; a group that cannot be honoured is refused."""
+    """Adding a group does not repeat the warm-up, and a group with unsupported options is rejected."""
     net = model()
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.1, warmup_steps=1)
     backward(net)
@@ -474,18 +474,18 @@ def test_add_param_group_keeps_the_warm_up() -> None:
     optimizer.step()
 
 
-def test_a_forgotten_process_group_is_noticed(
+def test_missing_process_group_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under a launcher without a process group, one line says that nothing will be exchanged."""
+    """Under a launcher without a process group, a warning says that nothing will be exchanged."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with caplog.at_level(logging.WARNING, logger="tritoncomm"):
         sparse_wrap(sgd(model()))
     assert "not initialized" in caplog.text
 
 
-def test_a_scheduler_built_before_wrapping() -> None:
-    """It drives the same groups, without a warning about the order of steps."""
+def test_scheduler_built_before_wrapping() -> None:
+    """A scheduler of the inner optimizer drives the wrapped one, without a warning about the order of steps."""
     net = model()
     inner = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)

@@ -1,4 +1,4 @@
-"""The contract of torch.optim, checked on bare optimizers as the control and on wrapped ones alike."""
+"""The contract of torch.optim.Optimizer, checked on bare optimizers (the control) and on wrapped ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BARE: dict[str, Make] = {
 
 
 def wrapped(make: Make) -> Make:
-    """The same, wrapped; the models here are small and what is tested is the sparse exchange."""
+    """Return a factory of wrapped optimizers. The models are small, so ``dense_below=0`` keeps the exchange sparse."""
     return lambda net: tritoncomm.wrap(make(net), density=0.2, dense_below=0)
 
 
@@ -34,13 +34,13 @@ every_bare = pytest.mark.parametrize("make", BARE.values(), ids=BARE)
 
 
 def model() -> nn.Module:
-    """A small model, the same every time."""
+    """Return a small model with fixed weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
-    """A loss, backpropagated."""
+    """Backpropagate a loss and return it."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
     loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
     loss.backward()
@@ -48,7 +48,7 @@ def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
-    """Some steps."""
+    """Train for ``steps`` steps. The batch depends on the step."""
     for step in range(start, start + steps):
         optimizer.zero_grad()
         backward(net, step)
@@ -56,13 +56,13 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: i
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    """Equal to the bit."""
+    """Whether two models are equal bit for bit."""
     return all(map(torch.equal, a.parameters(), b.parameters()))
 
 
 @pytest.fixture
 def alone(tmp_path) -> Iterator[None]:
-    """A process group of this process, as torch.distributed.checkpoint wants one."""
+    """A process group of this process alone, which torch.distributed.checkpoint requires."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -70,13 +70,13 @@ def alone(tmp_path) -> Iterator[None]:
 
 @every
 def test_isinstance(make: Make) -> None:
-    """What schedulers and scalers check."""
+    """The optimizer is a torch.optim.Optimizer, which schedulers and scalers check."""
     assert isinstance(make(model()), torch.optim.Optimizer)
 
 
 @every
 def test_closure(make: Make) -> None:
-    """step(closure) returns its loss, which falls."""
+    """step(closure) returns the loss of the closure, and the loss falls."""
     net = model()
     optimizer = make(net)
 
@@ -90,7 +90,7 @@ def test_closure(make: Make) -> None:
 
 @every
 def test_zero_grad(make: Make) -> None:
-    """Gradients become None, or zero."""
+    """zero_grad() sets gradients to None, or to zero on request."""
     net = model()
     optimizer = make(net)
     backward(net)
@@ -101,8 +101,8 @@ def test_zero_grad(make: Make) -> None:
 
 
 @every
-def test_live_views_after_a_load(make: Make) -> None:
-    """A learning rate set after load_state_dict counts, and state is that of the last step."""
+def test_learning_rate_set_after_a_load(make: Make) -> None:
+    """A learning rate that is set after load_state_dict() takes effect, and the state has the model's parameters."""
     net = model()
     optimizer = make(net)
     train(net, optimizer, 2)
@@ -119,7 +119,7 @@ def test_live_views_after_a_load(make: Make) -> None:
 @every
 @pytest.mark.parametrize("steps", [0, 2])
 def test_add_param_group(make: Make, steps: int) -> None:
-    """Before the first step or after some: the new parameters train with their own settings."""
+    """A group that is added before or after the first step trains with its own settings."""
     net = model()
     optimizer = make(net)
     train(net, optimizer, steps)
@@ -135,8 +135,8 @@ def test_add_param_group(make: Make, steps: int) -> None:
 
 
 @every
-def test_state_dict_is_plain(make: Make) -> None:
-    """It loads with weights_only=True, and loading it continues the run to the bit."""
+def test_state_dict_loads_with_weights_only(make: Make) -> None:
+    """The state dict loads with weights_only=True and continues the run bit for bit."""
     straight, stopped = model(), model()
     first, second = make(straight), make(stopped)
     train(straight, first, 3)
@@ -152,8 +152,8 @@ def test_state_dict_is_plain(make: Make) -> None:
 
 
 @every_bare
-def test_inner_state_is_the_bare_optimizers(make: Make) -> None:
-    """The wrapped state without what is ours loads into the bare optimizer unchanged, and also with it."""
+def test_bare_optimizer_loads_the_wrapped_state(make: Make) -> None:
+    """The bare optimizer loads the wrapped state dict unchanged, with and without the entry of this library."""
     net = model()
     optimizer = wrapped(make)(net)
     train(net, optimizer, 3)
@@ -168,7 +168,7 @@ def test_inner_state_is_the_bare_optimizers(make: Make) -> None:
 
 @every
 def test_hooks(make: Make) -> None:
-    """Step, state-dict and load hooks run, get the optimizer they were registered on, and may change what they get."""
+    """Step, state-dict and load hooks receive the optimizer they were registered on and may change the result."""
     net = model()
     optimizer = make(net)
     called: list[str] = []
@@ -198,7 +198,7 @@ def test_hooks(make: Make) -> None:
 
 @every_bare
 def test_hooks_of_the_inner_optimizer(make: Make) -> None:
-    """What was registered before wrapping still runs, once per step."""
+    """Hooks that were registered before wrapping run once per step."""
     net = model()
     inner = make(net)
     called: list[str] = []
@@ -210,7 +210,7 @@ def test_hooks_of_the_inner_optimizer(make: Make) -> None:
 
 @every
 def test_deepcopy(make: Make) -> None:
-    """A copy of model and optimizer goes its own way, equal to the bit to the original's."""
+    """A deep copy of model and optimizer trains independently, with the same bits as the original."""
     net = model()
     optimizer = make(net)
     train(net, optimizer, 3)
@@ -223,7 +223,7 @@ def test_deepcopy(make: Make) -> None:
 
 @every
 def test_pickle(make: Make) -> None:
-    """The same by pickling."""
+    """A pickled copy of model and optimizer trains with the same bits as the original."""
     net = model()
     optimizer = make(net)
     train(net, optimizer, 3)
@@ -235,14 +235,14 @@ def test_pickle(make: Make) -> None:
 
 @every
 def test_repr(make: Make) -> None:
-    """It names the optimizer and its settings."""
+    """repr() shows the settings of the optimizer."""
     assert "lr: 0.0" in repr(make(model()))
 
 
 @every_bare
 @pytest.mark.parametrize("before", [True, False], ids=["scheduler-first", "wrap-first"])
 def test_schedulers(make: Make, before: bool) -> None:
-    """A scheduler drives the learning rate, whether it was built before or after wrapping, without a warning."""
+    """A scheduler drives the learning rate, built before or after wrapping, without a warning."""
     net = model()
     inner = make(net)
     rate = inner.param_groups[0]["lr"]
@@ -261,7 +261,7 @@ def test_schedulers(make: Make, before: bool) -> None:
 @every
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile(make: Make) -> None:
-    """torch.compile(optimizer.step) does what step does."""
+    """torch.compile(optimizer.step) gives the same parameters as step()."""
     net, other = model(), model()
     optimizer, eager = make(net), make(other)
     torch._dynamo.reset()
@@ -276,7 +276,7 @@ def test_compile(make: Make) -> None:
 
 @every
 def test_distributed_checkpoint_state(make: Make, alone: None) -> None:
-    """get_/set_optimizer_state_dict: the synthetic step moves nothing, and the state arrives."""
+    """get_ and set_optimizer_state_dict transfer the state, and their synthetic step moves no parameter."""
     net = model()
     optimizer = make(net)
     train(net, optimizer, 3)
@@ -295,24 +295,24 @@ def test_distributed_checkpoint_state(make: Make, alone: None) -> None:
 
 
 @every_bare
-def test_the_synthetic_step_is_inert(make: Make, alone: None) -> None:
-    """It exchanges nothing and leaves what is owed; also in the middle of a run."""
+def test_synthetic_step_exchanges_nothing(make: Make, alone: None) -> None:
+    """The synthetic step of get_optimizer_state_dict exchanges nothing and keeps the residual."""
     net = model()
     optimizer = wrapped(make)(net)
     get_optimizer_state_dict(net, optimizer)
     assert optimizer.metrics()["steps"] == 0
     train(net, optimizer, 2)
     optimizer.zero_grad()
-    owed = optimizer.metrics()["residual_norm"]
-    assert owed > 0
+    residual_norm = optimizer.metrics()["residual_norm"]
+    assert residual_norm > 0
     get_optimizer_state_dict(net, optimizer)
     assert optimizer.metrics()["steps"] == 2
-    assert optimizer.metrics()["residual_norm"] == owed
+    assert optimizer.metrics()["residual_norm"] == residual_norm
 
 
 @every
-def test_a_zero_learning_rate_is_no_synthetic_step(make: Make) -> None:
-    """A warm-up that begins at zero takes part like any other step."""
+def test_zero_learning_rate_is_exchanged(make: Make) -> None:
+    """A step with learning rate 0, as at the start of a warm-up, is exchanged like any other step."""
     net = model()
     optimizer = make(net)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -324,8 +324,8 @@ def test_a_zero_learning_rate_is_no_synthetic_step(make: Make) -> None:
 
 
 @every
-def test_odd_parameters(make: Make) -> None:
-    """Frozen, tied and zero-element parameters."""
+def test_frozen_tied_and_empty_parameters(make: Make) -> None:
+    """Frozen parameters stay unchanged, tied ones stay tied, and zero-element ones are accepted."""
     net = model()
     net.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     net.empty = nn.Parameter(torch.ones(0, 3))
@@ -339,12 +339,12 @@ def test_odd_parameters(make: Make) -> None:
 
 
 @every_bare
-def test_a_subclass_can_be_made(make: Make) -> None:
-    """Frameworks build a class from theirs and the optimizer's."""
+def test_class_can_be_derived(make: Make) -> None:
+    """A framework can derive a class from its own class and the optimizer's class."""
     optimizer = wrapped(make)(model())
 
     class Strategy:
-        """Stands for a framework's."""
+        """Stands for a class of a framework."""
 
     mixed = type("Mixed", (Strategy, type(optimizer)), {})
     assert issubclass(mixed, torch.optim.Optimizer)
@@ -352,7 +352,7 @@ def test_a_subclass_can_be_made(make: Make) -> None:
 
 @every_bare
 def test_accelerate_round_trip(make: Make) -> None:
-    """What Accelerate does on prepare: load the own state dict, after moving everything in it."""
+    """A run continues unchanged after Accelerate's prepare(), which moves and reloads the state dict."""
     straight, moved = model(), model()
     first, second = wrapped(make)(straight), wrapped(make)(moved)
     train(straight, first, 3)
@@ -372,11 +372,11 @@ def test_accelerate_round_trip(make: Make) -> None:
     assert torch.equal(first._exchange.feedback.residual, second._exchange.feedback.residual)
 
 
-def test_an_error_under_a_scaler_leaves_no_scale_behind() -> None:
-    """The scaler multiplies the next scale by what it finds left on the optimizer."""
+def test_error_under_a_scaler_leaves_no_scale() -> None:
+    """An error leaves no scale on the optimizer, which the scaler would multiply with the next scale."""
     net, control = model(), model()
     at_density_one = lambda net: tritoncomm.wrap(BARE["momentum"](net), density=1.0)  # noqa: E731
-    # At density 1, as what synchronize() has wrongly made owed stays owed.
+    # At density 1, because residuals would keep the scaled gradients that synchronize() averaged.
     optimizer, reference = at_density_one(net), at_density_one(control)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled_backward(scaler, net, 0)
@@ -397,18 +397,18 @@ def test_an_error_under_a_scaler_leaves_no_scale_behind() -> None:
 
 
 def scaled_backward(scaler: torch.amp.GradScaler, net: nn.Module, seed: int) -> None:
-    """As :func:`backward`, of the scaled loss."""
+    """Backpropagate the scaled loss of :func:`backward`."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
     scaler.scale((net(x) - x.sum(1, keepdim=True)).square().mean()).backward()
 
 
-def test_a_proxy_in_front() -> None:
-    """Frameworks derive a proxy from the optimizer's class that reads through to it and keeps what is assigned."""
+def test_proxy_class() -> None:
+    """A proxy whose class derives from the optimizer's class works like the optimizer."""
     net, control = model(), model()
     real, reference = MAKERS["wrapped-momentum"](net), MAKERS["wrapped-momentum"](control)
 
     class Proxy:
-        """As Lightning's and Fabric's."""
+        """Reads through to the optimizer and keeps assigned attributes, like the proxies of Lightning and Fabric."""
 
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self._optimizer = optimizer

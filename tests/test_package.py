@@ -1,4 +1,4 @@
-"""What the package exports."""
+"""The public names of the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tritoncomm
 
 
 def test_public_names() -> None:
-    """The public surface, pinned."""
+    """The package exports exactly these names."""
     assert sorted(tritoncomm.__all__) == [
         "ConfigMismatchError", "ConfigurationError", "DGC", "Dense", "ExDyna", "ExchangeError",
         "ExchangeTimeoutError", "GTopk", "GaussianK",

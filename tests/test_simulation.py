@@ -1,4 +1,4 @@
-"""All workers in one process."""
+"""SimulatedWorld: all workers in one process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((0, 5), "world_size=0"), ((2, -1), "numel=-1")])
-def test_simulated_world_refuses(arguments: tuple[int, int], named: str) -> None:
-    """Impossible worlds are named."""
+def test_impossible_sizes_are_rejected(arguments: tuple[int, int], named: str) -> None:
+    """An impossible world size or vector length is rejected by name."""
     with pytest.raises(ConfigurationError, match=named):
         SimulatedWorld(OkTopk(), *arguments)
 
 
 def test_empty_vector() -> None:
-    """A vector without coordinates is legal everywhere."""
+    """Every method accepts an empty vector."""
     for name in tritoncomm.algorithms():
         world = SimulatedWorld(tritoncomm.recipe(name, density=0.1), 3, 0)
         assert world.step(torch.empty(3, 0))[0].to_dense().numel() == 0
 
 
-def test_foreign_state_is_refused() -> None:
-    """States and residuals that do not fit are refused by name and change nothing."""
+def test_foreign_state_is_rejected() -> None:
+    """States and residuals that do not fit are rejected by name and change nothing."""
     world = SimulatedWorld(OkTopk(density=0.1), 2, 20)
     world.step(torch.randn(2, 20))
     before = world.residuals

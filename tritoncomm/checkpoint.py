@@ -2,7 +2,8 @@
 
 Residuals differ between ranks. A checkpoint of the optimizer on rank 0 alone loses the residuals of all other ranks.
 :func:`save` and :func:`load` use a file per rank, and support a change of the world size. :class:`ResidualState` is a
-part of a checkpoint of ``torch.distributed.checkpoint``.
+part of a checkpoint of ``torch.distributed.checkpoint``. :mod:`tritoncomm.step.checkpoint_format` defines the state of
+one rank.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optim import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.state_format import reshard
+from tritoncomm.step import checkpoint_format, setup_checks
+from tritoncomm.step.checkpoint_format import reshard
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
@@ -51,7 +52,7 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
         mark["id"] = setup_checks.gather(mark, group)[0]["id"]
-    mark["checksum"] = state_format.checksum(_original_state(state))
+    mark["checksum"] = checkpoint_format.checksum(_original_state(state))
     file = _file(folder, rank, size)
     with setup_checks.propagate_errors(group):
         try:
@@ -150,8 +151,8 @@ def _read(file: Path) -> dict[str, Any]:
 def _check(state: Any) -> None:
     if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
         raise ConfigurationError("it is not the state of a wrapped optimizer")
-    state_format.check(state["tritoncomm"])
-    if state_format.checksum(_original_state(state)) != state["saved"]["checksum"]:
+    checkpoint_format.check(state["tritoncomm"])
+    if checkpoint_format.checksum(_original_state(state)) != state["saved"]["checksum"]:
         raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not match")
 
 

@@ -20,8 +20,8 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import summed
-from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import fits_dtype
+from tritoncomm.step import checkpoint_format, setup_checks
+from tritoncomm.step.bucket import OVERFLOWS, fits_dtype
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
@@ -220,10 +220,7 @@ class CommState:
         self._begun.append(exchange)
         mean.write_to(flat, workspace=exchange.feedback.workspace)
         if not fits_dtype(flat if scale == 1.0 else flat * scale, dtype):  # equal on all ranks, like the mean
-            raise NonFiniteError(
-                f"a mean of finite gradients overflows in {dtype}; nothing was applied: use bfloat16, or a "
-                "GradScaler, which lowers its scale"
-            )
+            raise NonFiniteError(OVERFLOWS.format(dtype))
         return mean
 
     def _finish(self) -> None:
@@ -349,7 +346,7 @@ class CommState:
                 self._names[id(p)]: residual.clone() for p, residual in exchange.residuals_by_parameter().items()
             }
         algorithms = [exchange.feedback.algorithm.common_state() for exchange in self._exchanges.values()]
-        return state_format.with_checksum(
+        return checkpoint_format.with_checksum(
             rank=dist.get_rank(self.process_group),
             world_size=dist.get_world_size(self.process_group),
             recipe=self.recipe.name,
@@ -372,7 +369,7 @@ class CommState:
             if self._exchanges:
                 raise ConfigurationError("call load_state_dict() before the first backward pass")
             rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-            state_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
+            checkpoint_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
             if self._shapes and self._shapes != {
                 name: residual.numel() for name, residual in state["residuals"].items()
             }:

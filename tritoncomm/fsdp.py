@@ -21,8 +21,8 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import fits_dtype
+from tritoncomm.step import checkpoint_format, setup_checks
+from tritoncomm.step.bucket import OVERFLOWS, fits_dtype
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
@@ -96,11 +96,12 @@ class ShardExchange:
             shard.record_stream(torch.cuda.current_stream(shard.device))
         if shard.numel() != self.numel:
             raise ConfigurationError(
-                f"FSDP reduced a shard of {shard.numel()} elements, but {self.numel} were registered "
-                f"({self.shard_slices[0].name} and others): call register() after fully_shard() and after freezing, "
-                "and use every parameter in each pass"
+                f"FSDP reduced a shard of {shard.numel()} elements, but {self.numel} were registered, the first for "
+                f"{self.shard_slices[0].name}: call register() after fully_shard() and after freezing parameters, and "
+                "use every parameter in each pass"
             )
-        if not self._group.all_reduce_grads:  # set_requires_all_reduce(False), which FSDP itself reads only in HSDP
+        # The user called set_requires_all_reduce(False). FSDP itself obeys it only with HSDP, so it is handled here.
+        if not self._group.all_reduce_grads:
             self._unsent = shard.to(torch.float32, copy=True) if self._unsent is None else self._unsent.add_(shard)
             shard.zero_()
             return
@@ -145,7 +146,7 @@ class ShardExchange:
         mean.write_to(self.flat, workspace=self.feedback.workspace)
         self.flat.mul_(scale)
         if not fits_dtype(self.flat, dtype):  # equal on all replicas, like the mean
-            raise NonFiniteError(f"a mean of finite gradients overflows in {dtype}; nothing was applied")
+            raise NonFiniteError(OVERFLOWS.format(dtype))
 
     def _parts(self) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
         return zip(
@@ -269,7 +270,7 @@ class FSDPState:
 
         Residuals differ between ranks: save the dict of every rank.
         """
-        return state_format.with_checksum(
+        return checkpoint_format.with_checksum(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             recipe=self.recipe.name,
@@ -290,9 +291,13 @@ class FSDPState:
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         with setup_checks.propagate_errors(self._world_group):
-            state_format.check(state, rank=dist.get_rank(), world_size=dist.get_world_size(), recipe=self.recipe.name)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            checkpoint_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
             if state["settings"] != self._sharding:
-                raise ConfigurationError("this checkpoint belongs to a model with other parameters or another sharding")
+                raise ConfigurationError(
+                    "this checkpoint was saved with other parameters or another sharding: call fully_shard() and "
+                    "register() as in the run that saved it"
+                )
         setup_checks.compare({"steps": state["steps"]}, self._world_group)
         for exchange, residual in zip(self.exchanges, state["residuals"], strict=True):
             algorithm = state["algorithm"][str(exchange.number)]
@@ -401,7 +406,10 @@ def _parameter_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             if groups is None:
                 groups = [group for group in [state._fsdp_param_group] if group is not None]  # noqa: SLF001
             if len(groups) > 1:
-                raise ConfigurationError("fully_shard() over several meshes has no all-reduce hook: use one mesh")
+                raise ConfigurationError(
+                    "a module has parameters on several meshes, which this hook does not support: shard all its "
+                    "parameters over one mesh"
+                )
             if id(state) not in seen:  # several modules may share one
                 seen.add(id(state))
                 yield from ((module, group) for group in groups)

@@ -311,7 +311,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         step_state, loss = self._step_state, None
         if closure is not None:
             if step_state.exchanged:
-                raise RuntimeError("a closure computes new gradients: call step(closure) without synchronize()")
+                raise RuntimeError(
+                    "step(closure) was called after synchronize(), but a closure computes new gradients: "
+                    "call step(closure) without synchronize()"
+                )
             with torch.enable_grad():
                 loss = closure()
         if self._optimizer_step.is_synthetic():

@@ -15,8 +15,8 @@ TILE, WARPS = 4096, 8
 def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
     """Return ``fma(gradient, factor, residual)`` at ``at`` and store it to ``out``.
 
-    Without ``ADD``, return the residual and store nothing.
-    ``WHOLE`` tiles need no mask. Only without a mask does Triton use 128-bit accesses for every n.
+    Without ``ADD``, return the residual and store nothing. ``WHOLE`` means that the tile ends at or before ``n`` and
+    needs no mask. Triton then uses 128-bit accesses whatever ``n`` is.
     """
     inside = None if WHOLE else at < n
     other = None if WHOLE else 0.0

@@ -53,7 +53,7 @@ def decompress(
         held = workspace if workspace is not None else Workspace()
         count = held.buffer("decompress count", 1, torch.int32, out.device).fill_(indices.numel())
         return sum_lists(indices[None], values[None], count, out, workspace=held)
-    # Adding 0.0 turns -0.0 into 0.0, as a sum does.
+    # Adding 0.0 turns -0.0 into 0.0. The kernel gives 0.0 too, because its sums start at 0.0.
     return out.zero_().index_copy_(0, indices.long(), values + 0.0)
 
 

@@ -138,13 +138,13 @@ def top_k_into(
     warm: bool = False,
     clear: bool = False,
 ) -> None:
-    """Run :func:`accumulate_top_k` into preallocated memory. On a GPU there is no host synchronization.
+    """Write the result of :func:`accumulate_top_k` to preallocated tensors. On a GPU there is no host synchronization.
 
     ``indices`` (int32) and ``values`` (fp32) are ``[k]``, with ``k`` at least 1. ``taken`` (int64 ``[1]``) is set to
-    the number of entries written. The other slots keep their content. Without ``gradient``, ``residual`` and ``out``
-    must be the same tensor, and nothing is added. With ``warm``, the first threshold is slightly below the k-th
-    magnitude of the last call with this ``workspace``. Otherwise it is estimated from a sample. The result is the same.
-    With ``clear``, the selected elements become 0 in ``out``.
+    the number of entries written. The other slots keep their content. If ``gradient`` is None, ``residual`` and
+    ``out`` must be the same tensor, and nothing is added. The search starts from a threshold. With ``warm``, it is
+    slightly below the k-th magnitude of the last call with this ``workspace``, otherwise a sample gives it. The result
+    does not depend on it. With ``clear``, the selected elements become 0 in ``out``.
     """
     check_vector("indices", indices, dtypes=(torch.int32,), like=out)
     check_vector("values", values, numel=indices.numel(), like=out)

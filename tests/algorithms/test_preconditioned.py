@@ -17,7 +17,7 @@ from tritoncomm.algorithms import Preconditioned
 from tritoncomm.algorithms.preconditioned import Moment, PreconditionedAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
 from tritoncomm.primitives.second_moment import FactoredSecondMoment
-from tritoncomm.step.state_format import with_checksum
+from tritoncomm.step.checkpoint_format import with_checksum
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 

@@ -17,7 +17,7 @@ from process_group_workers import loss_of, possible, tiny_model, total
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from training_workers import flat, residual, same_everywhere
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
-from tritoncomm.step import state_format
+from tritoncomm.step import checkpoint_format
 
 import laws
 
@@ -51,7 +51,7 @@ def runs_of(world_size: int):
 def verdict(model, optimizer) -> str:
     """A digest of parameters, residual and what the method has learnt."""
     state = optimizer._exchange.feedback.algorithm.state
-    return state_format.checksum({"model": flat(model), "owed": residual(optimizer), "state": repr(state)})
+    return checkpoint_format.checksum({"model": flat(model), "owed": residual(optimizer), "state": repr(state)})
 
 
 def never_killed(rank: int, world_size: int, send, folder: str) -> None:
@@ -180,14 +180,14 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     def signed(**fields) -> Callable[[dict], object]:
         def change(state: dict) -> None:
             ours = {name: value for name, value in (state["tritoncomm"] | fields).items() if name != "checksum"}
-            state["tritoncomm"] = ours | {"checksum": state_format.checksum(ours)}
+            state["tritoncomm"] = ours | {"checksum": checkpoint_format.checksum(ours)}
 
         return change
 
     attempts.take(0, lambda state: None)
     attempts.load("written with rank=0, here it is 1")
     attempts.take(1, signed(recipe="exdyna"))
-    attempts.load("written with recipe='exdyna', here it is 'oktopk': wrap with algo='exdyna'")
+    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo, warmup_steps and node_group")
     attempts.take(1, signed(residuals=[torch.zeros(3)]))
     attempts.load("a model with other parameters")
     attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))

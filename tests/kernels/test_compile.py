@@ -152,19 +152,12 @@ def test_no_inferred_fusion(name: str) -> None:
     assert "fma.rn.f32" not in compiled(name, "sm_90").text
 
 
-def test_report(record_property: pytest.RecordProperty) -> None:
-    """The table that the run prints at its end."""
-    table = _table()
-    assert len(table) == 1 + len(cases())
-    record_property("table", table)
-
-
-def _table() -> list[str]:
-    rows = [f"Triton {triton.__version__}: registers on {', '.join(TARGETS)}; shared memory, instructions on sm_90"]
-    for case in cases():
-        results = [compiled(case.name, target) for target in TARGETS]
-        registers = " ".join(f"{result.registers:4}" for result in results)
-        hopper = results[list(TARGETS).index("sm_90")]
-        each = f"{hopper.per_element(case):6.1f} per element" if case.elements else ""
-        rows.append(f"{case.name:26}{registers}  {hopper.shared:6} B {len(hopper.sass):5} {each}")
-    return rows
+@pytest.mark.parametrize("name", [case.name for case in cases()])
+def test_report(name: str, record_property: pytest.RecordProperty) -> None:
+    """Each case is a row of the table that is printed after the tests."""
+    case, results = find(name), [compiled(name, target) for target in TARGETS]
+    registers = " ".join(f"{result.registers:4}" for result in results)
+    hopper = results[list(TARGETS).index("sm_90")]
+    each = f"{hopper.per_element(case):6.1f} per element" if case.elements else ""
+    assert hopper.sass
+    record_property("compiled", f"{name:26}{registers}  {hopper.shared:6} B {len(hopper.sass):5} {each}")

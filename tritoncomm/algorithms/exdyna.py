@@ -41,8 +41,8 @@ _SAMPLE_STRIDE, _SAMPLE_LEAST = 17, 4096
 # moves would only cause jitter.
 _FAST_FROM, _FAST_MOVE = 1.5, 16
 # From the paper's code: a count above 1.1 k raises the threshold by 0.5 %, and a count of at most 0.909 k lowers it by
-# 0.5 %. In between, the change is about a quarter of that.
-_DENSE, _SPARSE = 1.1, 0.909
+# 0.5 %. Between them the threshold changes by about 0.13 %, up if the count is above k.
+_MANY_PASS, _FEW_PASS = 1.1, 0.909
 _RAISE, _RAISE_FINE, _LOWER_FINE, _LOWER = 1.005, 1.00125, 0.9987, 0.995
 _LARGEST_CHANGE = 0.05
 # In robust mode the threshold is estimated again if the count differs from k by more than a factor of 8, and by more
@@ -334,9 +334,9 @@ class ExDynaAlgorithm(Algorithm):
             error = math.log(max(found, 1) / self.k) if self.k >= _MANY else ratio - 1
             change = gain * error
             factor = math.exp(min(max(change, -_LARGEST_CHANGE), _LARGEST_CHANGE))
-        elif ratio > _DENSE:
+        elif ratio > _MANY_PASS:
             factor = _RAISE
-        elif ratio <= _SPARSE:
+        elif ratio <= _FEW_PASS:
             factor = _LOWER
         else:
             # The authors' code cannot reach the second branch.

@@ -106,7 +106,7 @@ class GTopkAlgorithm(Algorithm):
 
 
 def tree(world_size: int) -> list[dict[int, int]]:
-    """Return the levels of the tree toward rank 0, each as a dict from sender to receiver."""
+    """Return the levels of the reduction tree, leaves first. Rank 0 is the root. A level maps senders to receivers."""
     core = 1 << (world_size.bit_length() - 1)
     fold = {rank: rank - core for rank in range(core, world_size)}
     halves = [1 << s for s in range(core.bit_length() - 1)]

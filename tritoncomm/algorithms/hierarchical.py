@@ -28,7 +28,7 @@ from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Pattern
 from tritoncomm_kernels import Selection
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
-_REFUSED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied"
+_REJECTED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +105,17 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
             part.fill_(torch.nan)  # all workers of the node do this, so all workers of all nodes reject the step
         left = torch.empty_like(part)
         inner = Accumulator(residual, part, left, acc.workspace)
-        mean, refused = SparseVector(*_nothing(part), self._share), False
+        mean, rejected = SparseVector(*_nothing(part), self._share), False
         try:
             mean = yield InSubgroup(_BETWEEN, rail, self.inner.reduce(inner, rank // size, nodes))
         except NonFiniteError:
-            refused = True
+            rejected = True
         self.report = self.inner.report
         found = Selection.of(mean.indices + start, mean.values / size)
         if size > 1:
-            found = yield InSubgroup(_GATHER, node, _gather(found, not refused, size * self._share, local, size))
-        elif refused:
-            raise NonFiniteError(_REFUSED)
+            found = yield InSubgroup(_GATHER, node, _gather(found, not rejected, size * self._share, local, size))
+        elif rejected:
+            raise NonFiniteError(_REJECTED)
         acc.clear_all()
         kept = max(0, min(self._share, self.numel - start))
         acc.replace_range(start, left[:kept])
@@ -163,7 +163,7 @@ def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) ->
     try:
         (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS)
     except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
-        raise NonFiniteError(_REFUSED) from None
+        raise NonFiniteError(_REJECTED) from None
     return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
 
 

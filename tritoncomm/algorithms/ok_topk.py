@@ -25,12 +25,12 @@ from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, trimmed_sizes
-from tritoncomm.primitives.selection import entries_to_keep, following_threshold, largest_parts
+from tritoncomm.primitives.selection import entries_to_keep, largest_parts
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Selection, Workspace
 
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
 # compared with the residuals, the exact k-th magnitude of one step would therefore select almost nothing at the next.
@@ -38,6 +38,8 @@ from tritoncomm_kernels import Selection
 # Re-evaluation first tries the old global threshold times this factor. If at least k sums reach it, the k largest
 # sums are among them. The other reduced non-zeros, often several k, then need not be sent.
 WARM_START = 0.98
+# A reused threshold never changes by more than this factor in one step.
+MAX_CORRECTION = 2.0
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
 
@@ -416,3 +418,30 @@ class OkTopkAlgorithm(Algorithm):
         leaving = min(rounds * delivered, peers * largest)
         phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * delivered))
         return Forecast(phases)
+
+
+def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -> float:
+    """Return the threshold for the next step, given that ``count`` of ``numel`` entries passed ``threshold``.
+
+    ``wanted`` entries should pass. Gradient magnitudes have roughly exponential tails: count = numel x exp(-t / scale).
+    The new threshold is therefore t x log(numel / wanted) / log(numel / count). It changes by at most a factor of
+    :data:`MAX_CORRECTION` in either direction.
+    """
+    have = math.log(numel / max(0.5, min(count, numel)))
+    want = math.log(numel / wanted)
+    if have * MAX_CORRECTION <= want:
+        return threshold * MAX_CORRECTION
+    return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
+
+
+def following_threshold(
+    threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
+) -> float:
+    """Return the threshold for the next step, given that ``count`` of ``numel`` entries reached ``threshold``.
+
+    The result is exact if at least ``wanted`` of these entries are in ``passed``. Otherwise :func:`corrected_threshold`
+    estimates it.
+    """
+    if count >= wanted and passed.found:
+        return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
+    return corrected_threshold(threshold, count, wanted, numel)

@@ -65,7 +65,7 @@ class TopkDSA(Recipe):
 
 
 class TopkDSAAlgorithm(Algorithm):
-    """Rank r owns the r-th of P regions of equal size."""
+    """TopkDSA on one rank. The vector has one region per rank, equal up to rounding, and rank r sums region r."""
 
     def __init__(self, recipe: TopkDSA, numel: int) -> None:
         super().__init__(numel)

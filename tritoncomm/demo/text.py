@@ -39,7 +39,7 @@ def standard_library() -> Text:
 
 
 def batch(text: torch.Tensor, rows: int, context: int, seed: int, step: int, rank: int) -> torch.Tensor:
-    """Return random windows, int64 ``[rows, context + 1]``. They depend on seed, step and rank only."""
+    """Return random windows, int64 ``[rows, context + 1]``. The same arguments give the same windows."""
     generator = np.random.default_rng([seed, step, rank])
     starts = torch.from_numpy(generator.integers(0, text.numel() - context, size=rows))
     return text[starts[:, None] + torch.arange(context + 1)].long()

@@ -1,4 +1,8 @@
-"""Recommend a method and a density for a given network, or dense, from the papers' cost formulas."""
+"""Recommend a method and a density for a given network, or dense, from the papers' cost formulas.
+
+The formula of a method is its ``Recipe.formula`` in :mod:`tritoncomm.algorithms`. :mod:`tritoncomm.scheduler.cost`
+turns it into seconds on a network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection of large entries: how many to keep, and how to reuse, correct or fit a threshold."""
+"""Selection of large entries: how many to keep, and how to fit a threshold to a distribution."""
 
 from __future__ import annotations
 
@@ -12,40 +12,10 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Selection, Workspace
 
-# A reused threshold never changes by more than this factor in one step.
-MAX_CORRECTION = 2.0
-
 
 def entries_to_keep(numel: int, density: float) -> int:
     """Return k = floor(numel x density), at least 1 and at most ``numel``. It is 0 only for an empty vector."""
     return min(numel, max(1, int(numel * density)))
-
-
-def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -> float:
-    """Return the threshold for the next step, given that ``count`` of ``numel`` entries passed ``threshold``.
-
-    ``wanted`` entries should pass. Gradient magnitudes have roughly exponential tails: count = numel x exp(-t / scale).
-    The new threshold is therefore t x log(numel / wanted) / log(numel / count). It changes by at most a factor of
-    :data:`MAX_CORRECTION` in either direction.
-    """
-    have = math.log(numel / max(0.5, min(count, numel)))
-    want = math.log(numel / wanted)
-    if have * MAX_CORRECTION <= want:
-        return threshold * MAX_CORRECTION
-    return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
-
-
-def following_threshold(
-    threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
-) -> float:
-    """Return the threshold for the next step, given that ``count`` of ``numel`` entries reached ``threshold``.
-
-    The result is exact if at least ``wanted`` of these entries are in ``passed``. Otherwise :func:`corrected_threshold`
-    estimates it.
-    """
-    if count >= wanted and passed.found:
-        return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
-    return corrected_threshold(threshold, count, wanted, numel)
 
 
 def largest_parts(

@@ -125,6 +125,12 @@ class BucketLayout:
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
 
 
+# The mean includes residuals, so it may be larger than every gradient.
+OVERFLOWS = (
+    "the mean of gradients plus residuals overflows in {}; residuals are unchanged: use bfloat16, or a GradScaler"
+)
+
+
 def fits_dtype(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return False if one of ``values`` (fp32) overflows in ``dtype``. Only fp16 has a smaller range than fp32."""
     return dtype != torch.float16 or bool((values.abs() <= torch.finfo(dtype).max).all())

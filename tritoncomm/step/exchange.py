@@ -20,8 +20,8 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step import setup_checks, state_format
-from tritoncomm.step.bucket import BucketLayout, split_by_size
+from tritoncomm.step import checkpoint_format, setup_checks
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 
@@ -212,12 +212,12 @@ class GradientExchange:
             self._meter = meter
 
     def commit(self) -> None:
-        """Commit the step."""
+        """Replace the residual and the state of the method by those of this step, and count the step."""
         self.feedback.commit()
         self.steps += 1
 
     def rollback(self) -> None:
-        """Discard the step."""
+        """Restore the state of the method. The residual has not changed."""
         self.feedback.rollback()
 
     def commit_pending(self) -> SparseVector:
@@ -282,7 +282,7 @@ class GradientExchange:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: the residual of each parameter, and the algorithm's state."""
         residuals = [residual.clone() for residual in self.residuals_by_parameter().values()]
-        return state_format.with_checksum(
+        return checkpoint_format.with_checksum(
             rank=self.rank,
             world_size=self.world_size,
             recipe=self.recipe.name,
@@ -299,7 +299,7 @@ class GradientExchange:
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
         """
         feedback = self._new_error_feedback()
-        state_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
+        checkpoint_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
         if [len(residual) for residual in state["residuals"]] != [p.numel() for p in self.parameters]:
             raise ConfigurationError("this checkpoint belongs to a model with other parameters")
         residuals_by_parameter = dict(zip(self.parameters, state["residuals"], strict=True))
@@ -397,7 +397,7 @@ class GradientExchange:
     def _check_range(self, flat: torch.Tensor) -> None:
         # All ranks have the same mean, so all of them raise or none.
         if not self.layout.fits_dtypes(flat):
-            raise NonFiniteError("a mean of finite gradients overflows in float16; nothing was applied")
+            raise NonFiniteError(OVERFLOWS.format("float16"))
 
     def measure(self, mean: SparseVector | None, seconds: float) -> None:
         """Record the metrics of an exchange that took ``seconds``. ``mean`` is None if the step was rejected."""

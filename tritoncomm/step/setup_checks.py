@@ -18,7 +18,7 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeE
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.version import __version__
 
-_ERROR = "refused"  # key of the error that a rank reports to the others
+_ERROR = "error"  # key of the error that a rank reports to the others
 
 
 def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -204,8 +204,11 @@ def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
                 )
 
 
-def _with_subclasses(kind: type) -> list[type]:
-    return [kind, *(each for subclass in kind.__subclasses__() for each in _with_subclasses(subclass))]
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+    found: list[type[Any]] = [kind]
+    for subclass in kind.__subclasses__():
+        found += _with_subclasses(subclass)
+    return found
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:

@@ -59,7 +59,7 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
         if state[field] != value:
             fix = {
                 "rank": ": load the state of this rank, tritoncomm.checkpoint.save() writes a file per rank",
-                "recipe": f": wrap with algo={state[field]!r}",
+                "recipe": ": use the algo, warmup_steps and node_group that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
             raise ConfigurationError(
