@@ -36,6 +36,9 @@ def check_contents(wheel: Path, source: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tritoncomm", "tritoncomm_kernels"}, tops
     for package in ("tritoncomm", "tritoncomm_kernels"):
         assert f"{package}/py.typed" in names, names
+    modules = [*ROOT.glob("tritoncomm/**/*.py"), *ROOT.glob("kernels/tritoncomm_kernels/**/*.py")]
+    ours = {str(file.relative_to(ROOT)).removeprefix("kernels/") for file in modules}
+    assert {name for name in names if name.endswith(".py")} == ours
     with tarfile.open(source) as archive:
         packed = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
     for needed in ("pyproject.toml", "README.md", "LICENSE", "tests/laws.py", "kernels/tritoncomm_kernels/compact.py"):

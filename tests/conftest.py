@@ -1,6 +1,6 @@
-"""How much is tried, and what may run beside what.
+"""Profiles of hypothesis, and groups of tests that share a worker of pytest-xdist.
 
-``pytest --hypothesis-profile=deep`` tries ten times as many cases as every commit does.
+``pytest --hypothesis-profile=deep`` runs ten times as many examples as the default profile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# With pytest-xdist each of these runs on one worker. Tests that start processes run beside tests that do not.
+# With pytest-xdist each group runs on one worker, so tests that start processes do not run at the same time.
 GROUPS = {
     "processes": ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes"),
     "benchmarks": ("tests/test_benchmarks.py",),
@@ -25,9 +25,9 @@ GROUPS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests one by one to whoever is free, and groups as a whole.
+    """Distribute tests one by one, and each group as a whole.
 
-    By name, because ``--dist loadgroup`` of pytest-xdist 3.8 does nothing with pytest 9.2.
+    Groups are found by name, because ``--dist loadgroup`` of pytest-xdist 3.8 has no effect with pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 

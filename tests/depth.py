@@ -1,15 +1,14 @@
-"""Numbers of hypothesis examples, which depend on the active profile (see conftest.py)."""
+"""Numbers of examples that follow the profile of hypothesis (see conftest.py)."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-
-def deep() -> bool:
-    """Whether the profile ``deep`` is active."""
-    return settings.default.max_examples > 100
+# Read here: inside of a test the default settings are those of the test.
+_CASES = settings.default.max_examples
+DEEP = _CASES > 100
 
 
 def examples(number: int) -> settings:
-    """Return settings with ``number`` examples in the default profile, and more in the profile ``deep``."""
-    return settings(max_examples=max(1, number * settings.default.max_examples // 100))
+    """Return settings for ``number`` examples on every commit, and in proportion in a deep run."""
+    return settings(max_examples=max(1, number * _CASES // 100))

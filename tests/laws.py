@@ -158,7 +158,9 @@ def recorded(recipe: Recipe, case: Case, *, with_states: bool = True) -> Run:
         if with_states:
             saved.append(copy.deepcopy(world.state_dict()))
         before, allowed = world.residuals, world.predicted_traffic
-        means = world.step(gradient)
+        given = gradient.clone()
+        means = world.step(given)
+        assert same_bits(given, gradient)
         states = copy.deepcopy(_states(world)) if with_states else []
         steps.append(Step(gradient, before, means, world.residuals, states, allowed, world.scheduler.meters))
     return Run(recipe, case, steps, saved)

@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import Recipe, Warmup, algorithms
 from tritoncomm.algorithms import DenseTail
 
+import depth
 import laws
-from depth import deep, examples
+from depth import DEEP, examples
 from recipes import NAMES, under_test
 
 DENSITIES = st.sampled_from([1e-6, 0.02, 0.1, 0.35, 0.9])
@@ -33,7 +34,7 @@ def obeys(law: Callable[[Recipe, laws.Case], None], name: str, case: laws.Case, 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(8)
+@examples(12)
 def test_equivalence(name: str, case: laws.Case, density: float) -> None:
     """The delivered sums plus the residuals are the dense sum, at any density."""
     obeys(laws.equivalence, name, case, density)
@@ -68,7 +69,9 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @given(case=laws.cases())
-@examples(6)
+@example(case=BIG[0])
+@example(case=BIG[1])
+@examples(8)
 def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
     """At density 1 every mean is the dense mean and all residuals are zero."""
     obeys(partial(laws.equivalence, everything=True), name, case, 1.0)
@@ -87,15 +90,34 @@ def test_recorded_laws_hold_exactly(name: str, case: laws.Case, density: float) 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(4)
+@examples(6)
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
     """A failure in any phase changes nothing. A deep run fails every round."""
-    obeys(partial(laws.atomicity, every_round=deep()), name, case, density)
+    obeys(partial(laws.atomicity, every_round=DEEP), name, case, density)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_atomicity_in_every_round(name: str) -> None:
+    """On one case of two steps, every round fails once."""
+    obeys(partial(laws.atomicity, every_round=True), name, laws.Case(5, 120, ("random", "disjoint")), 0.1)
+
+
+def test_depth() -> None:
+    """A deep run is deep inside of a test, too, where the default settings are those of the test."""
+    seen = []
+
+    @given(case=laws.cases())
+    @examples(1)
+    def look(case: laws.Case) -> None:
+        seen.append(depth.DEEP)
+
+    look()
+    assert set(seen) == {settings.get_current_profile_name() == "deep"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(4)
+@examples(6)
 def test_identity(name: str, case: laws.Case, density: float) -> None:
     """A single worker sends nothing and loses nothing."""
     obeys(laws.identity, name, case, density)
@@ -114,7 +136,7 @@ def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> N
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @given(case=laws.cases(), density=DENSITIES)
-@examples(3)
+@examples(4)
 def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None:
     """All ranks reject a step in which one rank has a NaN or Inf, and nothing changes."""
     obeys(partial(laws.refusal, bad=bad), name, case, density)
@@ -122,7 +144,7 @@ def test_refusal(bad: float, name: str, case: laws.Case, density: float) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2), density=DENSITIES)
-@examples(3)
+@examples(4)
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """All ranks reject a step whose sum overflows, unless the method leaves the values in the residuals."""
     obeys(laws.overflow, name, case, density)
@@ -146,7 +168,7 @@ def test_faults(name: str, case: laws.Case, density: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(exact=False), density=DENSITIES)
-@examples(3)
+@examples(4)
 def test_laws_on_ordinary_floats(name: str, case: laws.Case, density: float) -> None:
     """On ordinary floats conservation holds up to rounding, and the ranks still agree bit for bit."""
     recipe = under_test(density)[name]

@@ -89,6 +89,31 @@ class ExceedsForecast(TopkAllgatherAlgorithm):
         return Forecast({})
 
 
+class WritesItsGradient(OkTopkAlgorithm):
+    """Changes the gradient in place when there are several workers."""
+
+    def reduce(self, acc, rank, world_size):
+        if world_size > 1:
+            acc.gradient[::2] = 0.0
+        return (yield from super().reduce(acc, rank, world_size))
+
+
+class WritesTooEarly(OkTopkAlgorithm):
+    """Clears the residual during its fourth operation, and restores it afterwards."""
+
+    def reduce(self, acc, rank, world_size):
+        pattern, reply, number = super().reduce(acc, rank, world_size), None, 0
+        try:
+            while True:
+                operation, number = pattern.send(reply), number + 1
+                kept = acc.residual.clone()
+                acc.residual.mul_(number != 4)
+                reply = yield operation
+                acc.residual.copy_(kept)
+        except StopIteration as stop:
+            return stop.value
+
+
 class KeepsScaledResidual(PreconditionedAlgorithm):
     """Leaves the residual in scaled units."""
 
@@ -149,6 +174,11 @@ def kernels_k(numel: int, density: float) -> int:
     return max(1, int(numel * density))
 
 
+def atomicity_in_every_round(recipe, case: laws.Case) -> None:
+    """Fail every round once."""
+    laws.atomicity(recipe, case, every_round=True)
+
+
 @pytest.mark.parametrize(
     ("law", "recipe", "case"),
     [
@@ -159,6 +189,9 @@ def kernels_k(numel: int, density: float) -> int:
         (laws.conservation, BrokenOkTopk(density=0.1, kind=ClearsAllSent), CASE),
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
+        (atomicity_in_every_round, BrokenOkTopk(density=0.1, kind=WritesTooEarly), CASE),
+        (laws.conservation, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
+        (laws.equivalence, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=ExceedsForecast), CASE),
         (laws.conservation, preconditioned(KeepsScaledResidual), CASE),
         (laws.equivalence, preconditioned(KeepsScaledResidual), CASE),

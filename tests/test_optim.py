@@ -474,9 +474,7 @@ def test_add_param_group_keeps_the_warm_up() -> None:
     optimizer.step()
 
 
-def test_missing_process_group_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_process_group_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Under a launcher without a process group, a warning says that nothing will be exchanged."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     with caplog.at_level(logging.WARNING, logger="tritoncomm"):

@@ -58,22 +58,28 @@ def simulated() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def trained(rank: int, algo: str, optimizer_name: str) -> tuple[dict[str, str], str]:
-    """Of one rank that trains with ``wrap``: parameters and metrics of all steps, and the keys of a state dict."""
+    """Of one rank that trains with ``wrap``: parameters, means, residuals and traffic, and the keys of a state dict."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     bare = OPTIMIZERS[optimizer_name](parameters)
     optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05, dense_below=64, **FIELDS.get(algo, {}))
     generator = torch.Generator().manual_seed(rank)
-    weights, figures = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    digests = {part: hashlib.blake2b(digest_size=8) for part in ("weights", "means", "residuals", "metrics")}
     for _ in range(TRAINED_STEPS):
         for parameter in parameters:
             parameter.grad = heavy_tailed(*parameter.shape, generator=generator) / 1e5
+        optimizer.synchronize()
+        for parameter in parameters:
+            digests["means"].update(parameter.grad.numpy().data)
         optimizer.step()
         for parameter in parameters:
-            weights.update(parameter.detach().numpy().data)
+            digests["weights"].update(parameter.detach().numpy().data)
+        for residual in optimizer.state_dict()["tritoncomm"]["residuals"]:
+            digests["residuals"].update(residual.numpy().data)
         metrics = optimizer.metrics()
         kept = [name for name in metrics if "bytes" in name or name == "residual_norm"]
-        figures.update(repr([(name, metrics[name]) for name in kept]).encode())
-    return {"weights": weights.hexdigest(), "metrics": figures.hexdigest()}, " ".join(ours(optimizer.state_dict()))
+        digests["metrics"].update(repr([(name, metrics[name]) for name in kept]).encode())
+    found = {part: digest.hexdigest() for part, digest in digests.items()}
+    return found, " ".join(ours(optimizer.state_dict()))
 
 
 def ours(state: dict[str, Any]) -> list[str]:

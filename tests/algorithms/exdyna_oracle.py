@@ -1,7 +1,7 @@
-"""ExDyna and MiCRO once more, in plain Python lists and exact numbers, all ranks at once.
+"""A reference implementation of ExDyna and MiCRO in plain Python lists and exact numbers, for all ranks at once.
 
 Blocks, partitions, rotation, thresholds and residuals, as Yoon and Oh's reference programs compute them
-("Preserving Near-Optimal Gradient Sparsification Cost" and "MiCRO", both 2023-24), and the sturdier variants:
+("Preserving Near-Optimal Gradient Sparsification Cost" and "MiCRO", both 2023-24), and the variants of this library:
 blocks without a tail, two other ways to move borders, two other ways to scale the threshold. Gradients must be
 finite. Accumulators never round here: compare with fp32 only where its sums are exact.
 """
@@ -21,7 +21,7 @@ TINY, HUGE = 1e-30, 1e30
 
 @dataclass(frozen=True)
 class Layout:
-    """Partitions as runs of ``counts[j]`` blocks from block ``starts[j]``; the last also holds ``tail`` elements."""
+    """Partition ``j`` has ``counts[j]`` blocks from block ``starts[j]``. The last one also has ``tail`` elements."""
 
     block: int
     counts: list[int]
@@ -31,18 +31,18 @@ class Layout:
     least: int = 1
 
     def bounds(self, j: int) -> tuple[int, int]:
-        """The elements of partition ``j``: from, and up to."""
+        """Return start and stop of partition ``j`` in elements."""
         # Without a tail the very last block may be short.
         start, stop = (min(b * self.block, self.numel) for b in (self.starts[j], self.starts[j] + self.counts[j]))
         return start, stop + self.tail * (j == len(self.counts) - 1)
 
     def recounted(self, counts: list[int]) -> Layout:
-        """The same blocks, dealt out anew."""
+        """Return the same blocks with other counts per partition."""
         return replace(self, counts=counts, starts=_starts(counts))
 
 
 def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
-    """Equal blocks of a multiple of 32 elements; what is left over belongs to the last partition for good."""
+    """Return equal blocks of a multiple of 32 elements. The last partition keeps the remaining elements."""
     block = numel // blocks // 32 * 32
     if block == 0:
         raise ValueError(f"{numel} elements do not fill {blocks} blocks of 32")
@@ -51,7 +51,7 @@ def paper_layout(numel: int, world_size: int, blocks: int = 1024) -> Layout:
 
 
 def tight_layout(numel: int, world_size: int, blocks: int = 1024, itemsize: int = 4, least: int = 0) -> Layout:
-    """As many blocks as there are elements for, the last one short, so that no tail is left over.
+    """Return a layout without a tail: the last block may be shorter than the others.
 
     A partition keeps ``least`` blocks, or a quarter of its first share.
     """
@@ -67,41 +67,41 @@ def tight_layout(numel: int, world_size: int, blocks: int = 1024, itemsize: int 
 
 
 def static_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
-    """MiCRO's partitions: equal to within one element, the larger ones first, never moved."""
+    """Return MiCRO's fixed partitions: equal to within one element, the larger ones first."""
     sizes = _shares(numel, world_size)
     return [(start, start + size) for start, size in zip(_starts(sizes), sizes, strict=True)]
 
 
 def part(rank: int, t: int, world_size: int) -> int:
-    """The partition that ``rank`` judges at iteration ``t``."""
+    """Return the partition from which ``rank`` selects in iteration ``t``."""
     return (t + rank) % world_size
 
 
 def owner(j: int, t: int, world_size: int) -> int:
-    """The rank that judges partition ``j`` at iteration ``t``."""
+    """Return the rank that selects from partition ``j`` in iteration ``t``."""
     return (j - t) % world_size
 
 
 def by_partition(counts: Sequence[int], t: int) -> list[int]:
-    """Counts by rank, as they came out of iteration ``t``, put into partition order."""
+    """Return the counts by rank of iteration ``t`` in partition order."""
     return [counts[owner(j, t, len(counts))] for j in range(len(counts))]
 
 
 def rebalance_paper(layout: Layout, kappa: Sequence[int]) -> Layout:
-    """One block across a border where one side is 5% above the mean count and the other 5% below it."""
+    """Move one block across a border where one side is 5% above the mean count and the other 5% below it."""
     mean = sum(kappa) // len(kappa)
     # 0.95238 is the reference's own literal for 1 / 1.05.
     return _sweep(layout, kappa, lambda full, empty: 100 * full > 105 * mean and 100000 * empty < 95238 * mean)
 
 
 def rebalance_pair_ratio(layout: Layout, kappa: Sequence[int], tau: float = 0.05) -> Layout:
-    """One block across a border whose two sides differ by more than a factor of ``1 + 2 * tau``."""
+    """Move one block across a border whose two sides differ by more than a factor of ``1 + 2 * tau``."""
     ratio = 1 + 2 * Fraction(str(tau))
     return _sweep(layout, kappa, lambda full, empty: full > ratio * empty)
 
 
 def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, max_step: int = 1) -> Layout:
-    """Every border by itself, towards the place where the counts before it add up to its share."""
+    """Move every border independently, towards the place where the counts before it add up to its share."""
     size, total = len(kappa), sum(kappa)
     if total < size:
         return layout
@@ -116,35 +116,35 @@ def rebalance_prefix(layout: Layout, kappa: Sequence[int], gain: float = 0.25, m
 
 
 def threshold_start(k: int) -> float:
-    """The threshold of the first iteration."""
+    """Return the threshold of the first iteration."""
     return 1 / (2 * math.sqrt(k))
 
 
 def threshold_ref(delta: float, total: int, k: int) -> float:
-    """The next threshold by the reference program, which only ever raises it inside the band."""
+    """Return the next threshold of the reference program, which only raises it inside the band."""
     x = total / k
     return delta * (1.005 if x > 1.1 else 1.00125 if x > 0.909 else 0.995)
 
 
 def threshold_ref_fixed(delta: float, total: int, k: int) -> float:
-    """The next threshold by the rule that the reference program seems to have meant."""
+    """Return the next threshold of the rule that the reference program seems to intend."""
     if 0.909 < total / k <= 1:
         return delta * 0.9987
     return threshold_ref(delta, total, k)
 
 
 def threshold_prop(delta: float, raw: int, k: int, density: float) -> float:
-    """The next threshold by a proportional controller, with a gain that grows with the density."""
+    """Return the next threshold of a proportional controller, whose gain grows with the density."""
     gain = min(max(5 * density, 1e-3), 0.05)
     change = min(max(gain * math.log(max(raw, 1) / k), -0.05), 0.05)
     return min(max(delta * math.exp(change), TINY), HUGE)
 
 
 class ExDynaOracle:
-    """The state of all ranks; mode "paper" is ExDyna by the reference program, "micro" the same with fixed partitions.
+    """State of all ranks. Mode "paper" is ExDyna as in the reference program, "micro" the same with fixed partitions.
 
-    ``layout`` and ``delta`` replace what the first iteration would start from, ``rule`` what scales the threshold.
-    After a step, ``layout``, ``delta`` and ``counts`` (by rank) are those that the step used and found.
+    ``layout`` and ``delta`` replace the values of the first iteration, ``rule`` scales the threshold. After a step,
+    ``layout`` and ``delta`` are those that the step used, and ``counts`` are its counts by rank.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class ExDynaOracle:
         self.residuals: list[list[int | Fraction]] = [[0] * numel for _ in range(world_size)]
 
     def step(self, gradients: Sequence[Sequence[float]]) -> tuple[list[int], list[int | Fraction]]:
-        """One iteration: the indices selected by anyone, ascending, and the sums over all ranks there."""
+        """Run one iteration. Return the selected indices, ascending, and the sums over all ranks there."""
         pairs = zip(self.residuals, gradients, strict=True)
         acc = [[e + _exact(g) for e, g in zip(*pair, strict=True)] for pair in pairs]
         t, self.number = self.number, self.number + 1
         if t > 0:
-            # Both follow from the counts of the iteration before, which every rank knows.
+            # Both follow from the counts of the previous iteration, which every rank has.
             if self.mode == "paper":
                 self.layout = rebalance_paper(self.layout, by_partition(self.counts, t - 1))
             self.delta = self.rule(self.delta, sum(self.counts), self.k)
@@ -182,7 +182,7 @@ class ExDynaOracle:
         self.counts = [len(c) for c in chosen]
         indices = sorted(i for c in chosen for i in c)
         sums = [sum(a[i] for a in acc) for i in indices]
-        # Everybody's share of every selected element is in its sum, so everybody clears all of them.
+        # Each sum contains the values of all ranks, so every rank clears all selected elements.
         for a in acc:
             for i in indices:
                 a[i] = 0
@@ -193,7 +193,7 @@ class ExDynaOracle:
         start, stop = self.layout.bounds(j)
         limit = float(np.float32(self.delta))
         chosen = [i for i in range(start, stop) if abs(acc[i]) >= limit]
-        # Nobody sends nothing, unless its partition is empty.
+        # A rank selects at least one element, unless its partition is empty.
         return chosen if chosen or start == stop else [start + t % (stop - start)]
 
 
@@ -203,7 +203,7 @@ def _static_layout(numel: int, world_size: int) -> Layout:
 
 
 def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], bool]) -> Layout:
-    """Borders from left to right, each seeing what the moves before it should have done to the counts."""
+    """Move borders from left to right. Each move updates the estimated counts for the next border."""
     counts, load = list(layout.counts), list(kappa)
     if sum(load) < len(load):
         return layout
@@ -221,7 +221,7 @@ def _sweep(layout: Layout, kappa: Sequence[int], sheds: Callable[[int, int], boo
 
 
 def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_step: int) -> int:
-    """How many blocks the border after partition ``i`` would go to the left."""
+    """Return by how many blocks the border after partition ``i`` should move to the left."""
     size, total = len(kappa), sum(kappa)
     u = Fraction(i + 1, size)
     excess = sum(kappa[: i + 1]) - u * total
@@ -236,7 +236,7 @@ def _border_move(layout: Layout, kappa: Sequence[int], i: int, gain: float, max_
 
 
 def _tight_blocks(numel: int, world_size: int, blocks: int, align: int) -> tuple[int, int]:
-    """The elements of a block, and how many blocks that makes."""
+    """Return the elements per block and the number of blocks."""
     wanted = min(max(blocks, 4 * world_size), max(world_size, numel // align))
     block = align * _ceil_div(numel, align * wanted)
     return block, _ceil_div(numel, block)
@@ -255,5 +255,5 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _exact(value: float) -> int | Fraction:
-    """Whole numbers stay plain integers, which add much faster."""
+    """Return whole numbers as integers, which add much faster, and others as fractions."""
     return int(value) if value == int(value) else Fraction(value)

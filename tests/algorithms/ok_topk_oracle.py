@@ -1,6 +1,6 @@
-"""Ok-Topk once more, in plain Python lists and sets, all ranks at once: what the real one must equal.
+"""A reference implementation of Ok-Topk in plain Python lists and sets, for all ranks at once.
 
-Only for inputs whose sums are exact in any order. Shares nothing with the library but the recipe, and
+It is only for inputs whose sums are exact in any order. It shares nothing with the library except the recipe and
 the formula that corrects reused thresholds.
 """
 
@@ -17,7 +17,7 @@ from tritoncomm.algorithms.ok_topk import WARM_START, corrected_threshold
 
 @dataclass
 class Step:
-    """What one step did."""
+    """The result of one step."""
 
     selected: list[set[int]]
     sums: dict[int, float]
@@ -44,7 +44,7 @@ class Oracle:
         self.residuals = [[0.0] * numel for _ in range(world_size)]
 
     def step(self, gradients: list[list[float]]) -> Step:
-        """Appendix A of the specification, with sets."""
+        """Run one step as in appendix A of the specification, with sets."""
         ranks = range(self.world_size)
         acc = [[e + g for e, g in zip(self.residuals[r], gradients[r], strict=True)] for r in ranks]
         period = self.recipe.reevaluate_every
@@ -64,7 +64,7 @@ class Oracle:
         loads = [sum(self._owner(j) == r for c in chosen for j in c) for r in ranks]
         used = self.threshold
         reaching = sum(key(v) >= key(self.threshold) for v in sums.values())
-        self._learn({j: sums[j] for j in kept}, wanted, reaching, loads, reevaluate=reevaluate)
+        self._adapt({j: sums[j] for j in kept}, wanted, reaching, loads, reevaluate=reevaluate)
         self.residuals = [
             [0.0 if j in chosen[r] and j in kept else acc[r][j] for j in range(self.numel)] for r in ranks
         ]
@@ -129,7 +129,7 @@ class Oracle:
             places[r] += sum(places) < self.global_cap
         return [j for part, places_ in zip(parts, places, strict=True) for j in largest(part, places_)], wanted
 
-    def _learn(self, kept: dict[int, float], wanted: int, reaching: int, loads: list[int], *, reevaluate: bool) -> None:
+    def _adapt(self, kept: dict[int, float], wanted: int, reaching: int, loads: list[int], *, reevaluate: bool) -> None:
         self.reevaluate = self.repartition = False
         if self.world_size == 1:
             return
@@ -146,10 +146,10 @@ class Oracle:
 
 
 def key(value: float) -> np.float32:
-    """Magnitudes and thresholds meet in fp32."""
+    """Return the magnitude in fp32, in which it is compared with thresholds."""
     return np.float32(abs(value))
 
 
 def largest(values: dict[int, float], k: int) -> list[int]:
-    """Indices of the ``k`` largest magnitudes, ties to the lower index."""
+    """Return the indices of the ``k`` largest magnitudes, ties to the lower index."""
     return sorted(values, key=lambda j: (-abs(values[j]), j))[:k]

@@ -1,7 +1,7 @@
-"""SparDL once more, in exact fractions, all ranks at once: what the real one must equal.
+"""A reference implementation of SparDL in exact fractions, for all ranks at once.
 
-Only for inputs whose sums are exact in any order. Nothing travels here: every block is followed along
-the tree its contributions take, and messages are only counted. Shares nothing with the library.
+It is only for inputs whose sums are exact in any order. It sends nothing: it follows every block along the tree of its
+contributions, and only counts messages. It shares nothing with the library.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SPARDL_TABLE = {
 class SparDLOracle:
     """The state of all ranks.
 
-    ``residuals`` are what each rank carries over. Of the last step there are also ``dropped``, everything each
-    rank discarded; ``sent``, the messages and words each rank sent; and ``unions``, how many distinct indices
-    the lists of Bruck's Spar-All-Gather had, per block. ``h`` is the size of those lists in the next step.
+    ``residuals`` are the residuals of each rank. Of the last step there are also ``dropped``, all values that each rank
+    discarded; ``sent``, the messages and words that each rank sent; and ``unions``, per block, the number of distinct
+    indices in the lists of Bruck's Spar-All-Gather. ``h`` is the size of those lists in the next step.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SparDLOracle:
         self.bruck = sag == "bruck" and teams > 1
         self.blocks = [range(b * numel // size, (b + 1) * numel // size) for b in range(size)]
         shares = [(b + 1) * k // size - b * k // size for b in range(size)]
-        # No block starves, and none takes more than it has: an empty one takes nothing.
+        # Each block gets at least one entry and at most its length, so an empty block gets none.
         self.budgets = [min(max(1, share), len(block)) for share, block in zip(shares, self.blocks, strict=True)]
         self.lowest = [-(-budget // teams) for budget in self.budgets]
         self.h = list(self.lowest if self.bruck else self.budgets)
@@ -73,7 +73,7 @@ class SparDLOracle:
         self._count_messages()  # before the controllers move: this step still sends the old number of entries
         self.dropped = [list(mine) for mine in acc]
         self.unions = [0] * self.team_size
-        # What a rank ever put into a list of its own: the residuals that are not global ask for it.
+        # Indices that a rank put into its own lists, for partial and local residuals.
         chosen: list[set[int]] = [set() for _ in range(self.world_size)]
         final: Entries = {}
         for b in range(self.team_size):
@@ -86,7 +86,7 @@ class SparDLOracle:
         return sorted(final), [final[j] for j in sorted(final)]
 
     def _left_over(self, rank: int, j: int, own: Fraction, chosen: bool, survived: bool) -> Fraction:
-        """Residual of one rank at one index."""
+        """Return the residual of one rank at one index."""
         if self.kind == "global":
             return self.dropped[rank][j] if survived else own
         gone = chosen and (survived or self.kind == "local")
@@ -96,11 +96,11 @@ class SparDLOracle:
         return team * self.team_size + worker % self.team_size
 
     def _reduce_scatter(self, team: int, b: int, chosen: list[set[int]]) -> Entries:
-        """Sparse sum of one team's block, where it ends: with the worker of the block's number.
+        """Return the sparse sum of one team's block on its last worker, whose number is the block's.
 
-        A partial sum leaves the worker ``offset`` places before that end with the step whose distance is the
-        highest bit of ``offset``, and lands where the offset lacks this bit. So whatever reaches a worker
-        comes from a larger offset, and descending offsets are a valid order.
+        A partial sum leaves the worker ``offset`` places before that end in the step whose distance is the highest bit
+        of ``offset``, and lands where the offset lacks this bit. Everything that reaches a worker therefore comes from
+        a larger offset, and descending offsets are a valid order.
         """
         for offset in range(self.team_size - 1, 0, -1):
             rank, target = (self._rank(team, b - o) for o in (offset, offset - highest_bit(offset)))
@@ -109,7 +109,7 @@ class SparDLOracle:
         return self._take(self._rank(team, b), b, self.h[b], chosen)
 
     def _take(self, rank: int, b: int, count: int, chosen: list[set[int]]) -> Entries:
-        """Take the largest entries of a block away from a rank; what is left there is dropped."""
+        """Take the largest entries of a block away from a rank. The remaining entries are dropped there."""
         row = self.dropped[rank]
         taken = largest({j: row[j] for j in self.blocks[b] if row[j]}, count)
         for j in taken:
@@ -124,13 +124,13 @@ class SparDLOracle:
             merged = [add_up([lists[team], lists[team ^ distance]]) for team in range(self.teams)]
             lists = [largest(entries, self.budgets[b]) for entries in merged]
             for team in range(self.teams):
-                # All ranks that hold this sum drop the same: each keeps its share.
+                # All ranks that hold this sum drop the same entries, and each keeps its share.
                 self._drop(team, b, merged[team], lists[team], 2 * distance)
             distance *= 2
         return lists[0]
 
     def _merge_bruck(self, lists: list[Entries], b: int) -> Entries:
-        """Spar-All-Gather after Bruck: all lists meet, then one cut, and the controller learns."""
+        """Spar-All-Gather after Bruck: one cut of the sum of all lists, and an update of the controller."""
         merged = add_up(lists)
         kept = largest(merged, self.budgets[b])
         for team in range(self.teams):
@@ -147,7 +147,7 @@ class SparDLOracle:
             self.dropped[self._rank(team, b)][j] += merged[j] / holders
 
     def _count_messages(self) -> None:
-        """Count what each rank sends: every message has all its slots, filled or not, of two words each."""
+        """Count the messages of each rank. A message has all its slots, filled or not, of two words each."""
         size = self.team_size
         distances = [1 << i for i in range(max(size, self.teams).bit_length())]
         for rank in range(self.world_size):
@@ -164,7 +164,7 @@ class SparDLOracle:
 
 
 def adapt(h: int, step: int, inertia: bool, union: int, K: int, lo: int) -> tuple[int, int, bool]:  # noqa: N803
-    """Move the size of the lists so that their union has about K entries; returns ``h, step, inertia``."""
+    """Adapt the size of the lists so that their union has about K entries. Return ``h, step, inertia``."""
     if (union > K) != (step > 0):
         # The right direction: every second confirmation in a row doubles the step.
         step, inertia = (2 * step, False) if inertia else (step, True)
@@ -181,7 +181,7 @@ def adapt(h: int, step: int, inertia: bool, union: int, K: int, lo: int) -> tupl
 
 
 def add_up(lists: list[Entries]) -> Entries:
-    """Sum sparse lists in order; an index whose values cancel stays, with zero."""
+    """Sum sparse lists in order. An index whose values cancel stays, with value zero."""
     total: Entries = {}
     for entries in lists:
         for j, value in entries.items():

@@ -1,4 +1,4 @@
-"""The methods that ours are compared with, each done right: what distinguishes it, and what public code gets wrong."""
+"""The baseline methods: what distinguishes each of them, and defects that public implementations have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import laws
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary values."""
+    """Return normally distributed values."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -45,8 +45,8 @@ LAWS = {
 @pytest.mark.parametrize("density", [0.02, 0.3])
 @pytest.mark.parametrize("switch", [0.0, 2 / 3, 1.0])
 @pytest.mark.parametrize("world_size", [2, 5, 8])
-def test_dsa_is_the_all_gather(world_size: int, switch: float, density: float) -> None:
-    """The same bits by pairs and by values; nothing is lost at the k-th element."""
+def test_dsa_equals_topk_allgather(world_size: int, switch: float, density: float) -> None:
+    """TopkDSA gives the same bits as TopkAllgather, whether it sends pairs or values."""
     dsa = SimulatedWorld(TopkDSA(density=density, dense_switch=switch), world_size, 300)
     plain = SimulatedWorld(TopkAllgather(density=density), world_size, 300)
     for step in range(4):
@@ -55,8 +55,8 @@ def test_dsa_is_the_all_gather(world_size: int, switch: float, density: float) -
         assert laws.same_bits(dsa.residuals, plain.residuals)
 
 
-def test_dsa_turns_dense_where_supports_fill_in() -> None:
-    """From two thirds of the dense words on values travel, every rank receiving n - n/P of them."""
+def test_dsa_switches_to_dense() -> None:
+    """From two thirds of the dense volume on, every rank receives plain values: n - n/P of them."""
     gradient, received = normal(8, 800), []
     for density, switch in ((0.055, 2 / 3), (0.055, 1.0), (0.2, 1.0)):
         world = SimulatedWorld(TopkDSA(density=density, dense_switch=switch), 8, 800)
@@ -67,8 +67,8 @@ def test_dsa_turns_dense_where_supports_fill_in() -> None:
     assert received[1] < dense
 
 
-def test_gtopk_keeps_what_it_cuts() -> None:
-    """The four-worker example in which the paper's rule loses 2.0: here the merging worker owes it."""
+def test_gtopk_keeps_cut_values_in_residuals() -> None:
+    """In the four-worker example where the paper's rule loses 2.0, the merging worker keeps it in its residual."""
     world = SimulatedWorld(GTopk(density=0.5), 4, 2)
     mean = world.step(torch.tensor([[3.0, 0.0], [0.0, 2.0], [0.0, 2.5], [0.0, 2.0]]))[0]
     assert (mean.indices.tolist(), (mean.values * 4).tolist()) == ([1], [4.5])
@@ -77,7 +77,7 @@ def test_gtopk_keeps_what_it_cuts() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 34))
 def test_gtopk_tree(world_size: int) -> None:
-    """Everybody but rank 0 hands on exactly once, in ceil(log2 P) levels, and nobody twice in one."""
+    """Every rank except 0 sends exactly once, in ceil(log2 P) levels, and none receives twice in one level."""
     levels = tree(world_size)
     assert len(levels) == (world_size - 1).bit_length()
     senders = [sender for level in levels for sender in level]
@@ -90,14 +90,14 @@ def test_gtopk_tree(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3, 6, 8])
 def test_gtopk_delivers_k(world_size: int) -> None:
-    """Exactly k entries when there are that many."""
+    """gTop-k delivers exactly k entries if there are that many."""
     world = SimulatedWorld(GTopk(density=0.1), world_size, 400)
     for step in range(3):
         assert len(world.step(normal(world_size, 400, seed=step))[0]) == 40
 
 
-def test_hard_threshold_bounds_what_is_owed() -> None:
-    """No residual ever reaches the threshold, with counts from nothing to everything."""
+def test_hard_threshold_bounds_residuals() -> None:
+    """All residuals stay below the threshold, from empty results to full ones."""
     world = SimulatedWorld(HardThreshold(threshold=0.8), 4, 200)
     for step, scale in enumerate((1.0, 0.001, 100.0, 0.3)):
         mean = world.step(normal(4, 200, seed=step) * scale)[0]
@@ -108,8 +108,8 @@ def test_hard_threshold_bounds_what_is_owed() -> None:
     assert len(nothing.step(normal(4, 200))[0]) == 0
 
 
-def test_hard_threshold_calibrates_itself() -> None:
-    """Without a threshold: the mean over workers of the quantile that the density is, held from then on."""
+def test_hard_threshold_from_density() -> None:
+    """Without a threshold, the first step computes one from the density: the mean over workers of the quantile."""
     gradient = normal(3, 1000)
     world = SimulatedWorld(HardThreshold(density=0.1), 3, 1000)
     world.step(gradient)
@@ -121,7 +121,7 @@ def test_hard_threshold_calibrates_itself() -> None:
 
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
 def test_gaussian_fit(density: float) -> None:
-    """On normal values the count is within a quarter; on heavy tails the cap holds."""
+    """On normal values the count is within a quarter of k, and on heavy tails the cap holds."""
     values, k = normal(200_000), int(200_000 * density)
     assert 0.75 <= gaussian_selection(values, k).found / k <= 1.25
     heavy = LAWS["gamma"](200_000)
@@ -132,7 +132,7 @@ def test_gaussian_fit(density: float) -> None:
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize("law", LAWS)
 def test_sidco_fit(law: str, density: float) -> None:
-    """Three stages of Pareto fits are within 15 % on four kinds of tails."""
+    """Three stages of Pareto fits select within 15 % of k on four distributions."""
     k = int(1_000_000 * density)
     selected = sidco_selection(LAWS[law](1_000_000), k, 3)
     assert selected is not None
@@ -143,13 +143,13 @@ def test_sidco_fit(law: str, density: float) -> None:
     "values", [torch.ones(1000), torch.zeros(1000), torch.eye(1000)[3]], ids=["ones", "zeros", "one"]
 )
 def test_sidco_falls_back_to_exact(values: torch.Tensor) -> None:
-    """Without a tail to fit, exact top-k."""
+    """Values without a tail to fit are selected by exact top-k."""
     world = SimulatedWorld(SIDCo(density=0.01), 2, 1000)
     assert len(world.step(torch.stack([values, values]))[0]) == min(10, int(torch.count_nonzero(values)))
 
 
 def test_sidco_adapts_its_stages() -> None:
-    """Too many on average take a stage away, too few add one, within the limits."""
+    """Too many entries on average remove a stage, and too few add one, within the limits."""
     algorithm = SIDCo(density=0.01).build(100_000)
     for ratio, expected in ((1.5, 2), (1.5, 1), (1.5, 1), (0.5, 2), (1.1, 2), (0.1, 3)):
         for _ in range(5):
@@ -158,14 +158,14 @@ def test_sidco_adapts_its_stages() -> None:
 
 
 def dgc_steps(recipe: DGC, world_size: int = 2, numel: int = 20, steps: int = 6) -> list[torch.Tensor]:
-    """What is handed to the optimizer, step after step."""
+    """Return the updates that the optimizer receives, one per step."""
     world = SimulatedWorld(recipe, world_size, numel)
     return [world.step(normal(world_size, numel, seed=step))[0].to_dense() for step in range(steps)]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_at_density_one_is_momentum_sgd(nesterov: bool) -> None:
-    """The dense branch hands over exactly what SGD with momentum would step by."""
+def test_dgc_at_density_one_equals_momentum_sgd(nesterov: bool) -> None:
+    """At density 1 the updates equal the steps of SGD with momentum."""
     parameter = torch.zeros(20, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
     total = torch.zeros(20)
@@ -176,8 +176,8 @@ def test_dgc_at_density_one_is_momentum_sgd(nesterov: bool) -> None:
         assert torch.allclose(parameter.detach(), -total, rtol=1e-5, atol=1e-6)
 
 
-def test_dgc_sends_and_forgets() -> None:
-    """What was sent leaves the residual, and the momentum too if it is masked."""
+def test_dgc_clears_sent_entries() -> None:
+    """Sent entries leave the residual, and with masking they leave the momentum as well."""
     for masking in (True, False):
         world = SimulatedWorld(DGC(density=0.2, masking=masking), 3, 50)
         gradient = normal(3, 50)
@@ -189,7 +189,7 @@ def test_dgc_sends_and_forgets() -> None:
 
 
 def test_dgc_accumulates_momentum() -> None:
-    """An entry that waits gathers g, then g + (0.9 g + g), and so on."""
+    """An entry that is not sent accumulates g, then g + (0.9 g + g), and so on."""
     world = SimulatedWorld(DGC(density=0.5), 1, 2)
     gradient = torch.tensor([[1.0, 100.0]])
     for expected in (1.0, 1.0 + 1.9, 1.0 + 1.9 + 2.71):
@@ -199,7 +199,7 @@ def test_dgc_accumulates_momentum() -> None:
 
 @pytest.mark.parametrize(("scale", "limit"), [("one", 2.0), ("sqrtP", 4.0), ("inv_sqrtP", 1.0)])
 def test_dgc_clips_before_it_accumulates(scale: str, limit: float) -> None:
-    """The norm of what each worker adds is at most the scaled limit; small gradients are left alone."""
+    """Each worker clips its gradient to the scaled limit before accumulation. Small gradients stay unchanged."""
     recipe = DGC(density=0.01, momentum=0.0, clip_norm=2.0, clip_scale=scale)
     world = SimulatedWorld(recipe, 4, 300)
     gradient = normal(4, 300) * torch.tensor([[10.0], [1.0], [0.001], [10.0]])
@@ -219,8 +219,8 @@ def test_dgc_clips_before_it_accumulates(scale: str, limit: float) -> None:
     ],
     ids=["SGD", "AdamW"],
 )
-def test_dgc_refuses_momentum_twice(make) -> None:
-    """An optimizer with momentum is refused, also under a warm-up; plain SGD is taken."""
+def test_dgc_rejects_optimizers_with_momentum(make) -> None:
+    """DGC rejects an optimizer with momentum, also under a warm-up, and accepts plain SGD."""
     parameters = [torch.zeros(3, requires_grad=True)]
     with pytest.raises(ConfigurationError, match="momentum=0"):
         tritoncomm.wrap(make(parameters), "dgc")
@@ -237,14 +237,14 @@ def test_dgc_refuses_momentum_twice(make) -> None:
     ],
 )  # fmt: skip
 def test_bad_fields(kind, fields: dict[str, object]) -> None:
-    """Each names the field."""
+    """The error names the invalid field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         kind(**fields)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dgc_small_tensors_have_momentum(nesterov: bool) -> None:
-    """A bias, which travels dense, moves as it would under SGD with momentum."""
+    """A bias, which is sent dense, moves as under SGD with momentum."""
     net, plain = torch.nn.Linear(40, 40), torch.zeros(40, requires_grad=True)
     optimizer = tritoncomm.wrap(torch.optim.SGD(net.parameters(), lr=0.1), "dgc", density=0.1, nesterov=nesterov)
     control = torch.optim.SGD([plain], lr=0.1, momentum=0.9, nesterov=nesterov)
@@ -258,7 +258,7 @@ def test_dgc_small_tensors_have_momentum(nesterov: bool) -> None:
 
 
 def test_dgc_clips_the_whole_gradient() -> None:
-    """The norm is taken over large and small tensors together."""
+    """The clipped norm covers large and small tensors together."""
     net = torch.nn.Linear(40, 40)
     optimizer = tritoncomm.wrap(
         torch.optim.SGD(net.parameters(), lr=1.0), "dgc", density=1.0, momentum=0.0, clip_norm=1.0
@@ -271,8 +271,8 @@ def test_dgc_clips_the_whole_gradient() -> None:
     assert float(moved.detach().norm()) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_dgc_without_momentum_takes_any_optimizer() -> None:
-    """Nothing is applied twice then."""
+def test_dgc_without_momentum_accepts_momentum_optimizers() -> None:
+    """With momentum=0, DGC accepts an optimizer with momentum."""
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, momentum=0.9)
     assert tritoncomm.wrap(optimizer, "dgc", momentum=0.0).recipe == DGC(momentum=0.0)
 
@@ -281,8 +281,8 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
     "law", [laws.agreement, laws.form, laws.budget, laws.atomicity, laws.refusal, laws.resume, laws.determinism]
 )
 @pytest.mark.parametrize("density", [0.1, 1.0])
-def test_dgc_obeys_with_momentum(law, density: float) -> None:
-    """The laws that do not count what was delivered."""
+def test_dgc_with_momentum_obeys_laws(law, density: float) -> None:
+    """DGC with momentum obeys the laws that do not compare results with gradients."""
     case = laws.Case(5, 60, ("random", "ties", "zero", "sparse", "random"))
     law(DGC(density=density, nesterov=density < 1), case)
     law(Warmup(recipe=DGC(density=density), steps=3, stages=2, schedule="exponential"), case)
@@ -296,8 +296,8 @@ def test_dgc_obeys_with_momentum(law, density: float) -> None:
     ],
     ids=["gtopk", "spardl"],
 )
-def test_more_than_a_float_can_owe(recipe, gradients: list[list[float]]) -> None:
-    """Cut mass that overflows on its way into a residual is refused by all; no residual becomes infinite."""
+def test_residual_overflow_is_rejected(recipe, gradients: list[list[float]]) -> None:
+    """All ranks reject a step in which a residual would overflow, so no residual becomes infinite."""
     given = torch.tensor(gradients)
     world = SimulatedWorld(recipe, *given.shape)
     with contextlib.suppress(NonFiniteError):
@@ -307,7 +307,7 @@ def test_more_than_a_float_can_owe(recipe, gradients: list[list[float]]) -> None
 
 
 def test_gaussian_fit_without_a_tail() -> None:
-    """Where nothing reaches the fit, exact top-k: nobody starves."""
+    """If no value reaches the fitted threshold, exact top-k selects the entries."""
     world = SimulatedWorld(GaussianK(density=0.01), 2, 1000)
     gradient = torch.ones(2, 1000)
     gradient[:, ::2] = -1

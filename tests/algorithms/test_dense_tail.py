@@ -1,4 +1,4 @@
-"""Small tensors travel dense: biases, norms, and whatever has few elements."""
+"""Small tensors are sent dense: biases, norms and other tensors with few elements."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tritoncomm.step.bucket import split_by_size
 
 
 def backward(net: nn.Module) -> None:
-    """A loss, backpropagated."""
+    """Backpropagate a loss."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Momentum SGD."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_small_tensors_travel_dense() -> None:
-    """Biases and small matrices equal the bare optimizer's bit for bit and owe nothing; the others are sparse."""
+def test_small_tensors_are_sent_dense() -> None:
+    """Small tensors equal the bare optimizer's bit for bit and have no residual. The others are sent sparsely."""
 
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -53,16 +53,16 @@ def test_small_tensors_travel_dense() -> None:
         ([(4000,), (5,)], 1024, [False, True]),
     ],
 )
-def test_what_is_small(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
-    """Few elements, or one dimension beside others; nothing with 0; flattened shards by their elements alone."""
+def test_split_by_size(shapes: list[tuple[int, ...]], dense_below: int, small: list[bool]) -> None:
+    """Tensors with few elements are small, and so are vectors beside matrices. With ``dense_below=0`` none is small."""
     parameters = [torch.zeros(shape) for shape in shapes]
     large, dense = split_by_size(parameters, dense_below)
     assert [any(p is d for d in dense) for p in parameters] == small
     assert len(large) + len(dense) == len(parameters)
 
 
-def test_residuals_find_their_parameters() -> None:
-    """Saved with small tensors sparse, loaded with them dense: what is owed stays where it belongs."""
+def test_residuals_stay_with_their_parameters() -> None:
+    """Residuals stay with their parameters when a checkpoint without a dense tail is loaded with one."""
 
     def parameters() -> list[nn.Parameter]:
         return [nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(64, 64))]

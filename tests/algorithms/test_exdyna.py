@@ -1,4 +1,4 @@
-"""ExDyna and MiCRO against their description: golden vectors, an independent oracle, control and balance."""
+"""ExDyna and MiCRO: golden vectors, an independent oracle, threshold control and load balance."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from fractions import Fraction
 import exdyna_oracle as oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, Layout
 
 import laws
+from depth import examples
 from tritoncomm_kernels import rebalance
 
 
 def algorithm(numel: int, **fields: object):
-    """A fresh algorithm."""
+    """Return a new algorithm."""
     return ExDyna(**fields).build(numel)
 
 
 def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int, rule: str) -> tuple[int, ...]:
-    """Blocks per partition after counts ``kappa`` in partition order."""
+    """Return the blocks per partition after a step with counts ``kappa`` in partition order."""
     tensor = torch.tensor(blocks, dtype=torch.int32)
     rebalance(
         tensor, torch.empty_like(tensor), torch.tensor(kappa, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
@@ -34,7 +35,7 @@ def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int,
 
 
 def test_golden_layouts() -> None:
-    """Block sizes, blocks per partition, floors and bounds of the authors' rule."""
+    """Block sizes, blocks per partition, minimum and bounds follow the authors' rule."""
     small = algorithm(100_000, mode="paper")
     layout = small.layout(4)
     assert layout == (96, (256,) * 4, 64)
@@ -55,9 +56,9 @@ ORACLES = {
 
 
 @given(st.data(), st.sampled_from(sorted(ORACLES)))
-@settings(max_examples=300)
-def test_moves(data: st.DataObject, rule: str) -> None:
-    """Every rule against its plain description, on partitions and counts of all sorts, too few to tell among them."""
+@examples(300)
+def test_rebalance_equals_oracle(data: st.DataObject, rule: str) -> None:
+    """Each rule moves the same blocks as the oracle, for all kinds of partitions and counts."""
     size = data.draw(st.integers(1, 12))
     blocks = data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
     kappa = data.draw(st.lists(st.one_of(st.integers(0, 3), st.integers(0, 5000)), min_size=size, max_size=size))
@@ -70,8 +71,8 @@ def test_moves(data: st.DataObject, rule: str) -> None:
 
 
 @given(st.data(), st.sampled_from(sorted(ORACLES)))
-def test_topology(data: st.DataObject, rule: str) -> None:
-    """Blocks are moved, never made; few at a time, none below the floor; replicas agree; even counts change nothing."""
+def test_rebalance_invariants(data: st.DataObject, rule: str) -> None:
+    """Rebalancing keeps the number of blocks and the minimum, moves few at a time, and ignores equal counts."""
     size = data.draw(st.integers(2, 12))
     blocks = tuple(data.draw(st.lists(st.integers(2, 40), min_size=size, max_size=size)))
     least, total = data.draw(st.integers(0, 2)), sum(blocks)
@@ -86,7 +87,7 @@ def test_topology(data: st.DataObject, rule: str) -> None:
         assert sum(topology) == total
         assert min(topology) >= least
         assert all(abs(new - old) <= 2 for new, old in zip(topology, before, strict=True))
-        if rule == "prefix":  # by itself at every border, so that left and right do not matter
+        if rule == "prefix":  # each border moves by itself, so mirrored inputs give mirrored results
             mirrored = moved(layout, before[::-1], kappa[::-1], 100 * total, rule)
             assert mirrored == topology[::-1]
     assert moved(layout, topology, [data.draw(st.integers(0, 900))] * size, 100 * total, rule) == topology
@@ -94,8 +95,8 @@ def test_topology(data: st.DataObject, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", sorted(ORACLES))
 @given(seed=st.integers(0, 999))
-def test_two_partitions_are_repaired(rule: str, seed: int) -> None:
-    """The busier of two shrinks, block by block, until they differ by about a block, or it is at the floor."""
+def test_two_partitions_become_balanced(rule: str, seed: int) -> None:
+    """The busier of two partitions shrinks block by block until both are about equal or it has the minimum."""
     weights = torch.randint(50, 150, (40,), generator=torch.Generator().manual_seed(seed))
     weights[: seed % 20] *= 5
     layout, blocks, total = Layout(1000, (20, 20), 1), (20, 20), int(weights.sum())
@@ -113,12 +114,12 @@ def test_two_partitions_are_repaired(rule: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("rule", "low", "high"), [("ref", 0.9, 0.96), ("ref_fixed", 0.98, 1.02), ("prop", 0.98, 1.02)])
-def test_stationary(rule: str, low: float, high: float) -> None:
-    """Accumulators that are always new draws of one distribution: where each rule settles."""
+def test_threshold_control_without_residuals(rule: str, low: float, high: float) -> None:
+    """Each threshold rule keeps the count in its range when accumulators follow one distribution."""
     mode = {"mode": "paper"} if rule != "prop" else {}
     world = SimulatedWorld(ExDyna(density=0.05, threshold_rule=rule, **mode), 2, 24_000)
     generator, k, passed = torch.Generator().manual_seed(0), 1200, []
-    for worker in world.workers:  # near what is to be found, as the paper's rules take long
+    for worker in world.workers:  # start near the result, because the paper's rules are slow
         worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
     noise = torch.empty(2, 24_000).exponential_(generator=generator)
     for step in range(1500):
@@ -130,14 +131,14 @@ def test_stationary(rule: str, low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(("density", "steps", "window", "off"), [(0.01, 3000, 500, 0.1), (0.001, 4000, 1500, 0.15)])
-def test_stationary_with_residuals(density: float, steps: int, window: int, off: float) -> None:
-    """What is not sent grows, and the count stays near k all the same."""
+def test_threshold_control_with_residuals(density: float, steps: int, window: int, off: float) -> None:
+    """The count stays near k although residuals grow."""
     passed, _ = run(ExDyna(density=density), 2, 24_000, steps)
     assert abs(sum(passed[-window:]) / window - 1) < off
 
 
 def test_extreme_thresholds() -> None:
-    """Below everything it is dense averaging and nothing is owed; above everything nothing travels and all is owed."""
+    """A threshold below all values gives the dense mean. One above all values leaves everything in the residuals."""
     gradient = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     for threshold, delivered in ((1e-30, 600), (1e30, 0)):
         world = SimulatedWorld(ExDyna(density=0.4, threshold_rule="off", capacity=3.0), 3, 600)
@@ -154,8 +155,8 @@ def test_extreme_thresholds() -> None:
                 assert torch.allclose(world.residuals, gradient * (step + 1))
 
 
-def test_golden_moves() -> None:
-    """Sequences of borders after given counts, the plateau that stalls among them."""
+def test_golden_borders() -> None:
+    """The borders after given counts follow the authors' rule, including a plateau where it stalls."""
     layout, blocks = algorithm(100_000, mode="paper").layout(4), (256,) * 4
     for kappa, expected in (
         ([160, 60, 90, 90], (255, 257, 256, 256)),
@@ -177,13 +178,13 @@ def test_golden_moves() -> None:
 
 
 def test_pair_ratio_crosses_a_plateau() -> None:
-    """Load passes partitions near the mean, where the paper's rule stalls."""
+    """The pair-ratio rule moves load past partitions near the mean, where the paper's rule stalls."""
     layout = algorithm(100_000, mode="paper").layout(4)
     assert moved(layout, (256,) * 4, [130, 100, 100, 70], 100_000, "pair_ratio") == (255, 257, 255, 257)
 
 
 def test_golden_thresholds() -> None:
-    """Both factor rules to the last digit, over the edges of the band."""
+    """Both factor rules match to the last digit, on both sides of the band's edges."""
     ref, fixed = (algorithm(11_173_962, mode="paper", density=0.001, threshold_rule=r) for r in ("ref", "ref_fixed"))
     assert ref.k == 11_173
     delta = ref._state_for(8, ref.layout(8)).threshold
@@ -205,7 +206,7 @@ def test_golden_thresholds() -> None:
 
 
 def test_golden_step() -> None:
-    """Two workers, eight elements: who judges what, what is summed, what stays; then slices are swapped."""
+    """Two workers with eight elements give the expected mean and residuals, and swap partitions in the next step."""
     recipe = ExDyna(mode="paper", density=0.25, rebalance="off", threshold_rule="off")
     world = SimulatedWorld(recipe, 2, 8)
     for worker in world.workers:
@@ -221,9 +222,9 @@ def test_golden_step() -> None:
     st.integers(1, 7), st.integers(0, 60), st.sampled_from(["ref", "ref_fixed"]), st.booleans(),
     st.lists(st.sampled_from(laws.FAMILIES), min_size=2, max_size=8).map(tuple), st.integers(0, 2**20),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_oracle(world_size: int, extra: int, rule: str, moving: bool, families: tuple[str, ...], seed: int) -> None:
-    """Paper mode equals an independent implementation, step after step: support, sums, residuals, borders."""
+    """Paper mode equals an independent implementation in every step: indices, sums, residuals and borders."""
     numel, blocks, density = 28 * 32 + extra, 28, 0.1
     recipe = ExDyna(
         mode="paper", density=density, blocks=blocks, rebalance="auto" if moving else "off", threshold_rule=rule
@@ -249,7 +250,7 @@ def test_oracle(world_size: int, extra: int, rule: str, moving: bool, families: 
 
 @given(st.integers(1, 40), st.integers(1, 5000), st.integers(1, 1024))
 def test_tight_layout(world_size: int, numel: int, blocks: int) -> None:
-    """The library's tight layout is the oracle's, tiles the vector, and leaves nobody without elements."""
+    """The tight layout equals the oracle's, covers the vector, and gives elements to every worker."""
     built = algorithm(numel, blocks=blocks)
     layout = built.layout(world_size)
     expected = oracle.tight_layout(numel, world_size, blocks, least=1)
@@ -263,7 +264,7 @@ def test_tight_layout(world_size: int, numel: int, blocks: int) -> None:
 
 
 def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[float], list[float]]:
-    """Passed entries over k, and imbalance, of every step; gradients from a new draw of the same layers."""
+    """Train on gradients of unequal layers. Return, for each step, passed entries / k and the imbalance."""
     world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
     scale = torch.randn(24, generator=generator).exp().repeat_interleave(numel // 24 + 1)[:numel]
@@ -277,7 +278,7 @@ def run(recipe: ExDyna, world_size: int, numel: int, steps: int) -> tuple[list[f
 
 
 def test_density_is_kept_and_load_balanced() -> None:
-    """On layers of unequal scale: the count stays near k, and moving borders even out what fixed ones do not."""
+    """On layers of unequal scale, the count stays near k and moving borders reduce the imbalance."""
     passed, imbalance = run(ExDyna(density=0.02), 4, 24_000, 500)
     assert 0.9 < sum(passed[-200:]) / 200 < 1.1
     assert max(passed[:50]) < 30
@@ -287,8 +288,8 @@ def test_density_is_kept_and_load_balanced() -> None:
     assert balanced < 1.15
 
 
-def test_capacity_bounds_the_burst() -> None:
-    """Far more than twice k pass: twice k are delivered, the largest of each partition, and the rest is still owed."""
+def test_capacity_limits_delivery() -> None:
+    """If far more than 2k entries pass, the largest 2k are delivered and residuals keep the rest."""
     recipe = ExDyna(density=0.05, lift=1.0, threshold_rule="off")
     world = SimulatedWorld(recipe, 4, 800)
     gradient = torch.randn(4, 800, generator=torch.Generator().manual_seed(0))
@@ -298,18 +299,18 @@ def test_capacity_bounds_the_burst() -> None:
     bounds = world.workers[0].algorithm.bounds(world.workers[0].algorithm.layout(4), (7, 7, 6, 5))
     assert len(mean) == 80
     assert torch.equal(world.residuals[:, mean.indices.long()], torch.zeros(4, 80))
-    for judge, (start, stop) in enumerate(itertools.pairwise(bounds)):
+    for rank, (start, stop) in enumerate(itertools.pairwise(bounds)):
         inside = (mean.indices >= start) & (mean.indices < stop)
         sent = mean.indices[inside].long()
-        owed = world.residuals[judge, start:stop].abs()
-        assert float(gradient[judge, sent].abs().min()) >= float(owed.max())
-        assert torch.equal(owed[owed > 0], gradient[judge, start:stop].abs()[owed > 0])
+        residual = world.residuals[rank, start:stop].abs()
+        assert float(gradient[rank, sent].abs().min()) >= float(residual.max())
+        assert torch.equal(residual[residual > 0], gradient[rank, start:stop].abs()[residual > 0])
 
 
 @pytest.mark.parametrize("world_size", [8, 16])
 @pytest.mark.parametrize("recipe", [MiCRO(density=0.01), ExDyna(density=0.01)], ids=["micro", "exdyna"])
-def test_a_hot_region_is_delivered(recipe: ExDyna, world_size: int) -> None:
-    """Everything in 1/32 of the vector, then in another 1/32: about k entries are delivered all the same."""
+def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -> None:
+    """About k entries are delivered if all gradients lie in 1/32 of the vector, and after this region moves."""
     numel = 16_384
     world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
@@ -324,8 +325,8 @@ def test_a_hot_region_is_delivered(recipe: ExDyna, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("density", [1e-5, 2e-4])
-def test_few_entries(density: float) -> None:
-    """With k of 1 or 2, too, something is delivered, and within the capacity, while residuals still grow."""
+def test_small_k(density: float) -> None:
+    """With k of 1 or 2, about k entries are delivered per step while residuals grow."""
     world = SimulatedWorld(ExDyna(density=density), 4, 10_000)
     generator = torch.Generator().manual_seed(0)
     delivered = [len(world.step(torch.randn(4, 10_000, generator=generator))[0]) for _ in range(400)]
@@ -333,8 +334,8 @@ def test_few_entries(density: float) -> None:
     assert 0.5 * k < sum(delivered[100:]) / 300 <= 2 * k
 
 
-def test_columns_of_a_matrix() -> None:
-    """Every 16th column is zero: the threshold is found among the others."""
+def test_threshold_with_zero_columns() -> None:
+    """Zero columns of a matrix do not distort the threshold."""
     world = SimulatedWorld(ExDyna(density=0.01), 2, 65_536)
     gradient = torch.randn(2, 4096, 16, generator=torch.Generator().manual_seed(0))
     gradient[:, :, 0] = 0
@@ -343,15 +344,15 @@ def test_columns_of_a_matrix() -> None:
     assert world.workers[0].algorithm.state.threshold > 0.1
 
 
-def test_zeros_freeze_the_threshold() -> None:
-    """A long stretch without gradients neither selects anything nor moves the threshold, and then all goes on."""
+def test_zero_gradients_keep_the_threshold() -> None:
+    """Steps without gradients select nothing and keep the threshold, and delivery resumes afterwards."""
     world = SimulatedWorld(ExDyna(density=0.1), 3, 300)
     zeros = torch.zeros(3, 300)
     world.step(zeros)
     assert world.workers[0].algorithm.state.threshold == 0
     gradient = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
     world.step(gradient)
-    for _ in range(300):  # until nothing is owed any more
+    for _ in range(300):  # until all residuals are zero
         world.step(zeros)
     assert not world.residuals.any()
     held = world.workers[0].algorithm.state.threshold
@@ -362,13 +363,13 @@ def test_zeros_freeze_the_threshold() -> None:
 
 
 @pytest.mark.parametrize("factor", [1000.0, 0.001])
-def test_a_jump_of_scale(factor: float) -> None:
-    """Gradients that become a thousand times larger or smaller: within a few steps about k entries pass again."""
+def test_threshold_follows_a_jump_of_scale(factor: float) -> None:
+    """If gradients become a thousand times larger or smaller, about k entries pass again within a few steps."""
     world = SimulatedWorld(ExDyna(density=0.02), 4, 5000)
     generator = torch.Generator().manual_seed(0)
     passed = []
     for step in range(60):
-        if step == 30:  # nothing of the old scale is left to deliver
+        if step == 30:  # clear the residuals of the old scale
             for worker in world.workers:
                 worker.residual.zero_()
         world.step(torch.randn(4, 5000, generator=generator) * (factor if step >= 30 else 1.0))
@@ -377,8 +378,8 @@ def test_a_jump_of_scale(factor: float) -> None:
     assert 0.3 < sum(passed[40:50]) / 10 < 3
 
 
-def test_scale_does_not_matter() -> None:
-    """Gradients times a power of two: the same support, counts and borders."""
+def test_scaling_by_a_power_of_two() -> None:
+    """Gradients times a power of two give the same indices and borders, and scaled values."""
     gradient = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
     first, second = (SimulatedWorld(ExDyna(density=0.05), 3, 400) for _ in range(2))
     for _ in range(6):
@@ -388,8 +389,8 @@ def test_scale_does_not_matter() -> None:
         assert first.workers[0].algorithm.state.blocks == second.workers[0].algorithm.state.blocks
 
 
-def test_rotation_gives_every_partition_to_everybody() -> None:
-    """One entry that only one worker has is delivered within as many steps as there are workers."""
+def test_rotation_visits_every_partition() -> None:
+    """An entry of a single worker is delivered within as many steps as there are workers."""
     for holder in range(5):
         world = SimulatedWorld(ExDyna(density=0.01, threshold_rule="off", lift=1.0), 5, 500)
         gradient = torch.zeros(5, 500)
@@ -403,13 +404,13 @@ def test_rotation_gives_every_partition_to_everybody() -> None:
     [{"mode": "x"}, {"rebalance": "x"}, {"layout": "x"}, {"threshold_rule": "x"}, {"capacity": 0.5}, {"blocks": 0}],
 )
 def test_bad_fields(fields: dict[str, object]) -> None:
-    """Each names the field."""
+    """The error names the invalid field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         ExDyna(**fields)
 
 
-def test_more_workers_than_lanes() -> None:
-    """Beyond what the rebalancing kernel holds, the fix is named."""
+def test_too_many_workers_for_the_kernel() -> None:
+    """More workers than the rebalancing kernel supports are rejected with the fix."""
     with pytest.raises(ConfigurationError, match="rebalance='off'"):
         ExDyna().check_world_size(1025)
     MiCRO().check_world_size(1025)

@@ -1,4 +1,4 @@
-"""Ok-Topk against its specification: the worked example, an independent oracle, and the invariants."""
+"""Ok-Topk: the worked example, an independent oracle, and the invariants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
@@ -18,6 +18,7 @@ from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post
 
 import laws
+from depth import examples
 
 HEADER = WORD * HEADER_WORDS
 WORKED = torch.tensor(
@@ -31,17 +32,17 @@ WORKED = torch.tensor(
 
 
 def state(world: SimulatedWorld, rank: int = 0):
-    """The algorithm state of one rank."""
+    """Return the algorithm's state on one rank."""
     return world.workers[rank].algorithm.state
 
 
 def normal(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary gradients."""
+    """Return normally distributed gradients."""
     return torch.randn(world_size, numel, generator=torch.Generator().manual_seed(seed))
 
 
 def test_worked_example() -> None:
-    """Appendix C: three workers, twelve coordinates, every intermediate figure."""
+    """Every figure matches the worked example of appendix C with three workers and twelve coordinates."""
     world = SimulatedWorld(recipe("oktopk", density=4 / 12), 3, 12)
     means = world.step(WORKED)
     for mean in means:
@@ -82,9 +83,9 @@ oracle_recipes = st.builds(
 
 @given(oracle_recipes, laws.cases(max_world_size=9), st.integers(1, 9))
 @example(OkTopk(density=0.1), laws.Case(7, 120, ("random",) * 30), 1)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_oracle(chosen: OkTopk, case: laws.Case, repeats: int) -> None:
-    """Support, sums, residuals and decisions equal the plain Python version's, step after step."""
+    """Indices, sums, residuals and decisions equal those of the plain Python oracle in every step."""
     case = laws.Case(case.world_size, case.numel, case.families * repeats, case.exponent, case.seed)
     world = SimulatedWorld(chosen, case.world_size, case.numel)
     oracle = Oracle(chosen, case.world_size, case.numel)
@@ -104,7 +105,7 @@ def test_oracle(chosen: OkTopk, case: laws.Case, repeats: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_reevaluation_keeps_exactly_the_largest(world_size: int) -> None:
-    """On a re-evaluation step |S| = min(k, candidates), and nothing kept is smaller than what is dropped."""
+    """A re-evaluation step delivers min(k, candidates) entries, and none is smaller than a dropped one."""
     world = SimulatedWorld(OkTopk(density=0.05), world_size, 400)
     acc = normal(world_size, 400)
     (mean, *_) = world.step(acc)
@@ -119,8 +120,8 @@ def test_reevaluation_keeps_exactly_the_largest(world_size: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize("trigger", [1.0, math.inf])
-def test_schedule_does_not_show(width: int, trigger: float) -> None:
-    """Bucket width and data balancing change neither result nor residual, to the bit."""
+def test_bucket_width_and_balancing_keep_the_result(width: int, trigger: float) -> None:
+    """Bucket width and data balancing change neither the result nor the residuals."""
     control = SimulatedWorld(OkTopk(density=0.1, balance_trigger=math.inf), 7, 300)
     world = SimulatedWorld(OkTopk(density=0.1, balance_trigger=trigger, bucket_width=width), 7, 300)
     for step in range(12):
@@ -130,21 +131,21 @@ def test_schedule_does_not_show(width: int, trigger: float) -> None:
 
 
 def test_reduction_overlaps_the_next_bucket() -> None:
-    """Every bucket is posted before the one before it is reduced."""
+    """Every bucket is posted before the previous one is reduced."""
     world = SimulatedWorld(OkTopk(density=0.2, bucket_width=2), 7, 200)
-    words: list[str] = []
+    kinds: list[str] = []
 
     def watch(_: int, round_: list[object]) -> None:
         if round_[0].phase == "split-and-reduce":
-            words.append("post" if isinstance(round_[0], Post) else "wait")
+            kinds.append("post" if isinstance(round_[0], Post) else "wait")
 
     gradient = normal(7, 200)
     world.step(gradient, before_round=watch)
-    assert words == ["post", "wait"] * math.ceil(7 / 2)
+    assert kinds == ["post", "wait"] * math.ceil(7 / 2)
 
 
 def test_scaling_by_a_power_of_two() -> None:
-    """Scaled inputs give scaled results, residuals and thresholds, to the bit."""
+    """Scaled gradients give scaled results, residuals and thresholds, bit for bit."""
     small, large = (SimulatedWorld(OkTopk(density=0.1), 4, 200) for _ in range(2))
     for step in range(10):
         gradient = normal(4, 200, step)
@@ -156,7 +157,7 @@ def test_scaling_by_a_power_of_two() -> None:
 
 
 def test_permuting_the_ranks() -> None:
-    """Who holds which gradient does not matter for the result."""
+    """The result does not depend on which rank holds which gradient."""
     case = laws.Case(6, 150, ("random",) * 8, seed=5)
     order = torch.tensor([3, 5, 0, 2, 4, 1])
     plain, permuted = (SimulatedWorld(OkTopk(density=0.1), 6, 150) for _ in range(2))
@@ -166,7 +167,7 @@ def test_permuting_the_ranks() -> None:
 
 
 def test_identical_workers() -> None:
-    """The same input everywhere: S is its exact top k, u = P times it, residuals are identical."""
+    """With identical gradients, the result is their exact top-k, and all residuals are identical."""
     row = normal(1, 300)
     world = SimulatedWorld(OkTopk(density=0.1), 5, 300)
     mean = world.step(row.repeat(5, 1))[0]
@@ -175,8 +176,8 @@ def test_identical_workers() -> None:
     assert all(torch.equal(residual, world.residuals[0]) for residual in world.residuals)
 
 
-def test_disjoint_and_few_is_lossless() -> None:
-    """Disjoint supports of at most k entries in all arrive whole."""
+def test_few_disjoint_entries_are_delivered() -> None:
+    """Disjoint supports of at most k entries in total are delivered completely."""
     gradient = torch.zeros(4, 100)
     for rank in range(4):
         gradient[rank, 7 * rank : 7 * rank + 5] = torch.arange(1.0, 6.0)
@@ -185,8 +186,8 @@ def test_disjoint_and_few_is_lossless() -> None:
     assert not world.residuals.any()
 
 
-def test_everything_on_the_sparse_path() -> None:
-    """k = n with the sparse path forced: the dense sum, and nothing owed in total."""
+def test_density_one_on_the_sparse_path() -> None:
+    """At density 1 with the sparse path forced, the mean plus the mean of the residuals is the dense mean."""
     case = laws.Case(5, 60, ("random", "cancelling", "random", "ties"))
     world = SimulatedWorld(OkTopk(density=1.0, force_sparse=True), 5, 60)
     for gradient in case.gradients():
@@ -198,7 +199,7 @@ def test_everything_on_the_sparse_path() -> None:
 @pytest.mark.parametrize("tau", [1, 3, 8, 20, 32])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_reevaluation_schedule(tau: int, warmup: int) -> None:
-    """Sparse steps 0, 1, 2, 4, 8, ... up to tau', then every tau'; warm-up steps do not count."""
+    """Re-evaluation runs in sparse steps 0, 1, 2, 4, ... up to tau', then every tau'. Warm-up steps do not count."""
     inner = OkTopk(density=0.1, reevaluate_every=tau, drift_low=0.0, drift_high=1e9)
     world = SimulatedWorld(Warmup(recipe=inner, steps=warmup), 3, 60)
     taken = []
@@ -212,8 +213,8 @@ def test_reevaluation_schedule(tau: int, warmup: int) -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 3, 5])
-def test_first_sparse_step_is_forced(warmup: int) -> None:
-    """Whatever the warm-up length, the first sparse step re-evaluates and repartitions."""
+def test_first_sparse_step_reevaluates(warmup: int) -> None:
+    """The first sparse step re-evaluates and repartitions after a warm-up of any length."""
     world = SimulatedWorld(Warmup(recipe=OkTopk(density=0.1), steps=warmup), 4, 100)
     for step in range(warmup + 1):
         world.step(normal(4, 100, step))
@@ -222,7 +223,7 @@ def test_first_sparse_step_is_forced(warmup: int) -> None:
 
 
 def test_drift_triggers_reevaluation() -> None:
-    """A global count outside [k/2, 2k] makes every rank re-evaluate at the next step."""
+    """A global count outside [k/2, 2k] makes every rank re-evaluate in the next step."""
     world = SimulatedWorld(OkTopk(density=0.05, correct_thresholds=False), 4, 400)
     gradient = normal(4, 400)
     for _ in range(3):
@@ -234,7 +235,7 @@ def test_drift_triggers_reevaluation() -> None:
 
 
 def test_correction_keeps_counts_near_k() -> None:
-    """Where residuals grow, about k entries reach corrected thresholds, and ever more reach constant ones."""
+    """As residuals grow, about k entries reach corrected thresholds, and more and more reach constant ones."""
     counts = {}
     for corrected in (True, False):
         chosen = OkTopk(density=0.01, correct_thresholds=corrected, drift_high=1e9, drift_low=0.0)
@@ -250,7 +251,7 @@ def test_correction_keeps_counts_near_k() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.05])
-def test_falling_gradients_do_not_starve(scale: float) -> None:
+def test_delivery_recovers_after_gradients_shrink(scale: float) -> None:
     """After gradients shrink, as they do early in training, k entries are delivered again within a few steps."""
     world = SimulatedWorld(OkTopk(density=0.01), 4, 20_000)
     delivered, reevaluated = [], 0.0
@@ -263,7 +264,7 @@ def test_falling_gradients_do_not_starve(scale: float) -> None:
 
 
 def test_phase_volumes_are_exact() -> None:
-    """Phase 1 sends 2(|L| - own) words and the gather receives 2(T - own), headers aside."""
+    """Phase 1 sends 2(|L| - own) words and the all-gather receives 2(T - own) words, plus headers."""
     world_size, numel = 5, 2000
     world = SimulatedWorld(OkTopk(density=0.05, balance_trigger=math.inf, reevaluate_every=99), world_size, numel)
     for step in range(6):
@@ -286,7 +287,7 @@ def test_phase_volumes_are_exact() -> None:
 
 
 def test_regions_are_summed_in_rotation_order() -> None:
-    """Owner r adds r, r-1, r-2, ...: floats show it, bit for bit."""
+    """The owner r of a region adds the ranks in the order r, r-1, r-2, ..., bit for bit on floats."""
     world_size, numel = 5, 300
     world = SimulatedWorld(OkTopk(density=1.0, force_sparse=True, bucket_width=2), world_size, numel)
     gradient = normal(world_size, numel) * normal(world_size, numel, 1).exp()
@@ -302,7 +303,7 @@ def test_regions_are_summed_in_rotation_order() -> None:
 
 
 def test_warm_reevaluation_is_exact_and_cheap() -> None:
-    """A re-evaluation that starts from the old threshold delivers the same as one from nothing."""
+    """A re-evaluation that starts from the old threshold gives the same bits as one from zero, with less traffic."""
     warm = SimulatedWorld(OkTopk(density=0.02, reevaluate_every=1), 16, 5000)
     cold = SimulatedWorld(OkTopk(density=0.02, reevaluate_every=1), 16, 5000)
     for step in range(12):
@@ -344,6 +345,6 @@ def test_long_run_converges() -> None:
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, float], named: str) -> None:
-    """A setting that cannot work names the field, its value and the fix."""
+    """The error names the invalid field and its value."""
     with pytest.raises(ValueError, match=named):
         OkTopk(**fields)

@@ -1,4 +1,4 @@
-"""Ok-Topk in awkward situations, and the defects of earlier implementations that must not return.
+"""Ok-Topk in unusual situations, and the defects of earlier implementations that must not return.
 
 One test per row of the specification's tables "situation by situation" and "defects".
 """
@@ -24,30 +24,30 @@ SHORT = {"repartition_every": 3, "reevaluate_every": 4}
 
 
 def obeys(recipe: OkTopk, case: laws.Case) -> None:
-    """All exact laws on one case."""
+    """Check all exact laws on one case."""
     for law in ALL_LAWS:
         law(recipe, case)
 
 
 def state(world: SimulatedWorld, rank: int = 0):
-    """The algorithm state of one rank."""
+    """Return the algorithm's state on one rank."""
     return world.workers[rank].algorithm.state
 
 
 def random(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
-    """Exact random gradients."""
+    """Return random gradients whose sums are exact."""
     (gradient,) = laws.Case(world_size, numel, ("random",), seed=seed).gradients()
     return gradient
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 9, 12, 13])
 def test_any_world_size(world_size: int) -> None:
-    """World sizes that are no powers of two, and the smallest ones."""
+    """The laws hold at world sizes that are no powers of two, and at the smallest ones."""
     obeys(OkTopk(density=0.1, **SHORT), laws.Case(world_size, 97, ("random",) * 7))
 
 
 def test_one_worker() -> None:
-    """No message; S = L is the exact top k; the rest is the residual."""
+    """A single worker sends no message, delivers its exact top-k and keeps the rest in its residual."""
     gradient = random(1, 100)
     world = SimulatedWorld(OkTopk(density=0.1), 1, 100)
     (mean,) = world.step(gradient)
@@ -58,7 +58,7 @@ def test_one_worker() -> None:
 
 
 def test_fewer_entries_than_workers() -> None:
-    """k < P: nobody has an opinion about cuts, so they are equal."""
+    """If k < P, no rank proposes cuts, so the regions are equal."""
     world = SimulatedWorld(OkTopk(density=0.03), 8, 100)
     world.step(random(8, 100))
     assert state(world).cuts == (0, 12, 25, 37, 50, 62, 75, 87, 100)
@@ -66,13 +66,13 @@ def test_fewer_entries_than_workers() -> None:
 
 
 def test_density_below_one_entry() -> None:
-    """n x density < 1 still sends one entry."""
+    """One entry is sent if n x density < 1."""
     world = SimulatedWorld(OkTopk(density=1e-9), 3, 50)
     assert len(world.step(random(3, 50))[0]) == 1
 
 
-def test_density_one_goes_dense_unless_forced() -> None:
-    """k = n is a dense all-reduce; a flag keeps the sparse path."""
+def test_density_one_is_dense_unless_forced() -> None:
+    """At density 1 the exchange is a dense all-reduce, unless ``force_sparse`` keeps the sparse path."""
     gradient = random(3, 50)
     dense = SimulatedWorld(OkTopk(density=1.0), 3, 50)
     assert dense.step(gradient)[0].is_full
@@ -84,12 +84,12 @@ def test_density_one_goes_dense_unless_forced() -> None:
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 5])
 def test_fewer_coordinates_than_workers(numel: int) -> None:
-    """n < P: regions are tiny or empty."""
+    """The laws hold if n < P, when regions are tiny or empty."""
     obeys(OkTopk(density=0.4, **SHORT), laws.Case(7, numel, ("random", "ties", "zero", "random")))
 
 
 def test_empty_messages_are_never_posted() -> None:
-    """With one entry in all, three of four owners get no message, and the fourth one from each peer."""
+    """With one entry in total, three of four owners get no message, and the fourth gets one from each peer."""
     gradient = torch.zeros(4, 100)
     gradient[:, 60] = 3.0
     world = SimulatedWorld(OkTopk(density=0.04), 4, 100)
@@ -100,7 +100,7 @@ def test_empty_messages_are_never_posted() -> None:
 
 
 def test_all_zero_gradient() -> None:
-    """Nothing is selected or delivered, thresholds are not poisoned, and the next step recovers."""
+    """A zero gradient delivers nothing and leaves no invalid threshold, and the next step recovers."""
     world = SimulatedWorld(OkTopk(density=0.1), 3, 80)
     zero, gradient = torch.zeros(3, 80), random(3, 80)
     assert len(world.step(zero)[0]) == 0
@@ -116,7 +116,7 @@ def test_all_zero_gradient() -> None:
 
 
 def test_zero_on_a_reevaluation_step_keeps_the_threshold() -> None:
-    """With nothing to learn from, the old global threshold stays and the next step looks again."""
+    """A re-evaluation step without values keeps the global threshold, and the next step re-evaluates again."""
     world = SimulatedWorld(OkTopk(density=0.1, reevaluate_every=1), 3, 80)
     world.step(torch.full((3, 80), 3.0) * (torch.arange(80) < 8))
     before = state(world).global_threshold
@@ -128,7 +128,7 @@ def test_zero_on_a_reevaluation_step_keeps_the_threshold() -> None:
 
 
 def test_fewer_nonzeros_than_k() -> None:
-    """Exactly the non-zeros travel, and the local threshold is invalid rather than zero."""
+    """With fewer than k non-zeros, exactly those are delivered, and the local threshold is marked as invalid (0)."""
     gradient = torch.zeros(3, 100)
     gradient[:, :4] = torch.tensor([3.0, 6.0, 9.0, 12.0])
     world = SimulatedWorld(OkTopk(density=0.1), 3, 100)
@@ -138,7 +138,7 @@ def test_fewer_nonzeros_than_k() -> None:
 
 
 def test_nothing_reaches_the_global_threshold() -> None:
-    """S is empty and everything stays owed."""
+    """If no sum reaches the global threshold, the result is empty and the residuals keep everything."""
     world = SimulatedWorld(OkTopk(density=0.1, **SHORT), 3, 60)
     for step in range(3):
         world.step(random(3, 60, step) * 1000)
@@ -151,7 +151,7 @@ def test_nothing_reaches_the_global_threshold() -> None:
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    """All magnitudes equal: exactly k, the lowest indices, the same on all ranks."""
+    """With equal magnitudes, all ranks select exactly the k lowest indices."""
     world = SimulatedWorld(OkTopk(density=0.1), 4, 100)
     means = world.step(torch.ones(4, 100))
     assert all(mean.indices.tolist() == list(range(10)) for mean in means)
@@ -160,7 +160,7 @@ def test_ties_go_to_the_lower_index() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_non_finite(bad: float, step: int) -> None:
-    """A NaN or Inf on one rank is refused by all, by name of the rank, on every kind of step."""
+    """All ranks reject a NaN or Inf on one rank and name that rank, in every kind of step."""
     world = SimulatedWorld(OkTopk(density=0.1), 4, 100)
     for number in range(step):
         world.step(random(4, 100, number))
@@ -172,7 +172,7 @@ def test_non_finite(bad: float, step: int) -> None:
 
 
 def test_opposite_infinities() -> None:
-    """+Inf and -Inf at one coordinate do not hide behind their NaN sum."""
+    """+Inf and -Inf at one coordinate are detected on both ranks, although their sum is NaN."""
     poisoned = random(3, 50)
     poisoned[0, 7], poisoned[2, 7] = math.inf, -math.inf
     with pytest.raises(NonFiniteError) as caught:
@@ -182,7 +182,7 @@ def test_opposite_infinities() -> None:
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_sums_that_overflow(step: int) -> None:
-    """Finite gradients whose sum is Inf are refused as well, wherever the owner sits."""
+    """Finite gradients whose sum is Inf are rejected as well."""
     world = SimulatedWorld(OkTopk(density=0.1), 3, 50)
     for number in range(step):
         world.step(random(3, 50, number))
@@ -195,7 +195,7 @@ def test_sums_that_overflow(step: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients(dtype: torch.dtype) -> None:
-    """Residuals are fp32 whatever the gradients are, and a refused step does not touch them."""
+    """Residuals are fp32 for gradients of any dtype, and a rejected step does not change them."""
     gradient = random(3, 90).to(dtype)
     world = SimulatedWorld(OkTopk(density=0.1), 3, 90)
     mean = world.step(gradient)[0]
@@ -208,7 +208,7 @@ def test_half_precision_gradients(dtype: torch.dtype) -> None:
 
 
 def test_skew_forces_a_repartition() -> None:
-    """When all large entries move into one region, the cuts follow one step later."""
+    """If all large entries move into one region, the cuts follow one step later."""
     world = SimulatedWorld(OkTopk(density=0.1), 4, 400)
     left = random(4, 400) * (torch.arange(400) < 100)
     right = random(4, 400, 1) * (torch.arange(400) >= 300) * 1000
@@ -225,13 +225,13 @@ def test_skew_forces_a_repartition() -> None:
 
 
 def test_workers_with_different_distributions() -> None:
-    """Averaged cuts may suit nobody; the laws hold all the same."""
+    """The laws hold if workers have different distributions, so that averaged cuts may suit none of them."""
     obeys(OkTopk(density=0.1, **SHORT), laws.Case(5, 100, ("disjoint", "random", "one-region") * 3))
 
 
 @pytest.mark.parametrize("corrected", [True, False])
 def test_overshoot_is_capped(corrected: bool) -> None:
-    """However far thresholds lag, no more than the caps are selected or delivered."""
+    """No more entries than the cap are delivered, however far the thresholds lag behind."""
     chosen = OkTopk(density=0.05, correct_thresholds=corrected, reevaluate_every=1000)
     world = SimulatedWorld(chosen, 4, 400)
     for step in range(12):
@@ -239,8 +239,8 @@ def test_overshoot_is_capped(corrected: bool) -> None:
         assert len(mean) <= 20
 
 
-def test_another_world_size_starts_over() -> None:
-    """Thresholds on sums and cuts per worker mean nothing to another number of workers."""
+def test_world_size_change_forces_reevaluation() -> None:
+    """After a change of the world size, all ranks re-evaluate thresholds and cuts."""
     workers = [ErrorFeedback(OkTopk(density=0.1).build(60)) for _ in range(5)]
 
     def step(world_size: int, seed: int) -> None:
@@ -259,8 +259,8 @@ def test_another_world_size_starts_over() -> None:
         assert len(worker.algorithm.state.cuts) == 4
 
 
-def test_state_dict_is_plain_and_continues() -> None:
-    """Residuals, thresholds, cuts and counters are saved; a resumed run gives the same bits."""
+def test_state_dict_is_plain_and_resumes() -> None:
+    """The state dict holds plain values, and a resumed run gives the same bits."""
     laws.resume(OkTopk(density=0.1, **SHORT), laws.Case(4, 90, ("random",) * 9))
     world = SimulatedWorld(OkTopk(density=0.1), 2, 30)
     world.step(random(2, 30))
@@ -273,13 +273,13 @@ def test_state_dict_is_plain_and_continues() -> None:
 
 
 def test_too_long_for_int32() -> None:
-    """2^31 elements are refused with the fix, before anything is allocated."""
+    """A vector of 2^31 elements is rejected with the fix, before anything is allocated."""
     with pytest.raises(ValueError, match=r"numel=2147483648.*split"):
         OkTopk().build(2**31)
 
 
 def test_instances_share_nothing() -> None:
-    """Two worlds in one process keep their own residuals and thresholds."""
+    """Two worlds in one process have separate residuals and thresholds."""
     first, second = (SimulatedWorld(OkTopk(density=0.1), 2, 40) for _ in range(2))
     first.step(random(2, 40))
     assert not second.residuals.any()
@@ -287,7 +287,7 @@ def test_instances_share_nothing() -> None:
 
 
 def test_input_layout() -> None:
-    """Strided rows work; a gradient of another shape is refused by name."""
+    """Strided gradients are accepted, and gradients of another shape are rejected by name."""
     gradient = random(3, 40)
     strided = torch.empty(40, 3).t()
     strided.copy_(gradient)
@@ -298,23 +298,23 @@ def test_input_layout() -> None:
 
 
 def test_one_packed_message_per_peer() -> None:
-    """Indices and values travel together: P - 1 messages in phase 1, told apart by order alone."""
+    """Indices and values share one message, so each rank sends P - 1 messages in phase 1."""
     world = SimulatedWorld(OkTopk(density=0.5, bucket_width=3), 6, 200)
     sent = [0] * 6
 
-    def watch(_: int, words: list[object]) -> None:
-        if isinstance(words[0], Post):
-            for rank, word in enumerate(words):
-                sent[rank] += len(word.round.sends)
-        assert not isinstance(words[0], Wait) or len({type(w) for w in words}) == 1
+    def watch(_: int, ops: list[object]) -> None:
+        if isinstance(ops[0], Post):
+            for rank, op in enumerate(ops):
+                sent[rank] += len(op.round.sends)
+        assert not isinstance(ops[0], Wait) or len({type(op) for op in ops}) == 1
 
     world.step(random(6, 200), before_round=watch)
     assert sent == [5] * 6
 
 
 @pytest.mark.parametrize("field", ["repartition_every", "reevaluate_every"])
-def test_ranks_with_other_settings(field: str) -> None:
-    """Ranks that disagree about a period are told which rank does what, at once."""
+def test_ranks_with_different_periods(field: str) -> None:
+    """Ranks with different periods raise an error that names both ranks."""
     workers = [ErrorFeedback(OkTopk(density=0.2, **{field: 1 if r == 2 else 3}).build(60)) for r in range(3)]
 
     def step(seed: int) -> None:
@@ -332,7 +332,7 @@ def test_ranks_with_other_settings(field: str) -> None:
 
 
 def test_defect_cleared_coordinates_on_reevaluation_steps() -> None:
-    """Defect 1: what is cleared equals L intersect S by set logic, on the unsorted top-k step too."""
+    """Defect 1: only delivered coordinates of the local selection are cleared, also in re-evaluation steps."""
     for step in range(6):
         world = SimulatedWorld(OkTopk(density=0.1, reevaluate_every=1 if step % 2 else 32), 4, 300)
         for number in range(step):
@@ -345,12 +345,12 @@ def test_defect_cleared_coordinates_on_reevaluation_steps() -> None:
             cleared = set(((held[rank] != 0) & (after[rank] == 0)).nonzero().squeeze(1).tolist())
             assert cleared <= kept
             assert torch.equal(after[rank][after[rank] != 0], held[rank][after[rank] != 0])
-        owed = held.sum(0) - after.sum(0)
-        assert torch.equal(owed, mean.to_dense() * 4)
+        delivered = held.sum(0) - after.sum(0)
+        assert torch.equal(delivered, mean.to_dense() * 4)
 
 
 def test_defect_empty_result() -> None:
-    """Defects 2 and 8: empty selections and empty results, alone or with others."""
+    """Defects 2 and 8: empty selections and empty results are legal, with one worker or several."""
     for world_size in (1, 4):
         world = SimulatedWorld(OkTopk(density=0.1), world_size, 30)
         for _ in range(3):
@@ -358,7 +358,7 @@ def test_defect_empty_result() -> None:
 
 
 def test_defect_indices_beyond_2_to_24() -> None:
-    """Defect 3: indices that fp32 cannot represent arrive exact."""
+    """Defect 3: indices that fp32 cannot represent are delivered exactly."""
     numel = 2**24 + 64
     gradient = torch.zeros(2, numel)
     places = [2**24 + 1, 2**24 + 3, numel - 1]
@@ -378,14 +378,14 @@ def test_defect_sum_of_cuts_beyond_int32() -> None:
 
 
 def test_defect_strict_comparison() -> None:
-    """Defect 5: the k-th magnitude itself is selected, so a re-evaluation step delivers k and not k - 1."""
+    """Defect 5: the k-th magnitude is selected as well, so a re-evaluation step delivers k entries, not k - 1."""
     world = SimulatedWorld(OkTopk(density=0.1), 2, 50)
     gradient = torch.arange(1.0, 51.0).repeat(2, 1)
     assert world.step(gradient)[0].indices.tolist() == [45, 46, 47, 48, 49]
 
 
 def test_defect_missing_balance() -> None:
-    """Defect 6: a block beyond the trigger is evened out, within the bound."""
+    """Defect 6: a block that exceeds the trigger is balanced over the ranks."""
     world = SimulatedWorld(OkTopk(density=0.1, skew_trigger=100, balance_trigger=2.0), 5, 500)
     world.step(random(5, 500))
     phases = set()
@@ -397,7 +397,7 @@ def test_defect_missing_balance() -> None:
 
 @pytest.mark.parametrize("warmup", [1, 2, 3, 7])
 def test_defect_warmup_length(warmup: int) -> None:
-    """Defect 9: thresholds and cuts are found at the first sparse step whatever the warm-up length."""
+    """Defect 9: the first sparse step finds thresholds and cuts after a warm-up of any length."""
     recipe = Warmup(recipe=OkTopk(density=0.1, **SHORT), steps=warmup)
     world = SimulatedWorld(recipe, 4, 120)
     for step in range(warmup + 1):
@@ -407,7 +407,7 @@ def test_defect_warmup_length(warmup: int) -> None:
 
 
 def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Defect 10: one selection pass over the accumulator per rank and step, not one per region."""
+    """Defect 10: each rank makes one selection pass over the accumulator per step, not one per region."""
     passes = []
     accumulator = tritoncomm.primitives.accumulator.Accumulator
     for name in ("at_least", "top_k"):
@@ -420,8 +420,8 @@ def test_defect_selection_per_region(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(passes) == 6
 
 
-def test_strict_volume_with_one_hot_owner() -> None:
-    """All of the result in one region: evened out whatever the trigger says, within the bound."""
+def test_strict_volume_with_results_in_one_region() -> None:
+    """With strict volume, a result in a single region is balanced for any trigger, within the bound."""
     world_size, numel = 8, 4000
     world = SimulatedWorld(
         OkTopk(density=0.05, strict_volume=True, balance_trigger=math.inf, skew_trigger=1e9, drift_low=0.0),
@@ -440,8 +440,8 @@ def test_strict_volume_with_one_hot_owner() -> None:
     assert balanced
 
 
-def test_strict_volume_is_a_bound_by_construction() -> None:
-    """6k(P-1)/P words, plus counts, sizes and headers, on every reuse step of hostile gradients."""
+def test_strict_volume_bounds_traffic() -> None:
+    """With strict volume, every reuse step needs at most 6k(P-1)/P words, plus counts, sizes and headers."""
     world_size, numel = 5, 1000
     for trigger in (1.0, 4.0, math.inf):
         recipe = OkTopk(density=0.05, strict_volume=True, balance_trigger=trigger, reevaluate_every=64)

@@ -1,4 +1,4 @@
-"""Selection in units of Adam's step: the moment, the scale made of it, and where it is used."""
+"""Selection by Adam's update: the second moment, the scale computed from it, and where it is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import tritoncomm
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
@@ -23,7 +23,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 
 
 def as_matrices(dense: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """The oracle's view: the cut of every tensor with the fewest rows and columns; None of both for a vector."""
+    """Return each tensor as the matrix with the smallest rows + columns, and a vector as its sum, ``[1, 1]``."""
     found = []
     for part, shape in zip(torch.split(dense, [math.prod(shape) for shape in shapes]), shapes, strict=True):
         cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) + 1)]
@@ -33,9 +33,8 @@ def as_matrices(dense: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torc
 
 
 @given(shapes=SHAPES, seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.2, 1.0]), exponent=st.integers(-60, 60))
-@settings(deadline=None)
-def test_sums(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: int) -> None:
-    """Of squares by row and by column, of tensors of any shape, to 40 bits of the largest, sparse and dense."""
+def test_sums_of_squares(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: int) -> None:
+    """Sums of squares by row and by column match plain sums to 40 bits of the largest square, sparse and dense."""
     matrices, generator = FactoredSecondMoment(shapes), torch.Generator().manual_seed(seed)
     dense = torch.randn(matrices.numel, generator=generator) * 2.0**exponent
     dense[torch.rand(matrices.numel, generator=generator) >= share] = 0.0
@@ -62,13 +61,13 @@ def test_sums(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: 
         ((3, 0), (3, 0, 1)),
     ],
 )
-def test_cuts(shape: tuple[int, ...], cut: tuple[int, int, int]) -> None:
-    """As few rows and columns as the dimensions allow; no mean of its own for every element of a vector."""
+def test_matrix_views(shape: tuple[int, ...], cut: tuple[int, int, int]) -> None:
+    """A tensor is viewed as a matrix with few rows and columns. A vector has a single mean for all elements."""
     assert FactoredSecondMoment([shape]).cuts == [cut]
 
 
 def test_sums_do_not_depend_on_the_order() -> None:
-    """Entries in any order, as atomic additions of a GPU would take them: the same bits."""
+    """Sums have the same bits for any order of the entries, as in atomic additions on a GPU."""
     matrices = FactoredSecondMoment([(30, 40)])
     values = torch.randn(1199, generator=torch.Generator().manual_seed(0)) ** 5
     expected = matrices.sums(SparseVector(torch.arange(1199).int(), values, 1200))
@@ -79,9 +78,8 @@ def test_sums_do_not_depend_on_the_order() -> None:
 
 
 @given(seed=st.integers(0, 1000))
-@settings(deadline=None)
-def test_root(seed: int) -> None:
-    """A second moment that is a product of rows and columns is found again, as a power of two from 1 on."""
+def test_scale_of_a_factored_moment(seed: int) -> None:
+    """The scale of a second moment with rank one is the exact root, rounded to a power of two of at least 1."""
     generator = torch.Generator().manual_seed(seed)
     shapes, floor = [(4, 6), (3, 2, 5), (7,)], 2.0**-10
     moments = [
@@ -100,8 +98,8 @@ def test_root(seed: int) -> None:
     assert ((scale / exact).log2().abs() <= 0.5 + 1e-6).all()
 
 
-def test_nothing_delivered() -> None:
-    """Without a moment the scale is the same everywhere, and a vector may be empty."""
+def test_scale_without_a_moment() -> None:
+    """Without a moment the scale is 1 everywhere, and an empty vector is accepted."""
     matrices = FactoredSecondMoment([(2, 3)])
     zeros = matrices.sums(SparseVector.full(torch.zeros(6)))
     assert torch.equal(matrices.root(*zeros, 2.0**-10), torch.ones(6))
@@ -110,7 +108,7 @@ def test_nothing_delivered() -> None:
 
 
 def delivered(recipe: tritoncomm.Recipe, steps: int) -> torch.Tensor:
-    """How often each row of a matrix arrives whose last row has gradients a twentieth as large as the others."""
+    """Count the deliveries of each row of a matrix. Gradients of the last row are 20 times smaller than the others."""
     world, generator = SimulatedWorld(recipe, 2, 80), torch.Generator().manual_seed(0)
     counts = torch.zeros(80)
     for step in range(steps):
@@ -121,8 +119,8 @@ def delivered(recipe: tritoncomm.Recipe, steps: int) -> torch.Tensor:
     return counts.reshape(8, 10).sum(1)
 
 
-def test_rows_of_small_gradients_are_served() -> None:
-    """By magnitude a row of small gradients waits; in units of its moment it arrives as often as the others."""
+def test_rows_with_small_gradients_are_delivered() -> None:
+    """A row with small gradients is rarely selected by magnitude, and regularly in units of its moment."""
     inner = TopkAllgather(density=0.1)
     starved = delivered(inner, 80)
     assert starved[-1] < 0.02 * starved[:-1].mean()
@@ -131,7 +129,7 @@ def test_rows_of_small_gradients_are_served() -> None:
 
 
 def test_scale_is_renewed() -> None:
-    """None before the first time, the same between two, and made of the mean that all ranks know."""
+    """The scale is None at first, constant between two renewals, and equal on all ranks."""
     recipe = Preconditioned(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
     world, seen = SimulatedWorld(recipe, 3, 40), []
     for step in range(9):
@@ -144,8 +142,8 @@ def test_scale_is_renewed() -> None:
     assert seen[4] is not seen[5]
 
 
-def test_huge_values() -> None:
-    """A sum over workers that only fits in units of the scale is delivered; what one of them cannot hold is refused."""
+def test_values_near_overflow() -> None:
+    """A sum that fits into fp32 only in scaled units is delivered. A single value that overflows is rejected."""
     recipe = Preconditioned(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
     world, gradient = SimulatedWorld(recipe, 2, 32), torch.full((2, 32), 1e-3)
     gradient[:, :2] = 1.0
@@ -171,14 +169,14 @@ def test_huge_values() -> None:
         ({"renew_every": 0}, "renew_every=0.*at least 1"),
     ],
 )
-def test_fields(fields: dict[str, object], message: str) -> None:
-    """Each is checked and named."""
+def test_bad_fields(fields: dict[str, object], message: str) -> None:
+    """The error names the invalid field and the valid values."""
     with pytest.raises(ConfigurationError, match=message):
         Preconditioned(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
 
 
 def test_shapes_must_fit() -> None:
-    """The vector's length and that of the shapes."""
+    """Shapes whose number of elements differs from the vector's length are rejected."""
     with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*have 6 elements, but the vector has 7"):
         Preconditioned(recipe=OkTopk(), shapes=((2, 3),)).build(7)
 
@@ -187,13 +185,13 @@ def test_shapes_must_fit() -> None:
 
 
 def model() -> nn.Module:
-    """One matrix that is exchanged sparsely, and small tensors."""
+    """Return a model with one matrix that is exchanged sparsely, and small tensors."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 2))
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
-    """Some steps on batches of their own."""
+    """Train for the steps from ``start`` to ``stop``. The batch depends on the step."""
     for step in range(start, stop):
         x = torch.randn(16, 30, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -202,22 +200,22 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: in
 
 
 def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
-    """AdamW, wrapped."""
+    """Return a wrapped AdamW."""
     return tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.02, **fields)
 
 
 def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
-    """Whether entries are chosen by their update."""
+    """Whether entries are selected by their update."""
     return isinstance(optimizer._exchange.feedback.algorithm.inner, PreconditionedAlgorithm)
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
-    """What the scale is made of."""
+    """Return the second moment that the scale is computed from."""
     return optimizer._exchange.feedback.algorithm.state[0]
 
 
-def test_where_it_is_used() -> None:
-    """With the staleness-aware step unless refused, elsewhere when asked for, never where nothing is compared."""
+def test_select_by() -> None:
+    """Selection by update is the default of the staleness-aware step. It needs a method that compares entries."""
 
     def sgd(algo: str = "oktopk", **fields) -> tritoncomm.SparseOptimizer:
         return tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=0.1), algo, **fields)
@@ -239,7 +237,7 @@ def test_where_it_is_used() -> None:
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "micro", "spardl", "gtopk"])
 def test_thresholds_after_a_renewal(algo: str) -> None:
-    """Magnitudes mean something else then, even with rows over three decades: no burst, and about the density."""
+    """Thresholds follow a renewal of the scale: the density stays about the same, without a burst."""
     recipe = Preconditioned(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
     world, generator = SimulatedWorld(recipe, 4, 5000), torch.Generator().manual_seed(0)
     rows = torch.logspace(0, -3, 100)[:, None]
@@ -252,7 +250,7 @@ def test_thresholds_after_a_renewal(algo: str) -> None:
 
 
 def test_resume_across_a_renewal() -> None:
-    """Saved before the scale is renewed, loaded and continued: never stopped, bit for bit."""
+    """A run that is saved and resumed before the scale is renewed equals an uninterrupted run."""
     net = model()
     optimizer = adamw(net)
     train(net, optimizer, 0, 35)
@@ -272,8 +270,8 @@ def test_resume_across_a_renewal() -> None:
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "spardl", "topk_allgather"])
 @pytest.mark.parametrize("resharded", [False, True])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("gradient", "update"), ("update", "gradient")])
-def test_a_checkpoint_of_the_other_kind(saved_by: str, loaded_by: str, resharded: bool, algo: str) -> None:
-    """Warm-up and what is owed go on, thresholds and the moment start anew, with as many ranks or others."""
+def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, resharded: bool, algo: str) -> None:
+    """Warm-up and residuals continue, thresholds and moment restart, also with another world size."""
     net = model()
     optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
     train(net, optimizer, 0, 25)
@@ -291,8 +289,8 @@ def test_a_checkpoint_of_the_other_kind(saved_by: str, loaded_by: str, resharded
     train(copy.deepcopy(net), loaded, 25, 30)
 
 
-def test_a_checkpoint_of_other_shapes() -> None:
-    """Is named; nothing is loaded."""
+def test_checkpoint_with_other_shapes() -> None:
+    """A second moment of other shapes is rejected by name, and nothing is loaded."""
     optimizer, other = adamw(model()), adamw(model())
     state = optimizer._exchange.state_dict()
     state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
@@ -301,8 +299,8 @@ def test_a_checkpoint_of_other_shapes() -> None:
         other._exchange.loaded(state)
 
 
-def test_what_the_moment_outlives() -> None:
-    """It is that of the mean: another density or world size does not matter, nor do parameters that are added."""
+def test_moment_survives_changes() -> None:
+    """The moment survives another density, another world size and added parameters."""
     net, more = model(), nn.Linear(40, 30)
     optimizer = adamw(net)
     train(net, optimizer, 0, 25)

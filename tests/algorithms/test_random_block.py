@@ -1,4 +1,4 @@
-"""Random-block and random-k: the shared draws, coverage, waiting times, and the learning rates they stand."""
+"""Random-block and random-k: the shared random numbers, coverage, waiting times, and stable learning rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VECTORS = [
 
 @pytest.mark.parametrize(("seed", "step", "unit", "bound", "bits", "number"), VECTORS)
 def test_shared_draws(seed: int, step: int, unit: int, bound: int, bits: int, number: int) -> None:
-    """The published vectors, one by one and in bulk."""
+    """Random numbers match the published vectors, one by one and in bulk."""
     assert draw(seed, step, unit) == bits
     assert below(bits, bound) == number
     lanes = draws(seed, step, unit, 5)
@@ -35,7 +35,7 @@ def test_shared_draws(seed: int, step: int, unit: int, bound: int, bits: int, nu
 
 
 def blocks_of(recipe: RandomBlock, numel: int, steps: int) -> list[torch.Tensor]:
-    """Boolean masks of what each step exchanges."""
+    """Return a boolean mask of the exchanged coordinates for each step."""
     algorithm, masks = recipe.build(numel), []
     for step in range(steps):
         mask = torch.zeros(numel, dtype=torch.bool)
@@ -47,8 +47,8 @@ def blocks_of(recipe: RandomBlock, numel: int, steps: int) -> list[torch.Tensor]
 
 
 @given(st.sampled_from(["wrap", "grid", "perm"]), st.integers(2, 200), st.floats(0.05, 0.9), st.integers(0, 99))
-def test_blocks(mode: str, numel: int, density: float, seed: int) -> None:
-    """One run of the asked size, cyclic in wrap mode; only the last block of a grid may be short."""
+def test_blocks_are_contiguous(mode: str, numel: int, density: float, seed: int) -> None:
+    """A step exchanges one contiguous block of the requested size. Only the last block of a grid may be shorter."""
     recipe = RandomBlock(density=density, mode=mode, seed=seed, alignment=1)
     size = recipe.build(numel).size
     assert size == max(1, int(density * numel))
@@ -59,14 +59,14 @@ def test_blocks(mode: str, numel: int, density: float, seed: int) -> None:
 
 
 def test_wrap_covers_uniformly() -> None:
-    """Every start is drawn about equally often (chi-square), so that every coordinate is; and so much is left out."""
+    """In wrap mode all starts and coordinates are drawn equally often (chi-square), and 1 - p of the energy is left."""
     numel, steps = 50, 6000
     masks = torch.stack(blocks_of(RandomBlock(density=0.15, mode="wrap", alignment=1, seed=5), numel, steps))
     size = int(masks[0].sum())
     starts = (masks & ~masks.roll(1, 1)).int().argmax(1)
     for counts, expected in ((torch.bincount(starts, minlength=numel), 1 / numel), (masks.sum(0), size / numel)):
         spread = float((counts - steps * expected).square().sum() / (steps * expected))
-        # Neighbouring coordinates are covered together: up to `size` times the spread of independent counts.
+        # Neighboring coordinates are covered together, which spreads counts up to `size` times as far as independence.
         bound = numel + 4 * math.sqrt(2 * numel)
         assert spread < bound * (size if expected > 1 / numel else 1)
     values = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -74,8 +74,8 @@ def test_wrap_covers_uniformly() -> None:
     assert float(left) == pytest.approx((1 - size / numel) * float(values.square().sum()), rel=0.02)
 
 
-def test_linear() -> None:
-    """In one step, what is delivered of a sum is the sum of what is delivered."""
+def test_delivery_is_linear() -> None:
+    """In one step, the delivered part of a sum is the sum of the delivered parts."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(-64, 64, (1, 90), generator=generator).float() for _ in range(2))
     for mode in ("wrap", "grid", "perm"):
@@ -89,7 +89,7 @@ def test_linear() -> None:
 
 
 def test_perm_visits_every_block_once_a_round() -> None:
-    """Each coordinate exactly once in M steps; the gap between two visits is never more than 2M - 1."""
+    """In perm mode each coordinate is visited once in M steps, and at most 2M - 1 steps lie between two visits."""
     masks = torch.stack(blocks_of(RandomBlock(density=0.1, alignment=1), 100, 200)).int()
     for first in range(0, 200, 10):
         assert (masks[first : first + 10].sum(0) == 1).all()
@@ -101,8 +101,8 @@ def test_perm_visits_every_block_once_a_round() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RandomBlock(density=0.25, alignment=1), RandomK(density=0.25)], ids=["block", "k"])
-def test_many_workers_are_one_worker_on_the_mean(recipe: Recipe) -> None:
-    """Shared coordinates commute with averaging: the mean residual follows the one-worker recursion exactly."""
+def test_many_workers_equal_one_worker_on_the_mean(recipe: Recipe) -> None:
+    """The mean of the residuals equals the residual of a single worker on the mean gradient."""
     case = laws.Case(4, 60, ("random",) * 10)
     many, one = SimulatedWorld(recipe, 4, 60), SimulatedWorld(recipe, 1, 60)
     for gradient in case.gradients():
@@ -114,7 +114,7 @@ def test_many_workers_are_one_worker_on_the_mean(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("grid", 15.0), ("wrap", 15.0), ("perm", 0.58 * 16)])
 def test_waiting_time(mode: str, expected: float) -> None:
-    """Unsent mass waits (1 - p) / p steps when drawn independently, about 0.58 / p in permutations."""
+    """A value waits (1 - p) / p steps with independent draws and about 0.58 / p steps with permutations."""
     masks = torch.stack(blocks_of(RandomBlock(density=1 / 16, mode=mode, alignment=1), 64, 6000))
     age, total, count = torch.zeros(64), 0.0, 0
     for mask in masks:
@@ -124,8 +124,8 @@ def test_waiting_time(mode: str, expected: float) -> None:
     assert total / count == pytest.approx(expected, rel=0.12)
 
 
-def survives(mode: str, rate: float) -> bool:
-    """Whether gradient descent with error feedback comes down on a quadratic of curvature 1."""
+def converges(mode: str, rate: float) -> bool:
+    """Whether gradient descent with error feedback converges on a quadratic of curvature 1."""
     with torch.random.fork_rng():
         world = SimulatedWorld(RandomBlock(density=1 / 16, mode=mode, alignment=1, reduced_lr=True), 1, 256)
         x = torch.ones(256)
@@ -137,31 +137,35 @@ def survives(mode: str, rate: float) -> bool:
 
 
 def test_learning_rate_ceiling() -> None:
-    """About p for independent draws and 2p for permutations, where dense descent stands 2: the warning's reason."""
+    """Descent converges up to a learning rate of about p with independent draws and 2p with permutations (dense: 2)."""
     p = 1 / 16
     for mode in ("grid", "wrap"):
-        assert survives(mode, 0.8 * p)
-        assert not survives(mode, 4 * p)
-    assert survives("perm", 1.8 * p)
-    assert not survives("perm", 2.6 * p)
+        assert converges(mode, 0.8 * p)
+        assert not converges(mode, 4 * p)
+    assert converges("perm", 1.8 * p)
+    assert not converges("perm", 2.6 * p)
 
 
 def descent(
     rate: float, masks: list[torch.Tensor], *, feedback: bool, rescale: float = 1.0, detach: float = 0.0
 ) -> bool:
-    """The same quadratic by plain formulas; ``detach`` is how far of what is owed the gradient is taken."""
-    x, owed = torch.ones(masks[0].numel()), torch.zeros(masks[0].numel())
+    """Whether the same quadratic converges, by plain formulas. The gradient is taken at ``x - detach * residual``."""
+    x, residual = torch.ones(masks[0].numel()), torch.zeros(masks[0].numel())
     for mask in masks:
-        owed = (owed if feedback else 0.0) + rate * (x - detach * owed)
-        x = x - rescale * owed * mask
-        owed = owed * ~mask
+        residual = (residual if feedback else 0.0) + rate * (x - detach * residual)
+        x = x - rescale * residual * mask
+        residual = residual * ~mask
         if not float(x.abs().max()) < 1e6:
             return False
     return float(x.abs().max()) < 1
 
 
 def test_ceilings_of_other_schemes() -> None:
-    """Blocks in turn stand 2p; without feedback 2, or 2p when rescaled; detached feedback reaches the dense limit."""
+    """The highest stable learning rate depends on the scheme.
+
+    It is 2p for blocks in turn. Without feedback it is 2, or 2p if updates are divided by p. With detached feedback it
+    reaches the dense limit.
+    """
     p = 1 / 16
     in_turn = [torch.arange(64) // 4 == step % 16 for step in range(4000)]
     drawn = blocks_of(RandomBlock(density=p, mode="grid", alignment=1, reduced_lr=True), 64, 4000)
@@ -175,16 +179,16 @@ def test_ceilings_of_other_schemes() -> None:
     assert descent(1.9, drawn, feedback=True, detach=0.5)
 
 
-def test_warns_with_the_reason() -> None:
-    """Below 1/32 a warning names density, learning rate and the way out; saying it is handled silences it."""
+def test_low_density_warns() -> None:
+    """A density below 1/32 warns with the learning rate and the fix. ``reduced_lr=True`` silences the warning."""
     with pytest.warns(UserWarning, match=r"density 0.01.*about 0.01 of the learning rate.*reduced_lr=True"):
         RandomBlock(density=0.01)
     RandomBlock(density=0.01, reduced_lr=True)
     RandomBlock(density=1 / 32)
 
 
-def test_a_refused_step_keeps_the_draws_together() -> None:
-    """After a NaN on one rank, and after a resume, everybody exchanges the same block."""
+def test_rejected_step_keeps_draws_equal() -> None:
+    """All ranks exchange the same block after a rejected step and after a resume."""
     recipe = RandomBlock(density=0.25, alignment=1)
     world, control = SimulatedWorld(recipe, 3, 40), SimulatedWorld(recipe, 3, 40)
     gradient = torch.arange(120.0).view(3, 40)
@@ -200,14 +204,14 @@ def test_a_refused_step_keeps_the_draws_together() -> None:
 
 
 def test_grid_is_aligned() -> None:
-    """Blocks of a grid start at multiples of 128 elements unless asked otherwise."""
+    """Blocks of a grid start at multiples of 128 elements by default."""
     algorithm = RandomBlock(density=0.05).build(10_000)
     assert algorithm.size == 512
     assert all(start % 128 == 0 for step in range(20) for start, _ in algorithm.ranges(step))
 
 
 def test_random_k_is_uniform_and_without_replacement() -> None:
-    """k distinct coordinates every step, each about equally often (chi-square)."""
+    """Random-k draws k distinct coordinates per step, each equally often (chi-square)."""
     algorithm, steps = RandomK(density=0.1, seed=3).build(200), 4000
     drawn = torch.stack([algorithm.indices(step) for step in range(steps)])
     assert (drawn[:, 1:] > drawn[:, :-1]).all()
@@ -219,6 +223,6 @@ def test_random_k_is_uniform_and_without_replacement() -> None:
 
 @pytest.mark.parametrize("fields", [{"mode": "x"}, {"seed": 0.5}, {"alignment": 0}])
 def test_bad_fields(fields: dict[str, object]) -> None:
-    """Each names the field."""
+    """The error names the invalid field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         RandomBlock(density=0.5, **fields)

@@ -1,4 +1,4 @@
-"""Recipes by name, and as values."""
+"""Recipes: lookup by name, and fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tritoncomm import ConfigurationError, OkTopk
 
 
 def test_recipes_by_name() -> None:
-    """Names are listed, looked up, and unknown names and fields list the known ones."""
+    """Recipes are listed and found by name, and an unknown name or field raises an error that lists the known ones."""
     assert tritoncomm.algorithms() == [
         "dense", "dgc", "exdyna", "gaussiank", "gtopk", "hard_threshold", "micro", "oktopk", "random_block", "random_k",
         "sidco", "spardl", "topk_allgather", "topk_dsa",

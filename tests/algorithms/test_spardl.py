@@ -1,4 +1,4 @@
-"""SparDL against its description: golden vectors, an independent oracle, schedules, counts and invariants."""
+"""SparDL: golden vectors, an independent oracle, schedules, message counts and invariants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spardl_oracle import SparDLOracle, adapt
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
@@ -15,11 +15,12 @@ from tritoncomm.algorithms.spardl import adapted, reduce_scatter_schedule
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws
+from depth import examples
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """One worked step: what goes in, the sum that comes out, what stays, and the traffic of every rank."""
+    """One worked step: the gradients, the delivered sum, the residuals, and the traffic of every rank."""
 
     recipe: SparDL
     before: list[list[int]]
@@ -116,8 +117,8 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden(name: str) -> None:
-    """A worked step: sums, residuals, words and messages to the last one."""
+def test_golden_steps(name: str) -> None:
+    """Sums, residuals, words and messages match a worked step."""
     golden = GOLDEN[name]
     before = torch.tensor(golden.before, dtype=torch.float32)
     world = SimulatedWorld(golden.recipe, *before.shape)
@@ -130,8 +131,8 @@ def test_golden(name: str) -> None:
         assert sent.bytes == WORD * (golden.words + HEADER_WORDS * golden.messages)
 
 
-def test_partial_residuals_forget_what_was_cut_on_the_way() -> None:
-    """PRES differs from GRES by one entry of the second golden vector: the 9 that was received and dropped."""
+def test_partial_residuals_lose_received_entries() -> None:
+    """Partial residuals (PRES) lose one entry of the golden vector: the 9 that was received and dropped."""
     golden = GOLDEN["five workers"]
     before = torch.tensor(golden.before, dtype=torch.float32)
     world = SimulatedWorld(dataclasses.replace(golden.recipe, residuals="partial"), 5, 10)
@@ -143,7 +144,7 @@ def test_partial_residuals_forget_what_was_cut_on_the_way() -> None:
 
 @st.composite
 def settings_and_cases(draw: st.DrawFn) -> tuple[SparDL, laws.Case]:
-    """Teams that divide the workers."""
+    """Draw a recipe, and a case whose world size the teams divide."""
     team_size, teams = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     sag = draw(st.sampled_from(["auto", "bruck"]))
     recipe = SparDL(density=draw(st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.6])), teams=teams, sag=sag)
@@ -153,9 +154,9 @@ def settings_and_cases(draw: st.DrawFn) -> tuple[SparDL, laws.Case]:
 
 
 @given(settings_and_cases())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
-    """Support, sums, residuals, controllers and traffic equal an independent implementation's, step after step."""
+    """Indices, sums, residuals, controllers and traffic equal those of an independent implementation."""
     recipe, case = drawn
     k = max(1, int(case.numel * recipe.density))
     world = laws.world_of(recipe, case)
@@ -180,8 +181,8 @@ def test_oracle(drawn: tuple[SparDL, laws.Case]) -> None:
 
 
 @pytest.mark.parametrize("residuals", ["partial", "local"])
-def test_other_residuals_lose_mass(residuals: str) -> None:
-    """PRES and LRES break conservation where GRES keeps it."""
+def test_partial_and_local_residuals_lose_values(residuals: str) -> None:
+    """Partial and local residuals break conservation, which global residuals keep."""
     case = laws.Case(6, 600, ("random",) * 6)
     laws.conservation(SparDL(density=0.02), case)
     with pytest.raises(AssertionError):
@@ -190,7 +191,7 @@ def test_other_residuals_lose_mass(residuals: str) -> None:
 
 @pytest.mark.parametrize("teams", [1, 3])
 def test_time_average(teams: int) -> None:
-    """With a constant gradient the error of the average halves with twice the steps; LRES keeps a bias."""
+    """With a constant gradient, twice the steps halve the error of the average. Local residuals keep a bias."""
 
     def errors(residuals: str) -> list[float]:
         gradient = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
@@ -210,8 +211,8 @@ def test_time_average(teams: int) -> None:
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 128, 255, 257, 600])
-def test_schedule(size: int) -> None:
-    """Every worker ends with its own block from everybody, exactly once, and nothing else is left anywhere."""
+def test_reduce_scatter_schedule(size: int) -> None:
+    """Every worker ends with its own block, which holds each worker's contribution exactly once."""
     schedule = reduce_scatter_schedule(size)
     assert sum(count for _, count in schedule) == size - 1
     holds = [{b: {w} for b in range(size)} for w in range(size)]
@@ -228,7 +229,7 @@ def test_schedule(size: int) -> None:
 
 
 def test_controller_trace() -> None:
-    """The published rule on a plant with a union of 2.5 h, as the reference settles around 800."""
+    """The controller follows the published trace, which converges to about 800 for a union of 2.5 h."""
     expected = [500, 515, 545, 575, 635, 695, 815, 755, 785, 815, 800, 807, 804, 801, 795, 798, 801, 800, 801, 800, 801]
     h, step, inertia, trace = 500, 15, False, [500]
     for _ in expected[1:]:
@@ -239,7 +240,7 @@ def test_controller_trace() -> None:
 
 @given(st.integers(1, 400), st.integers(2, 9), st.lists(st.floats(0.1, 9), min_size=1, max_size=60), st.booleans())
 def test_controller_stays_in_range(budget: int, teams: int, plant: list[float], inertia: bool) -> None:
-    """h never leaves [K/d, K], the step never becomes 0, and the oracle's rule agrees."""
+    """h stays in [K/d, K], the step is never 0, and the oracle's rule agrees."""
     least = -(-budget // teams)
     h, step = least, max(1, (budget - least) // 100)
     for gain in plant:
@@ -251,8 +252,8 @@ def test_controller_stays_in_range(budget: int, teams: int, plant: list[float], 
         assert step != 0
 
 
-def test_small_budgets_do_not_kill_the_controller() -> None:
-    """With teams that agree, h grows from K/d although K is far below 100."""
+def test_controller_moves_with_small_budgets() -> None:
+    """With equal gradients in all teams, h grows from K/d although K is far below 100."""
     world = SimulatedWorld(SparDL(density=0.1, teams=3), 3, 300)
     gradient = torch.randn(1, 300, generator=torch.Generator().manual_seed(1)).repeat(3, 1)
     for _ in range(40):
@@ -261,8 +262,8 @@ def test_small_budgets_do_not_kill_the_controller() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "teams"), [(6, 2), (12, 4), (12, 3), (14, 7), (16, 8), (14, 1), (8, 8)])
-def test_columns_evolve_alike(world_size: int, teams: int) -> None:
-    """Ordinary floats: replicas are bit-identical and controllers equal inside a column, step after step."""
+def test_columns_stay_equal(world_size: int, teams: int) -> None:
+    """On ordinary floats, all ranks return the same bits, and the controllers of a column are equal."""
     world = SimulatedWorld(SparDL(density=0.1, teams=teams, sag="bruck"), world_size, 500)
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
@@ -274,8 +275,8 @@ def test_columns_evolve_alike(world_size: int, teams: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "teams"), [(3, 1), (8, 1), (14, 1), (8, 4), (14, 7), (12, 3)])
-def test_counts(world_size: int, teams: int) -> None:
-    """2 ceil(log2 Q) + ceil(log2 d) messages; 4K(Q-1) words and the merge, never to itself, on every rank."""
+def test_message_and_word_counts(world_size: int, teams: int) -> None:
+    """Every rank sends 2 ceil(log2 Q) + ceil(log2 d) messages, and 4K(Q-1) words plus those of the merge."""
     numel, team_size = world_size * 40, world_size // teams
     world = SimulatedWorld(SparDL(density=0.1, teams=teams), world_size, numel)
     budget = numel // 10 // team_size
@@ -287,8 +288,8 @@ def test_counts(world_size: int, teams: int) -> None:
     assert set(world.traffic + world.received) == {(messages, WORD * (words + HEADER_WORDS * messages))}
 
 
-def test_scaling() -> None:
-    """-2 times the gradients is -2 times the result, bit for bit."""
+def test_scaling_by_minus_two() -> None:
+    """-2 times the gradients give -2 times the result, bit for bit."""
     gradient = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
     first, second = (SimulatedWorld(SparDL(density=0.1, teams=3), 6, 200) for _ in range(2))
     one, other = first.step(gradient)[0], second.step(-2 * gradient)[0]
@@ -298,7 +299,7 @@ def test_scaling() -> None:
 
 
 def test_single_contributor() -> None:
-    """One worker alone with few entries: they are delivered whole and nothing is owed."""
+    """The few entries of a single worker are delivered completely, and all residuals are zero."""
     gradient = torch.zeros(6, 60)
     gradient[4, [3, 25, 44]] = torch.tensor([1.0, -2.0, 4.0])
     world = SimulatedWorld(SparDL(density=0.2), 6, 60)
@@ -307,7 +308,7 @@ def test_single_contributor() -> None:
 
 
 def test_recursive_and_bruck_agree_for_two_teams() -> None:
-    """With two teams and h = K both ways of merging are the same sum."""
+    """With two teams and h = K, both ways of merging give the same sum."""
     gradient = torch.randn(4, 80, generator=torch.Generator().manual_seed(0))
     recursive = SimulatedWorld(SparDL(density=0.2, teams=2), 4, 80)
     bruck = SimulatedWorld(SparDL(density=0.2, teams=2, sag="bruck"), 4, 80)
@@ -317,7 +318,7 @@ def test_recursive_and_bruck_agree_for_two_teams() -> None:
 
 
 def test_automatic_teams() -> None:
-    """Latency asks for many teams, bandwidth for few; two never cost more than one."""
+    """``teams='auto'`` chooses many teams if latency dominates, and few if bandwidth dominates."""
     assert SparDL(teams="auto", latency_words=0).teams_for(16, 1000) == 1
     assert SparDL(teams="auto", latency_words=1).teams_for(16, 100_000) == 2
     assert SparDL(teams="auto", latency_words=1e9).teams_for(16, 1000) == 16
@@ -332,8 +333,8 @@ def test_automatic_teams() -> None:
         ({"teams": 3, "sag": "recursive"}, 6, "power of two"),
     ],
 )
-def test_teams_that_cannot_work(fields: dict[str, object], world_size: int, named: str) -> None:
-    """Refused before anything is exchanged, with the fix; one worker is one team whatever is set."""
+def test_impossible_teams_are_rejected(fields: dict[str, object], world_size: int, named: str) -> None:
+    """Teams that do not fit the world size are rejected with the fix. One worker accepts any number of teams."""
     with pytest.raises(ConfigurationError, match=named):
         SimulatedWorld(SparDL(**fields), world_size, 100)
     SimulatedWorld(SparDL(**fields), 1, 100).step(torch.ones(1, 100))
@@ -341,6 +342,6 @@ def test_teams_that_cannot_work(fields: dict[str, object], world_size: int, name
 
 @pytest.mark.parametrize("fields", [{"teams": 0}, {"teams": "some"}, {"sag": "x"}, {"residuals": "x"}])
 def test_bad_fields(fields: dict[str, object]) -> None:
-    """Each names the field."""
+    """The error names the invalid field."""
     with pytest.raises(ConfigurationError, match=next(iter(fields))):
         SparDL(**fields)

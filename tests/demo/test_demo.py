@@ -1,4 +1,4 @@
-"""The demo as its user meets it: a command line."""
+"""The demo, started from the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = {
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A short run ends with a table, a JSON file with all keys, a picture, and a recording for simulations."""
+    """A short run writes a table, a JSON file with all keys, a picture, and a recording for simulations."""
     figures_file, plot, path = tmp_path / "figures.json", tmp_path / "curves.png", tmp_path / "recording"
     arguments = ["--steps", "4", "--workers", "2", "--density", "0.05", "--seed", "3", "--record", str(path)]
     command = [sys.executable, "-m", "tritoncomm", "demo", *arguments, "--json", str(figures_file), "--plot", str(plot)]
@@ -37,7 +37,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.02 < figures["achieved_density"] < 0.08
     assert 0 < figures["val_loss"] < 5.6
     assert plot.read_bytes().startswith(b"\x89PNG")
-    # Real accumulators of every worker, which a simulation then takes its gradients from.
+    # The recording has real gradients and accumulators of every worker. A simulation can use them.
     recording = torch.load(path, weights_only=True)
     assert recording["gradients"].shape == recording["accumulators"].shape
     assert recording["gradients"].shape[1] == 2
@@ -62,7 +62,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_arguments(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A clear error and exit code 2, before any worker starts."""
+    """A bad argument prints an error and exits with code 2, before any worker starts."""
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
@@ -70,7 +70,7 @@ def test_bad_arguments(arguments: list[str], named: str, capsys: pytest.CaptureF
 
 
 def test_model_and_text() -> None:
-    """The text is real and split by file, batches depend on seed, step and rank, the model starts at chance."""
+    """The text is real and split by file, batches depend on seed, step and rank, and the model starts at chance."""
     text = standard_library()
     assert b"def " in bytes(text.train[:100_000].tolist())
     assert text.train.numel() > 1_000_000

@@ -1,4 +1,4 @@
-"""Worker processes of tests/test_checkpoints.py."""
+"""Worker processes of tests/distributed/test_checkpoints.py."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAKERS = {
 
 
 def wrap(model, recipe="oktopk", make="adamw", **fields) -> tritoncomm.SparseOptimizer:
-    """Wrapped, without small tensors."""
+    """Return a wrapped optimizer that sends no tensor dense."""
     return tritoncomm.wrap(MAKERS[make](model.parameters()), recipe, dense_below=0, **fields)
 
 
 def train(model, optimizer, rank: int, first: int, last: int) -> None:
-    """Some steps."""
+    """Train for the steps from ``first`` to ``last``."""
     for step in range(first, last):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
@@ -42,29 +42,29 @@ def train(model, optimizer, rank: int, first: int, last: int) -> None:
 
 
 def runs_of(world_size: int):
-    """Name, recipe and optimizer of a short run of every recipe."""
+    """Yield name, recipe and optimizer for a short run of every recipe."""
     for name, recipe in possible(0.15, world_size).items():
         if not hasattr(recipe, "tail") and not hasattr(recipe, "shapes"):  # wrap adds them itself
             yield name, recipe, "plain" if "dgc" in name or "exponential" in name else "adamw"
 
 
-def verdict(model, optimizer) -> str:
-    """A digest of parameters, residual and what the method has learnt."""
+def state_digest(model, optimizer) -> str:
+    """Return a digest of the parameters, the residual and the method's state."""
     state = optimizer._exchange.feedback.algorithm.state
-    return checkpoint_format.checksum({"model": flat(model), "owed": residual(optimizer), "state": repr(state)})
+    return checkpoint_format.checksum({"model": flat(model), "residual": residual(optimizer), "state": repr(state)})
 
 
 def never_killed(rank: int, world_size: int, send, folder: str) -> None:
-    """Five steps of every recipe."""
+    """Train five steps of every recipe."""
     for name, recipe, make in runs_of(world_size):
         model = tiny_model()
         optimizer = wrap(model, recipe, make)
         train(model, optimizer, rank, 0, 5)
-        send((name, rank, verdict(model, optimizer)))
+        send((name, rank, state_digest(model, optimizer)))
 
 
 def until_killed(rank: int, world_size: int, send, folder: str) -> None:
-    """Three steps of every recipe, a save, half a step more, and no farewell."""
+    """Train three steps of every recipe and save. Kill the process in the middle of the next step."""
     for name, recipe, make in runs_of(world_size):
         model = tiny_model()
         optimizer = wrap(model, recipe, make)
@@ -79,18 +79,18 @@ def until_killed(rank: int, world_size: int, send, folder: str) -> None:
 
 
 def resumed(rank: int, world_size: int, send, folder: str) -> None:
-    """The two steps that are left, in new processes."""
+    """Load in new processes and train the remaining two steps."""
     for name, recipe, make in runs_of(world_size):
         model = tiny_model(seed=9)
         model.load_state_dict(torch.load(Path(folder) / name / "model.pt"))
         optimizer = wrap(model, recipe, make)
         checkpoint.load(optimizer, Path(folder) / name)
         train(model, optimizer, rank, 3, 5)
-        send((name, rank, verdict(model, optimizer)))
+        send((name, rank, state_digest(model, optimizer)))
 
 
 def write(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
-    """Train, save, and say what is pending."""
+    """Train, save, and send the pending update."""
     model = tiny_model()
     optimizer = wrap(model, recipe, "plain", density=0.1, warmup_steps=2)
     train(model, optimizer, rank, 0, 5)
@@ -102,7 +102,7 @@ def write(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
 
 
 def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
-    """Another number of ranks owes the same together, and trains on, past its warm-up."""
+    """Load with another world size and send the pending update. Training continues after the warm-up."""
     model = tiny_model()
     optimizer = wrap(model, recipe, "plain", density=0.1, warmup_steps=2)
     model.load_state_dict(torch.load(Path(folder) / "model.pt"))
@@ -116,7 +116,7 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
 
 
 class Attempts:
-    """A saved run, whose file of rank 1 is spoiled in one way after the other; loading must fail and change nothing."""
+    """A saved run. The file of rank 1 is damaged in different ways, and loading must fail and change nothing."""
 
     def __init__(self, rank: int, world_size: int, folder: str) -> None:
         self.rank, self.folder = rank, folder
@@ -130,11 +130,11 @@ class Attempts:
         self.before = self.now()
 
     def now(self) -> tuple:
-        """Everything that loading could change."""
+        """Return everything that loading could change."""
         return flat(self.model), residual(self.optimizer).tolist(), str(self.optimizer.state_dict()["state"])
 
     def load(self, named: str) -> None:
-        """Fails on all ranks, and names the file and the reason."""
+        """Assert that loading fails on all ranks and names the file and the reason."""
         dist.barrier()
         error = ConfigurationError if self.rank == 1 else ConfigMismatchError
         with pytest.raises(error, match=r"rank-1-of-3\.pt cannot be loaded: .*" + named):
@@ -143,12 +143,12 @@ class Attempts:
         dist.barrier()
 
     def put(self, content: bytes) -> None:
-        """In the place of the file."""
+        """Replace the file."""
         if self.rank == 1:
             self.file.write_bytes(content)
 
     def take(self, of_rank: int, change: Callable[[dict], object]) -> None:
-        """The file of a rank, after ``change``."""
+        """Replace the file by that of a rank, after ``change``."""
         self.put(self.whole)
         if self.rank == 1:
             state = torch.load(Path(self.folder) / f"rank-{of_rank}-of-3.pt")
@@ -157,7 +157,7 @@ class Attempts:
 
 
 def damaged(rank: int, world_size: int, send, folder: str) -> None:
-    """Corrupt, truncated or missing: file and reason are named, nothing changes anywhere."""
+    """A corrupt or truncated file is rejected with its name and the reason, and nothing changes on any rank."""
     attempts = Attempts(rank, world_size, folder)
     attempts.put(attempts.whole[: len(attempts.whole) // 2])
     attempts.load("")
@@ -174,7 +174,7 @@ def damaged(rank: int, world_size: int, send, folder: str) -> None:
 
 
 def foreign(rank: int, world_size: int, send, folder: str) -> None:
-    """Another rank's, method's, model's or optimizer's, or something else: file and reason are named."""
+    """A file of another rank, method, model or optimizer is rejected with its name and the reason."""
     attempts = Attempts(rank, world_size, folder)
 
     def signed(**fields) -> Callable[[dict], object]:
@@ -197,7 +197,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
 
 
 def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> None:
-    """torch.distributed.checkpoint: every rank's residual comes back to it, and the run goes on to the bit."""
+    """torch.distributed.checkpoint restores the residual of every rank, and the run continues bit for bit."""
     for make in MAKERS:
         straight, stopped = tiny_model(), tiny_model()
         first, second = wrap(straight, make=make, density=0.1), wrap(stopped, make=make, density=0.1)

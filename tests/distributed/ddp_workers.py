@@ -1,4 +1,4 @@
-"""Worker processes of tests/test_ddp.py."""
+"""Worker processes of tests/distributed/test_ddp.py."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ import laws
 
 
 def net(seed: int = 0) -> nn.Module:
-    """Several buckets of less than a kilobyte."""
+    """Return a model that fills several small buckets."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
 def ddp(model: nn.Module, **fields) -> DistributedDataParallel:
-    """With small buckets."""
+    """Wrap a model in DDP with small buckets."""
     return DistributedDataParallel(model, bucket_cap_mb=0.003, **fields)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """A batch that depends on rank and step."""
+    """Return the loss of a batch that depends on rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
     return (model(x) - y).square().mean()
 
 
-def owed(state: CommState) -> dict[str, torch.Tensor]:
-    """Residuals by name."""
+def residuals(state: CommState) -> dict[str, torch.Tensor]:
+    """Return the residuals by parameter name."""
     return state.state_dict()["residuals"]
 
 
-def dense_is_ddp(rank: int, world_size: int, send) -> None:
-    """Density 1 and the dense method give what DDP gives without a hook, with every option that moves gradients."""
+def dense_equals_ddp(rank: int, world_size: int, send) -> None:
+    """Density 1 and the dense method give the same gradients as DDP without a hook, with every relevant DDP option."""
     for fields in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
         for recipe in ({"algo": "dense"}, {"algo": "oktopk", "density": 1.0}):
             plain, hooked = ddp(net(), **fields), ddp(net(), **fields)
@@ -66,7 +66,7 @@ def dense_is_ddp(rank: int, world_size: int, send) -> None:
 
 
 def conservation(rank: int, world_size: int, send) -> None:
-    """Delivered plus owed is the dense sum while buckets are rebuilt, for every method; replicas agree."""
+    """For every method, delivered gradients plus residuals equal the dense sum while DDP rebuilds its buckets."""
     for algo in ("oktopk", "spardl", "exdyna", "topk_allgather", "topk_dsa", "gtopk", "random_k", "gaussiank"):
         model, plain = ddp(net()), ddp(net())
         state = register(model, algo, density=0.1, dense_below=0)
@@ -83,7 +83,7 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert set(buckets[0]) != set(buckets[1]), "DDP is expected to rebuild its buckets"
         assert len(buckets[1]) > 1
         assert set(buckets[1]) == set(buckets[-1])
-        residual = torch.cat([owed(state)[name].reshape(-1) for name, _ in model.module.named_parameters()])
+        residual = torch.cat([residuals(state)[name].reshape(-1) for name, _ in model.module.named_parameters()])
         assert residual.any()
         assert torch.allclose(delivered + total(residual) / world_size, dense, atol=1e-5), algo
         assert same_everywhere(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).tolist())
@@ -95,7 +95,7 @@ def conservation(rank: int, world_size: int, send) -> None:
 
 
 def training(rank: int, world_size: int, send) -> None:
-    """The loss falls about as with dense averaging, also after a dense start."""
+    """The loss falls about as with dense averaging, also after a warm-up."""
     finals = []
     for recipe in ({"algo": "dense"}, {"algo": "oktopk", "density": 0.2, "warmup_steps": 5, "dense_below": 0}):
         model = ddp(net())
@@ -113,8 +113,8 @@ def training(rank: int, world_size: int, send) -> None:
     assert finals[1] < 1.5 * finals[0] + 0.1
 
 
-def beside_backward(rank: int, world_size: int, send) -> None:
-    """The exchange runs on a thread of its own."""
+def exchange_thread(rank: int, world_size: int, send) -> None:
+    """The exchange runs in its own thread."""
     model = ddp(net())
     state = register(model, density=0.1)
     threads = set()
@@ -130,7 +130,7 @@ def beside_backward(rank: int, world_size: int, send) -> None:
 
 
 def accumulation(rank: int, world_size: int, send) -> None:
-    """Under no_sync one exchange; without, an error that says so; zeroed either way, training goes on."""
+    """Under no_sync() there is one exchange. Without it, an error names no_sync(), and training can continue."""
     model, whole = ddp(net()), ddp(net())
     state, reference = register(model, density=0.1), register(whole, density=0.1)
     for step in range(3):
@@ -140,8 +140,8 @@ def accumulation(rank: int, world_size: int, send) -> None:
             with model.no_sync() if micro < 2 else nullcontext():
                 (loss_of(model, rank, 3 * step + micro) / 3).backward()
         (sum(loss_of(whole, rank, 3 * step + micro) for micro in range(3)) / 3).backward()
-        for name, residual in owed(reference).items():
-            assert torch.allclose(owed(state)[name], residual, atol=1e-6)
+        for name, residual in residuals(reference).items():
+            assert torch.allclose(residuals(state)[name], residual, atol=1e-6)
     assert state.metrics()["steps"] == 3
     with pytest.raises(RuntimeError, match="no_sync"):
         loss_of(model, rank, 9).backward()
@@ -152,7 +152,7 @@ def accumulation(rank: int, world_size: int, send) -> None:
 
 
 def raw_accumulation(rank: int, world_size: int, send) -> None:
-    """The raw pair without no_sync, where DDP averages what is averaged already: delivered plus owed is the sum."""
+    """With the raw hook and without no_sync(), delivered gradients plus residuals equal the dense sum."""
     model, plain = ddp(net()), ddp(net())
     state = CommState(algo="topk_allgather", density=0.1, dense_below=0)
     model.register_comm_hook(state, comm_hook)
@@ -170,13 +170,13 @@ def raw_accumulation(rank: int, world_size: int, send) -> None:
     assert torch.allclose(delivered + total(left) / world_size, dense, atol=1e-5)
 
 
-def narrow_wrappers(rank: int, world_size: int, send) -> None:
-    """PyTorch's half-precision wrappers go around the hook."""
+def half_precision_wrappers(rank: int, world_size: int, send) -> None:
+    """PyTorch's half-precision wrappers work around the hook."""
     for wrapper, dtype in ((fp16_compress_wrapper, torch.float16), (bf16_compress_wrapper, torch.bfloat16)):
         model, plain = ddp(net()), ddp(net())
         state = CommState(algo="topk_allgather", density=1.0)
         hook = wrapper(comm_hook)
-        if dtype is torch.bfloat16:  # DDP takes the name for its own hook's, which gloo does not have
+        if dtype is torch.bfloat16:  # DDP mistakes this name for its own hook, which gloo does not support
             hook.__name__ = "narrow"
         model.register_comm_hook(state, hook)
         for step in range(2):
@@ -189,8 +189,8 @@ def narrow_wrappers(rank: int, world_size: int, send) -> None:
                 assert torch.allclose(p.grad, q.grad, rtol=0.02, atol=0.01)
 
 
-def narrow_buckets(rank: int, world_size: int, send) -> None:
-    """A mean that overflows in fp16 is refused by all, with nothing lost; what fits is conserved in either type."""
+def half_precision_buckets(rank: int, world_size: int, send) -> None:
+    """All ranks reject a mean that overflows in fp16, and nothing is lost. Other values are conserved in fp16."""
     big = 30000.0
 
     def constant(model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> torch.Tensor:
@@ -200,21 +200,21 @@ def narrow_buckets(rank: int, world_size: int, send) -> None:
     model = DistributedDataParallel(nn.Linear(20, 20, bias=False))
     state = CommState(algo="topk_allgather", density=0.05, dense_below=0)
     model.register_comm_hook(state, fp16_compress_wrapper(comm_hook))
-    pending, refused = {}, []
+    pending, rejected = {}, []
     for _ in range(6):
         model.zero_grad()
         try:
             constant(model).backward()
         except NonFiniteError as error:
-            refused.append(str(error))
-            unchanged = all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+            rejected.append(str(error))
+            unchanged = all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
         else:
             unchanged = bool(model.module.weight.grad.isfinite().all())
         assert unchanged
-        pending = owed(state)
-    assert refused
-    assert all("overflows in torch.float16" in text for text in refused)
-    assert len(refused) == state.metrics()["skipped_steps"]
+        pending = residuals(state)
+    assert rejected
+    assert all("overflows in torch.float16" in text for text in rejected)
+    assert len(rejected) == state.metrics()["skipped_steps"]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1000)
     model = DistributedDataParallel(nn.Linear(20, 20, bias=False))
     state = CommState(algo="topk_allgather", density=0.05, dense_below=0, scaler=scaler)
@@ -227,17 +227,17 @@ def narrow_buckets(rank: int, world_size: int, send) -> None:
         constant(model, scaler).backward()
         scaler.step(optimizer)
         scaler.update()
-        given += state.skipped_steps == skipped  # the gradient is one everywhere; a refused pass gives nothing
+        given += state.skipped_steps == skipped  # all gradients are 1; a rejected pass adds nothing
     assert 0 < given < 12
     delivered = (start - model.module.weight.detach()) / 0.5
-    (left,) = owed(state).values()
-    total_owed = total(left).reshape(delivered.shape) / world_size
-    assert torch.allclose(delivered + total_owed, torch.full_like(delivered, given), rtol=2e-3)
+    (left,) = residuals(state).values()
+    total_residual = total(left).reshape(delivered.shape) / world_size
+    assert torch.allclose(delivered + total_residual, torch.full_like(delivered, given), rtol=2e-3)
     assert same_everywhere(scaler.get_scale())
 
 
 def killed(rank: int, world_size: int, send) -> None:
-    """A rank dies in the exchange of a bucket: backward raises on the others and names it; nothing is owed anew."""
+    """If a rank dies in the exchange of a bucket, backward() raises on the others, and residuals do not change."""
     model = ddp(net())
     state = register(model, density=0.1, dense_below=0, timeout=timedelta(seconds=5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -246,15 +246,15 @@ def killed(rank: int, world_size: int, send) -> None:
         loss_of(model, rank, step).backward()
         optimizer.step()
     optimizer.zero_grad()
-    before, pending = flat(model), owed(state)
+    before, pending = flat(model), residuals(state)
     if rank == 1:
         scheduler = next(iter(state._exchanges.values()))._scheduler
-        scheduler._perform = lambda word: os.kill(os.getpid(), signal.SIGKILL)
+        scheduler._perform = lambda op: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match=r"step \d+, round \d+, phase .* of oktopk.*lost rank 1") as caught:
         loss_of(model, rank, 2).backward()
     assert caught.value.peers == (1,)
     assert flat(model) == before
-    assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+    assert all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
     optimizer.zero_grad()
     with pytest.raises(PeerLostError):  # and again, instead of a hang
         loss_of(model, rank, 3).backward()
@@ -262,17 +262,17 @@ def killed(rank: int, world_size: int, send) -> None:
     os._exit(0)
 
 
-def settings_in_between(rank: int, world_size: int, send) -> None:
-    """The density may change and everything owed be sent; delivered plus owed is the dense sum all the while."""
+def changed_density(rank: int, world_size: int, send) -> None:
+    """After set_density() and flush(), delivered gradients plus residuals still equal the dense sum."""
     model, plain = ddp(net()), ddp(net())
     state = register(model, "topk_allgather", density=0.05, dense_below=0)
     names = [name for name, _ in model.module.named_parameters()]
     delivered, dense, shares = 0.0, 0.0, []
     for step in range(6):
         if step == 3:
-            pending = owed(state)
+            pending = residuals(state)
             state.set_density(0.5)
-            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+            assert all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
         model.zero_grad()
         plain.zero_grad()
         loss_of(model, rank, step).backward()
@@ -281,22 +281,22 @@ def settings_in_between(rank: int, world_size: int, send) -> None:
         dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
         shares.append(state.metrics()["density_delivered"])
     assert max(shares[:3]) < 0.3 < min(shares[3:])
-    left = total(torch.cat([owed(state)[name].reshape(-1) for name in names])) / world_size
+    left = total(torch.cat([residuals(state)[name].reshape(-1) for name in names])) / world_size
     assert torch.allclose(delivered + left, dense, atol=1e-5)
     state.flush()
     rest = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     assert torch.allclose(rest, left, atol=1e-6)
-    assert not any(now.any() for now in owed(state).values())
+    assert not any(now.any() for now in residuals(state).values())
     with pytest.raises(tritoncomm.ConfigMismatchError, match="density"):
         state.set_density(0.1 if rank else 0.2)
     assert state.recipe.density == 0.5
 
 
 def small_tensors(rank: int, world_size: int, send) -> None:
-    """Biases and norms travel dense however DDP cuts its buckets; what was chosen is logged once."""
-    said = []
+    """Biases and norms are sent dense with any buckets of DDP, and the choice is logged once."""
+    logged = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger = logging.getLogger("tritoncomm")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -308,16 +308,16 @@ def small_tensors(rank: int, world_size: int, send) -> None:
         model.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + rank)
         model(torch.randn(4, 64, generator=generator)).square().sum().backward()
-    assert {name for name, left in owed(state).items() if not left.any()} == {
+    assert {name for name, left in residuals(state).items() if not left.any()} == {
         name for name, parameter in inner.named_parameters() if parameter.dim() <= 1
     }
-    chosen = [line for line in said if "values, of which 256 in small tensors are sent dense" in line]
+    chosen = [line for line in logged if "values, of which 256 in small tensors are sent dense" in line]
     assert len(chosen) == (rank == 0)
     logger.removeHandler(handler)
 
 
 def loss_scaling(rank: int, world_size: int, send) -> None:
-    """Residuals in unscaled units; an overflow on one rank makes gradients NaN on all: all skip, scales stay equal."""
+    """Residuals are in unscaled units. After an overflow on one rank, all ranks skip the step and scales stay equal."""
     model, plain = ddp(net()), ddp(net())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
     state = register(model, density=0.1, scaler=scaler, dense_below=0)
@@ -327,14 +327,14 @@ def loss_scaling(rank: int, world_size: int, send) -> None:
     for step in range(7):
         overflow = step == 3
         optimizer.zero_grad()
-        before, pending = flat(model), None if step == 0 else owed(state)
+        before, pending = flat(model), None if step == 0 else residuals(state)
         loss = loss_of(model, rank, step)
         scaler.scale(loss * (float("inf") if overflow and rank == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
         if overflow:
             assert flat(model) == before
-            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+            assert all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
             assert state.metrics()["skipped_steps"] == 1
         else:
             reference.zero_grad()
@@ -342,18 +342,18 @@ def loss_scaling(rank: int, world_size: int, send) -> None:
             reference.step()
         assert same_everywhere((flat(model), scaler.get_scale()))
     assert flat(model) == flat(plain)
-    assert all(laws.same_bits(owed(unscaled)[name], now) for name, now in owed(state).items())
+    assert all(laws.same_bits(residuals(unscaled)[name], now) for name, now in residuals(state).items())
 
 
 def non_finite(rank: int, world_size: int, send) -> None:
-    """Raise on all ranks, or zero; nothing owed changes when it is refused, in no bucket."""
+    """A NaN raises on all ranks or is zeroed. A rejected pass changes no residual in any bucket."""
     for policy in ("raise", "zero"):
         model = ddp(net())
         state = register(model, density=0.1, on_nonfinite=policy)
         loss_of(model, rank, 0).backward()
         model.zero_grad()
         loss_of(model, rank, 1).backward()
-        pending = owed(state)
+        pending = residuals(state)
         model.zero_grad()
         loss = loss_of(model, rank, 2)
         if rank == 1:
@@ -362,7 +362,7 @@ def non_finite(rank: int, world_size: int, send) -> None:
             with pytest.raises(NonFiniteError, match=r"rank 1: 0\.weight \(240 values\)") as caught:
                 loss.backward()
             assert caught.value.ranks == (1,)
-            assert all(laws.same_bits(pending[name], now) for name, now in owed(state).items())
+            assert all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
         else:
             loss.backward()
             assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -374,7 +374,7 @@ def non_finite(rank: int, world_size: int, send) -> None:
 
 
 def resume(rank: int, world_size: int, send) -> None:
-    """What is owed survives a state dict by the names of parameters; damaged or foreign states are refused."""
+    """A state dict restores residuals by parameter name. Damaged and foreign states are rejected."""
     model = ddp(net())
     state = register(model, density=0.1, warmup_steps=2, dense_below=0)
     for step in range(4):
@@ -394,13 +394,13 @@ def resume(rank: int, world_size: int, send) -> None:
     resumed.load_state_dict(saved)
     again.zero_grad()
     loss_of(again, rank, 4).backward()
-    assert resumed.metrics()["density_delivered"] < 0.5  # the dense start is over
+    assert resumed.metrics()["density_delivered"] < 0.5  # the warm-up is over
     mean = torch.cat([p.grad.reshape(-1) for p in again.parameters()])
     before = torch.cat([saved["residuals"][name].reshape(-1) for name, _ in again.module.named_parameters()])
     plain = ddp(copy.deepcopy(model.module))
     loss_of(plain, rank, 4).backward()
     dense = torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
-    after = torch.cat([owed(resumed)[name].reshape(-1) for name, _ in again.module.named_parameters()])
+    after = torch.cat([residuals(resumed)[name].reshape(-1) for name, _ in again.module.named_parameters()])
     assert torch.allclose(mean + total(after) / world_size, dense + total(before) / world_size, atol=1e-6)
     with pytest.raises(ConfigurationError, match="before the first backward"):
         resumed.load_state_dict(saved)
@@ -409,8 +409,8 @@ def resume(rank: int, world_size: int, send) -> None:
     assert copied.metrics()["steps"] == 0
 
 
-def disagreement(rank: int, world_size: int, send) -> None:
-    """Different settings are named on every rank, out of backward()."""
+def mismatched_settings(rank: int, world_size: int, send) -> None:
+    """backward() raises an error on every rank that names the different setting."""
     model = ddp(net())
     register(model, density=0.2 if rank == 1 else 0.1)
     with pytest.raises(tritoncomm.ConfigMismatchError, match=r"recipe: .*rank 1 has"):
@@ -421,8 +421,8 @@ def disagreement(rank: int, world_size: int, send) -> None:
         register(net())
 
 
-def what_torch_refuses(rank: int, world_size: int, send) -> None:
-    """The traps of register_comm_hook, which comm_hook must not fall into."""
+def hooks_that_torch_rejects(rank: int, world_size: int, send) -> None:
+    """comm_hook avoids everything that register_comm_hook() rejects."""
 
     def misnamed(state, stuff):
         return stuff
@@ -431,7 +431,7 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
         return bucket
 
     class Callable_:  # noqa: N801 - a callable without a name
-        """No __name__."""
+        """A hook without ``__name__``."""
 
         def __call__(self, state, bucket):
             return bucket
@@ -444,7 +444,7 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
             ddp(net()).register_comm_hook(None, hook)
 
     class Owner:
-        """Has a hook as a method, which is accepted."""
+        """Its method is a hook, which DDP accepts."""
 
         def hook(self, state, bucket):
             return comm_hook(state, bucket)
@@ -456,10 +456,10 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
     for p, q in zip(bound.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, atol=1e-6)
     wrapped = bf16_compress_wrapper(comm_hook)
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)bf16"):  # by its name alone
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)bf16"):  # DDP looks at the name only
         ddp(net()).register_comm_hook(CommState(), wrapped)
     work = dist.isend(torch.ones(1), (rank + 1) % world_size)
-    with pytest.raises(RuntimeError):  # so that the hook has to make a future of its own
+    with pytest.raises(RuntimeError):  # the hook must therefore create its own future
         work.get_future()
     dist.recv(torch.ones(1), (rank - 1) % world_size)
     work.wait()
@@ -471,7 +471,7 @@ def what_torch_refuses(rank: int, world_size: int, send) -> None:
 
 
 def nodes(rank: int, world_size: int, send) -> None:
-    """node_group: dense within nodes; with the dense method between them it is what DDP gives."""
+    """With node_group, nodes average densely. With the dense method between nodes, the result equals DDP's."""
     node = dist.new_subgroups(2)[0]
     plain, exact, sparse = ddp(net()), ddp(net()), ddp(net())
     register(exact, "dense", node_group=node)
@@ -485,5 +485,5 @@ def nodes(rank: int, world_size: int, send) -> None:
             assert torch.allclose(p.grad, q.grad, atol=1e-6)
         delivered = delivered + torch.cat([p.grad.reshape(-1) for p in sparse.parameters()])
         dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
-    residual = torch.cat([owed(state)[name].reshape(-1) for name, _ in sparse.module.named_parameters()])
+    residual = torch.cat([residuals(state)[name].reshape(-1) for name, _ in sparse.module.named_parameters()])
     assert torch.allclose(delivered + total(residual) / world_size, dense, atol=1e-5)

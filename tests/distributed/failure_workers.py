@@ -1,4 +1,4 @@
-"""Worker processes of tests/test_failures.py: what goes wrong between ranks, and what every survivor is told."""
+"""Worker processes of tests/distributed/test_failures.py: failures between ranks, and the errors of the survivors."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ LONG = 5.0
 
 
 def words(count: int) -> torch.Tensor:
-    """A message."""
+    """Return a message of ``count`` words."""
     return torch.arange(count, dtype=torch.int32)
 
 
-def told(send, rank: int, action: Callable[[], object]) -> None:
-    """Report the error that ``action`` must raise, and how long that took."""
+def report_error(send, rank: int, action: Callable[[], object]) -> None:
+    """Send the error that ``action`` must raise, and how long it took."""
     started = time.monotonic()
     try:
         action()
     except (ExchangeError, ProtocolMismatchError) as error:
         send((rank, type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started, str(error)))
     else:
-        raise AssertionError(f"rank {rank} was told nothing")
+        raise AssertionError(f"rank {rank} raised no error")
 
 
 def leave() -> None:
-    """End without a word: the default group is broken, and who waits for the others in it only hears so once more."""
+    """End the process at once. The default group is broken, and waiting for peers in it would only raise again."""
     os._exit(0)
 
 
 def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
-    """Kill this process when it is about to do its ``number``-th round from now."""
+    """Kill this process when it is about to perform its ``number``-th operation from now."""
     scheduler = optimizer._exchange._scheduler
     perform, left = scheduler._perform, [number]
 
-    def fatal(word):
+    def fatal(op):
         left[0] -= 1
         if left[0] < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return perform(word)
+        return perform(op)
 
     scheduler._perform = fatal
 
 
 def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
-    """A rank dies in a round of the third step; survivors keep all they had, regroup and train to the end."""
+    """A rank dies in a round of the third step. The survivors keep their state, regroup and train to the end."""
     model = tiny_model()
     fields = {"algo": algo} if algo != "hierarchical" else {"node_group": dist.new_subgroups(2)[0]}
     optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01), **fields)
@@ -79,21 +79,21 @@ def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
     loss_of(model, rank, 2).backward()
     if rank == VICTIM:
         die_at(optimizer, number)
-    before, owed = flat(model), residual(optimizer)
+    before, residual_before = flat(model), residual(optimizer)
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     with suppress(PeerLostError):
         optimizer.step()
     ahead = optimizer.metrics()["steps"] == 3
-    if ahead:  # it died between the others' confirmations: this one has stepped, and is told at the next step
+    if ahead:  # the rank died between confirmations: this one has stepped, and the next step raises
         optimizer.zero_grad()
-        before, owed = flat(model), residual(optimizer)
+        before, residual_before = flat(model), residual(optimizer)
     named = rf"step [34], round \d+, phase '.*' of {algo}.*lost rank 1 \("
-    with pytest.raises(ExchangeError, match=named) as caught:  # the failed group says again what it said
+    with pytest.raises(ExchangeError, match=named) as caught:  # the failed group raises the same error again
         optimizer.step()
     assert caught.value.peers == (VICTIM,)
     assert isinstance(caught.value, PeerLostError)
     assert flat(model) == before
-    assert laws.same_bits(residual(optimizer), owed)
+    assert laws.same_bits(residual(optimizer), residual_before)
     if not ahead:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert (parameter.grad is None) == (gradient is None)
@@ -102,8 +102,8 @@ def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
     group = dist.new_group(survivors, timeout=timedelta(seconds=10), use_local_synchronization=True)
     steps = optimizer.metrics()["steps"]
     optimizer.reset_process_group(group)
-    if optimizer.metrics()["steps"] == steps:  # nobody was ahead
-        expected = owed * (len(survivors) / world_size)
+    if optimizer.metrics()["steps"] == steps:  # no rank was ahead
+        expected = residual_before * (len(survivors) / world_size)
         assert torch.allclose(residual(optimizer), expected, atol=1e-7)
     for step in range(4, 8):
         optimizer.zero_grad()
@@ -118,17 +118,17 @@ def killed(rank: int, world_size: int, send, algo: str, number: int) -> None:
 
 
 def slow(rank: int, world_size: int, send) -> None:
-    """One rank is busy for longer than the time-out; the others name it, and it learns that they have gone."""
+    """One rank is busy for longer than the time-out. All ranks name it, and a new group continues."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=1))
     loss_of(model, rank, 0).backward()
-    before, owed = flat(model), residual(optimizer)
+    before, residual_before = flat(model), residual(optimizer)
     if rank == VICTIM:
         time.sleep(LONG)
-    told(send, rank, optimizer.step)
+    report_error(send, rank, optimizer.step)
     assert flat(model) == before
-    assert laws.same_bits(residual(optimizer), owed)
-    group = dist.new_group(timeout=timedelta(seconds=20))  # everybody is still there
+    assert laws.same_bits(residual(optimizer), residual_before)
+    group = dist.new_group(timeout=timedelta(seconds=20))  # with all ranks
     optimizer.reset_process_group(group)
     optimizer.step()
     assert flat(model) != before
@@ -137,7 +137,7 @@ def slow(rank: int, world_size: int, send) -> None:
 
 
 def skipped(rank: int, world_size: int, send) -> None:
-    """One rank takes no part in an exchange and goes on to something else."""
+    """One rank takes no part in an exchange and does something else."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=1))
     for step in range(2):
@@ -146,28 +146,28 @@ def skipped(rank: int, world_size: int, send) -> None:
         if step == 0:
             optimizer.step()
         elif rank != VICTIM:
-            told(send, rank, optimizer.step)
+            report_error(send, rank, optimizer.step)
         else:
             time.sleep(LONG)
     leave()
     leave()
 
 
-def another_step(rank: int, world_size: int, send) -> None:
-    """One rank believes that it is further: the first message says so."""
+def mismatched_steps(rank: int, world_size: int, send) -> None:
+    """One rank is one step ahead, which its first message shows."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
     optimizer._exchange._scheduler.step += rank == VICTIM
-    told(send, rank, optimizer.step)
+    report_error(send, rank, optimizer.step)
     leave()
 
 
-def lengths(rank: int, world_size: int, send, actual: int, expected: int) -> None:
-    """A rank sends fewer or more words than its peer expects; a third one waits for both."""
+def mismatched_lengths(rank: int, world_size: int, send, actual: int, expected: int) -> None:
+    """A rank sends fewer or more words than its peer expects, while a third rank waits for both."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
 
-    def talk():
+    def pattern():
         if rank == 0:
             yield Round("ragged", {1: words(actual)}, {})
         elif rank == 1:
@@ -176,15 +176,15 @@ def lengths(rank: int, world_size: int, send, actual: int, expected: int) -> Non
             yield Round("ragged", {}, {})
         return (yield AllReduce("after", torch.ones(2)))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
 def overlapping(rank: int, world_size: int, send) -> None:
-    """Long and short messages under way at once arrive whole and in order."""
+    """Long and short messages that are in transit at the same time arrive complete and in order."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
 
-    def talk():
+    def pattern():
         tickets = []
         sizes = [1, 5000, 4096, 4097, 3, 100_000]
         for turn, size in enumerate(sizes):
@@ -196,65 +196,65 @@ def overlapping(rank: int, world_size: int, send) -> None:
             assert all(torch.equal(message, words(size) + turn) for message in inbox.values())
 
     for _ in range(3):
-        scheduler.run(talk())
+        scheduler.run(pattern())
     send((rank, "whole"))
 
 
-def dtypes(rank: int, world_size: int, send) -> None:
-    """A rank sends something else than int32."""
+def mismatched_dtypes(rank: int, world_size: int, send) -> None:
+    """A rank sends a message that is not int32."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
     message = torch.ones(4) if rank == VICTIM else words(4)
 
-    def talk():
+    def pattern():
         right, left = (rank + 1) % world_size, (rank - 1) % world_size
         yield Round("ring", {right: message}, {left: 4})
         yield AllReduce("after", torch.ones(2))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
-def phases(rank: int, world_size: int, send) -> None:
-    """A rank is in another phase of the same length."""
+def mismatched_phases(rank: int, world_size: int, send) -> None:
+    """A rank is in another phase, with a message of the same length."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=5), stamp="test")
 
-    def talk():
+    def pattern():
         right, left = (rank + 1) % world_size, (rank - 1) % world_size
         yield Round("gather" if rank != VICTIM else "balance", {right: words(4)}, {left: 4})
         yield AllReduce("after", torch.ones(2))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
-def settings(rank: int, world_size: int, send) -> None:
-    """A rank has changed its method after all had compared theirs."""
+def mismatched_settings(rank: int, world_size: int, send) -> None:
+    """A rank changes its method after all ranks have compared their methods."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
     if rank == VICTIM:
         optimizer._exchange.change_recipe(tritoncomm.TopkAllgather(density=0.2000001))
-        optimizer._exchange._scheduler._set_exchange_id(1)  # as if that had been agreed on
-    told(send, rank, optimizer.step)
+        optimizer._exchange._scheduler._set_exchange_id(1)  # as if all ranks had agreed on it
+    report_error(send, rank, optimizer.step)
     leave()
 
 
-def kinds(rank: int, world_size: int, send) -> None:
-    """A rank is in a collective where the others talk to each other."""
+def mismatched_operations(rank: int, world_size: int, send) -> None:
+    """A rank is in a collective while the others exchange messages."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=2), stamp="test")
 
-    def talk():
+    def pattern():
         if rank == VICTIM:
             yield AllReduce("sums", torch.ones(3))
         else:
             others = [peer for peer in range(world_size) if peer != rank]
             yield Round("lists", {peer: words(4) for peer in others}, dict.fromkeys(others, 4))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
-def version(rank: int, world_size: int, send) -> None:
+def mismatched_versions(rank: int, world_size: int, send) -> None:
     """A rank runs another release."""
     if rank == VICTIM:
         tritoncomm.step.setup_checks.__version__ = "0.0.1"
@@ -264,69 +264,69 @@ def version(rank: int, world_size: int, send) -> None:
         send((rank, "ConfigMismatchError", (), 0.0, str(error)))
 
 
-def swapped(rank: int, world_size: int, send) -> None:
-    """Two optimizers of equal shapes, stepped in another order on one rank."""
+def different_orders(rank: int, world_size: int, send) -> None:
+    """Two optimizers of equal shapes are stepped in another order on one rank."""
     first, second = tiny_model(), tiny_model()
     optimizers = [sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "dense") for model in (first, second)]
     for model in (first, second):
         loss_of(model, rank, 0).backward()
-    told(send, rank, optimizers[rank == VICTIM].step)
+    report_error(send, rank, optimizers[rank == VICTIM].step)
     leave()
 
 
-def bystander(rank: int, world_size: int, send) -> None:
-    """Two ranks do not understand each other while a third one is still computing."""
+def computing_rank(rank: int, world_size: int, send) -> None:
+    """Two ranks send mismatching messages while a third one is still computing."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
     if rank == 2:
         time.sleep(LONG)
 
-    def talk():
+    def pattern():
         if rank < 2:
             yield Round("gather" if rank else "balance", {1 - rank: words(4)}, {1 - rank: 4})
         else:
             yield Round("gather", {}, {})
         yield AllReduce("after", torch.ones(2))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
 def broken_method(rank: int, world_size: int, send) -> None:
-    """The method itself fails on one rank, between two rounds."""
+    """The method fails on one rank, between two operations."""
     scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test")
 
-    def talk():
+    def pattern():
         yield AllReduce("before", torch.ones(2))
         if rank == VICTIM:
             raise MemoryError("no room for the lists")
         yield AllReduce("after", torch.ones(2))
 
-    told(send, rank, lambda: scheduler.run(talk()))
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 
-def pending(rank: int, world_size: int, send) -> None:
-    """A rank cannot confirm a step that the others took, tries again, and still catches up afterwards."""
+def unconfirmed(rank: int, world_size: int, send) -> None:
+    """A rank cannot confirm a step that the others took. It takes the step when the ranks regroup."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
     scheduler = optimizer._exchange._scheduler
     perform = scheduler._perform
 
-    def lossy(word):
-        reply = perform(word)
-        if word.phase == "confirm" and rank == VICTIM:
-            raise scheduler._failed(word, RuntimeError("Connection closed by peer"))
+    def lossy(op):
+        reply = perform(op)
+        if op.phase == "confirm" and rank == VICTIM:
+            raise scheduler._failed(op, RuntimeError("Connection closed by peer"))
         return reply
 
     scheduler._perform = lossy
     with suppress(ExchangeError):
         optimizer.step()
     if rank == VICTIM:
-        told(send, rank, optimizer.step)
+        report_error(send, rank, optimizer.step)
     else:
         optimizer.zero_grad()
-        told(send, rank, optimizer.step)
+        report_error(send, rank, optimizer.step)
     group = dist.new_group(timeout=timedelta(seconds=20), use_local_synchronization=True)
     optimizer.reset_process_group(group)
     assert optimizer.metrics()["steps"] == 1
@@ -338,13 +338,13 @@ def pending(rank: int, world_size: int, send) -> None:
 
 
 def frozen(rank: int, world_size: int, send) -> None:
-    """A parameter is frozen in mid-run on one rank alone."""
+    """A parameter is frozen during training on one rank only."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     if rank == VICTIM:
         model[0].weight.requires_grad_(False)
     loss_of(model, rank, 0).backward()
     before = flat(model)
-    told(send, rank, optimizer.step)
+    report_error(send, rank, optimizer.step)
     assert flat(model) == before
     leave()

@@ -1,4 +1,4 @@
-"""Worker processes of tests/test_fsdp.py: two replicas of two shards each."""
+"""Worker processes of tests/distributed/test_fsdp.py: two replicas of two shards each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import laws
 
 
 class Net(nn.Module):
-    """Uneven shapes, nested groups, and a part that may stay unused."""
+    """A model with uneven shapes, nested groups, and a layer that may stay unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,38 +32,38 @@ class Net(nn.Module):
         self.head = nn.Linear(9, 3)
 
     def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
-        """With or without the spare layer."""
+        """Run with or without the spare layer."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.head(self.spare(x) if spare else x)
 
 
 def mesh():
-    """Replicas and shards."""
+    """Return a mesh of two replicas with two shards each."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(model: nn.Module, over, **fields) -> nn.Module:
-    """Every layer a group of its own, the rest another."""
+    """Shard every layer as a group of its own, and the rest as another group."""
     for layer in [*model.layers, model.spare]:
         fully_shard(layer, mesh=over, **fields)
     return fully_shard(model, mesh=over, **fields)
 
 
 def loss_of(model: nn.Module, rank: int, step: int, **fields) -> torch.Tensor:
-    """A batch that depends on rank and step."""
+    """Return the loss of a batch that depends on rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
     return (model(x, **fields) - y).square().mean()
 
 
 def grads(model: nn.Module) -> torch.Tensor:
-    """All gradients, whole."""
+    """Return all gradients, unsharded, as a flat vector."""
     return torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
 
 
 def plain_grads(rank: int, world_size: int, step: int, micro: int = 1) -> torch.Tensor:
-    """What averaging over all ranks by hand gives."""
+    """Return the gradients averaged over all ranks by hand."""
     model = Net()
     for r in range(world_size):
         for m in range(micro):
@@ -72,7 +72,7 @@ def plain_grads(rank: int, world_size: int, step: int, micro: int = 1) -> torch.
 
 
 def dense_training(rank: int, world_size: int, send) -> None:
-    """The dense method and density 1 train as plain averaging over all four ranks does."""
+    """The dense method and density 1 train like plain averaging over all four ranks."""
     for algo, density in (("dense", 1.0), ("oktopk", 1.0)):
         grid, reference = mesh(), Net()
         model = sharded(Net(), grid["shard"])
@@ -92,7 +92,7 @@ def dense_training(rank: int, world_size: int, send) -> None:
 
 
 def conservation(rank: int, world_size: int, send) -> None:
-    """Delivered plus owed is the dense sum; replicas hold the same bits; small tensors owe nothing."""
+    """Delivered gradients plus residuals equal the dense sum, replicas agree, and small tensors have no residual."""
     for algo in ("oktopk", "spardl", "exdyna", "topk_allgather"):
         grid = mesh()
         model = sharded(Net(), grid["shard"])
@@ -107,7 +107,7 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert metrics["steps"] == 4
         assert 0.05 < metrics["density_delivered"] < 0.9
         assert min(metrics[name] for name in ("bytes_sent", "bytes_received", "messages_sent", "seconds_exchange")) > 0
-        owed, small = [], 0.0
+        residual_parts, small = [], 0.0
         for exchange in state.exchanges:
             parts = exchange.feedback.residual.split([shard_slice.padded for shard_slice in exchange.shard_slices])
             small += sum(
@@ -115,11 +115,11 @@ def conservation(rank: int, world_size: int, send) -> None:
                 for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)
                 if shard_slice.small
             )
-            owed.append(
+            residual_parts.append(
                 {shard_slice.name: part for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)}
             )
         assert small == 0
-        by_name = {name: part for parts in owed for name, part in parts.items()}
+        by_name = {name: part for parts in residual_parts for name, part in parts.items()}
         pending = torch.cat([by_name[name][: p.to_local().numel()] for name, p in model.named_parameters()])
         dist.all_reduce(pending, group=grid["replicate"].get_group())
         assert torch.allclose(delivered + pending / 2, dense, atol=1e-5), algo
@@ -130,12 +130,12 @@ def conservation(rank: int, world_size: int, send) -> None:
 
 
 def shards(model: nn.Module) -> torch.Tensor:
-    """This rank's gradient shards."""
+    """Return this rank's gradient shards as a flat vector."""
     return torch.cat([p.grad.to_local().reshape(-1) for p in model.parameters()]).clone()
 
 
 def local(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """This rank's part of a whole gradient."""
+    """Return this rank's part of an unsharded gradient."""
     parts, start = [], 0
     for p in model.parameters():
         rows = whole[start : start + p.numel()].view(p.shape).chunk(2)
@@ -146,7 +146,7 @@ def local(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 
 def accumulation(rank: int, world_size: int, send) -> None:
-    """Micro-batches by either switch of FSDP, and without any: the sum of all, as dense."""
+    """Micro-batches give the dense sum, with either switch of FSDP and without any."""
     for switch in ("set_requires_gradient_sync", "set_requires_all_reduce", None):
         grid = mesh()
         model = sharded(Net(), grid["shard"])
@@ -159,8 +159,8 @@ def accumulation(rank: int, world_size: int, send) -> None:
         assert state.metrics()["steps"] == (1 if switch else 3)
 
 
-def unused_and_narrow(rank: int, world_size: int, send) -> None:
-    """Layers that a pass leaves out, and bf16 reduction."""
+def unused_layers_and_bf16(rank: int, world_size: int, send) -> None:
+    """A pass may leave out layers, and gradients may be reduced in bf16."""
     grid = mesh()
     model = sharded(Net(), grid["shard"])
     front.register(model, grid["replicate"].get_group(), density=0.5)
@@ -173,8 +173,8 @@ def unused_and_narrow(rank: int, world_size: int, send) -> None:
     assert torch.allclose(grads(narrow), plain_grads(rank, world_size, 0), rtol=0.1, atol=0.05)
 
 
-def owed(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
-    """What both replicas of this rank's shards owe together, in the order of :func:`shards`."""
+def residual_sum(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
+    """Return the residuals of this rank's shards, summed over both replicas, in the order of :func:`shards`."""
     parts = {
         shard_slice.name: part
         for exchange in state.exchanges
@@ -190,7 +190,7 @@ def owed(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
 
 
 def loss_scaling(rank: int, world_size: int, send) -> None:
-    """Residuals in unscaled units: whatever the scale does, delivered plus owed is the dense sum; all skip alike."""
+    """Residuals are in unscaled units: for any scale, delivered gradients plus residuals equal the dense sum."""
     grid = mesh()
     model, group = sharded(Net(), grid["shard"]), grid["replicate"].get_group()
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -199,12 +199,12 @@ def loss_scaling(rank: int, world_size: int, send) -> None:
     delivered, given, scales = 0.0, 0.0, set()
     for step in range(7):
         optimizer.zero_grad()
-        overflow, pending = step == 4, owed(state, model)
+        overflow, pending = step == 4, residual_sum(state, model)
         factor = float("inf") if overflow and rank == 1 else 1.0
         scaler.scale(loss_of(model, rank, step) * factor).backward()
         scaler.unscale_(optimizer)
         if overflow:
-            assert laws.same_bits(owed(state, model), pending)
+            assert laws.same_bits(residual_sum(state, model), pending)
         else:
             delivered = delivered + shards(model)
             given = given + local(plain_grads(rank, world_size, step), model)
@@ -216,11 +216,11 @@ def loss_scaling(rank: int, world_size: int, send) -> None:
         scales.add(everywhere[0])
     assert len(scales) > 2
     assert state.metrics()["skipped_steps"] == 1
-    assert torch.allclose(delivered + owed(state, model) / 2, given, atol=1e-5)
+    assert torch.allclose(delivered + residual_sum(state, model) / 2, given, atol=1e-5)
 
 
-def narrow_reduction(rank: int, world_size: int, send) -> None:
-    """What overflows in an fp16 reduction becomes NaN on all replicas, and is not lost."""
+def fp16_reduction(rank: int, world_size: int, send) -> None:
+    """An overflow in an fp16 reduction becomes NaN on all replicas, and residuals do not change."""
     grid = mesh()
     model = fully_shard(
         nn.Linear(10, 10, bias=False),
@@ -230,19 +230,19 @@ def narrow_reduction(rank: int, world_size: int, send) -> None:
     state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.05, dense_below=0)
     for _ in range(5):
         model.zero_grad()
-        pending, skipped = owed(state, model), state.skipped_steps
+        pending, skipped = residual_sum(state, model), state.skipped_steps
         (model(torch.ones(1, 10)).sum() * 20000.0).backward()
         gradient = shards(model)
         assert not gradient.isinf().any()
         if state.skipped_steps > skipped:
-            assert laws.same_bits(owed(state, model), pending)
+            assert laws.same_bits(residual_sum(state, model), pending)
         else:
             assert gradient.isfinite().all()
     assert state.skipped_steps > 0
 
 
 class Twice(nn.Module):
-    """Uses a layer twice, with or without computing it again in backward."""
+    """Uses a layer twice, with or without recomputation in backward."""
 
     def __init__(self, *, recompute: bool) -> None:
         super().__init__()
@@ -250,14 +250,14 @@ class Twice(nn.Module):
         self.layer, self.head, self.recompute = nn.Linear(6, 6), nn.Linear(6, 2), recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Two layers of the same weights."""
+        """Apply the same layer twice."""
         for _ in range(2):
             x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x))
         return self.head(x)
 
 
 def used_twice(rank: int, world_size: int, send) -> None:
-    """A group that is reduced twice in a pass is refused, with the fix, which works, recomputation included."""
+    """A group that is reduced twice in a pass is rejected. The suggested fix works, also with recomputation."""
     grid = mesh()
     group = grid["replicate"].get_group()
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
@@ -282,7 +282,7 @@ def used_twice(rank: int, world_size: int, send) -> None:
 
 
 def sparse_accumulation(rank: int, world_size: int, send) -> None:
-    """Micro-batches held back by ``set_requires_all_reduce`` are exchanged with the last one."""
+    """Micro-batches that ``set_requires_all_reduce`` holds back are exchanged with the last one."""
     grid = mesh()
     model = sharded(Net(), grid["shard"])
     state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.1, dense_below=0)
@@ -294,12 +294,12 @@ def sparse_accumulation(rank: int, world_size: int, send) -> None:
             loss_of(model, rank, 2 * step + micro).backward()
         delivered = delivered + shards(model)
         dense = dense + local(plain_grads(rank, world_size, step, micro=2), model)
-    assert torch.allclose(delivered + owed(state, model) / 2, dense, atol=1e-5)
+    assert torch.allclose(delivered + residual_sum(state, model) / 2, dense, atol=1e-5)
     assert state.metrics()["steps"] == 3
 
 
 def killed(rank: int, world_size: int, send) -> None:
-    """A rank dies in its last exchange of a pass: an error on every survivor out of backward, which names it."""
+    """If a rank dies in its last exchange of a pass, backward() raises on every survivor and names it."""
     grid = mesh()
     model = sharded(Net(), grid["shard"])
     group = grid["replicate"].get_group()
@@ -317,14 +317,14 @@ def killed(rank: int, world_size: int, send) -> None:
         scheduler = last_scheduler(state)
         perform = scheduler._perform
 
-        def fatal(word):
-            if word.phase != "counts":
+        def fatal(op):
+            if op.phase != "counts":
                 os.kill(os.getpid(), signal.SIGKILL)
-            return perform(word)
+            return perform(op)
 
         scheduler._perform = fatal
     with pytest.raises(PeerLostError, match="rank 1") as caught:
-        loss.backward()  # so that no rank comes to its step
+        loss.backward()  # so no rank reaches its step
     assert caught.value.peers == (1,)
     assert torch.equal(before, torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]))
     assert all(laws.same_bits(e.feedback.residual, r) for e, r in zip(state.exchanges, residuals, strict=True))
@@ -333,13 +333,13 @@ def killed(rank: int, world_size: int, send) -> None:
 
 
 def last_scheduler(state: front.FSDPState):
-    """Of the parameter group whose gradients come last in backward: the first layer's."""
+    """Return the scheduler of the first layer, whose gradients come last in backward."""
     (exchange,) = [e for e in state.exchanges if e.shard_slices[0].name.startswith("layers.0")]
     return exchange._scheduler
 
 
 def non_finite(rank: int, world_size: int, send) -> None:
-    """A NaN on one rank: its shards are NaN on both replicas, and no module owes anything else than before."""
+    """A NaN on one rank becomes NaN in its shards on both replicas, and no residual changes."""
     grid = mesh()
     model = sharded(Net(), grid["shard"])
     state = front.register(model, grid["replicate"].get_group(), density=0.2, dense_below=0)
@@ -357,7 +357,7 @@ def non_finite(rank: int, world_size: int, send) -> None:
 
 
 def resume(rank: int, world_size: int, send) -> None:
-    """Save, load, continue is never stopped, to the bit; foreign states are refused on all ranks."""
+    """A saved and resumed run equals an uninterrupted one bit for bit. All ranks reject foreign states."""
     grid = mesh()
     make = lambda: sharded(Net(), grid["shard"])  # noqa: E731
     model = make()
@@ -378,8 +378,8 @@ def resume(rank: int, world_size: int, send) -> None:
     assert all(map(laws.same_bits, state.state_dict()["residuals"], resumed.state_dict()["residuals"]))
 
 
-def refusals(rank: int, world_size: int, send) -> None:
-    """Native HSDP, no FSDP, a wrong group, a second hook, replicas that differ: by name."""
+def rejected_models(rank: int, world_size: int, send) -> None:
+    """register() rejects native HSDP, models without FSDP, a wrong group, a second hook, and unequal replicas."""
     grid = mesh()
     group = grid["replicate"].get_group()
     with pytest.raises(ConfigurationError, match=r"averages over the replicas densely before any hook"):
@@ -403,7 +403,7 @@ def refusals(rank: int, world_size: int, send) -> None:
 
 
 def nodes(rank: int, world_size: int, send) -> None:
-    """node_group: four replicas in two nodes; with the dense method between nodes it is plain averaging."""
+    """With node_group and the dense method, four replicas in two nodes average like plain averaging."""
     grid = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     group, node = grid["replicate"].get_group(), dist.new_subgroups(2)[0]
     model = sharded(Net(), grid["shard"])

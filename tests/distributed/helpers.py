@@ -1,4 +1,4 @@
-"""Worker processes for tests: no wait is long, and no process outlives its test."""
+"""Worker processes for tests, with short time-outs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside the worker processes of the tests on real gloo."""
+"""Functions that run in the worker processes of tests on real gloo processes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 import laws
 from recipes import under_test
 
-# The models here are small, and what is tested is the sparse exchange.
+# The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
 FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "random", "cancelling", "random")
 
 
 class Seen(NamedTuple):
-    """What one rank sees of one step."""
+    """The results of one step on one rank."""
 
     indices: list[int]
     value_bits: list[int]
@@ -53,18 +53,18 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, mean: SparseVector, feedback: ErrorFeedback, sent: Traffic, received: Traffic) -> Seen:
-        """Everything as plain numbers, to be sent between processes and compared."""
+        """Return the results as plain numbers, which can be sent between processes and compared."""
         values, residual = (tensor.view(torch.int32).tolist() for tensor in (mean.values, feedback.residual))
         return cls(mean.indices.tolist(), values, residual, feedback.algorithm.state, sent, received)
 
 
 def case_of(recipe: Recipe, world_size: int) -> laws.Case:
-    """The case on which processes and simulation are compared."""
+    """Return the case on which processes and simulation are compared."""
     return laws.Case(world_size, laws.length(recipe, 211), FAMILIES, seed=world_size)
 
 
 def exchanges(rank: int, world_size: int, send) -> dict[str, list[Seen]]:
-    """Every recipe between real processes, step by step."""
+    """Run every recipe between real processes and return the results of every step."""
     seen: dict[str, list[Seen]] = {}
     for name, recipe in possible(0.07, world_size).items():
         case = case_of(recipe, world_size)
@@ -79,7 +79,7 @@ def exchanges(rank: int, world_size: int, send) -> dict[str, list[Seen]]:
 
 
 def collectives_in_backward(rank: int, world_size: int, send) -> None:
-    """A context variable's value, which autograd keeps in whatever a backward pass begins, dies in this thread."""
+    """Context variables that autograd keeps in collectives of a backward pass are released in this thread."""
     variable: ContextVar[Any] = ContextVar("variable")
     scheduler = ProcessGroupScheduler()
     scheduler.agree_on_exchange_id()
@@ -99,20 +99,20 @@ def collectives_in_backward(rank: int, world_size: int, send) -> None:
 
     for _ in range(50):
         backward()
-        time.sleep(0.01)  # gloo lets go meanwhile, or has it for good; on a busy machine it may come to it too late
-    assert len(died_in) in (48, 49), "the last one is held, so that its end is this thread's too"
+        time.sleep(0.01)  # lets gloo release its reference, which may take longer on a busy machine
+    assert len(died_in) in (48, 49), "the last one is still referenced, so this thread releases it"
     elsewhere = sum(thread != threading.get_ident() for thread in died_in)
     assert elsewhere <= 2, f"{elsewhere} of 50 died in a thread of gloo"
 
 
 def one_op(op: AllReduce) -> Pattern[torch.Tensor]:
-    """A pattern of one word."""
+    """Yield one operation and return its reply."""
     reply: torch.Tensor = yield op
     return reply
 
 
 def possible(density: float, world_size: int) -> dict[str, Recipe]:
-    """The recipes under test whose teams divide the workers."""
+    """Return the recipes under test that accept the world size."""
     found = {}
     for name, recipe in under_test(density).items():
         with suppress(ConfigurationError):
@@ -122,7 +122,7 @@ def possible(density: float, world_size: int) -> dict[str, Recipe]:
 
 
 def laws_on_processes(rank: int, world_size: int, send) -> None:
-    """Conservation, agreement, refusal and determinism, measured with collectives of their own."""
+    """Check conservation, agreement, refusal and determinism, with separate collectives."""
     for name, recipe in possible(0.05, world_size).items():
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         numel = laws.length(recipe, 300)
@@ -156,14 +156,14 @@ def laws_on_processes(rank: int, world_size: int, send) -> None:
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks."""
+    """Return the sum over ranks."""
     y = x.clone()
     dist.all_reduce(y)
     return y
 
 
 def tiny_model(seed: int = 0) -> nn.Module:
-    """A model with an unused parameter and a frozen one."""
+    """Return a model with an unused parameter and a frozen one."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
     model.unused = nn.Parameter(torch.ones(5))
@@ -172,14 +172,14 @@ def tiny_model(seed: int = 0) -> nn.Module:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """A batch that depends on rank and step."""
+    """Return the loss of a batch that depends on rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
     return (model(x) - y).square().mean()
 
 
 def wrapped_training(rank: int, world_size: int, send) -> None:
-    """Dense wrap equals averaging by hand; sparse ones keep replicas identical to the bit."""
+    """The dense method equals averaging by hand, and sparse methods keep replicas identical to the bit."""
     for algo, make in (
         ("dense", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
         ("oktopk", lambda p: torch.optim.AdamW(p, lr=0.01)),
@@ -222,7 +222,7 @@ def wrapped_training(rank: int, world_size: int, send) -> None:
 
 
 def clipping_and_skipping(rank: int, world_size: int, send) -> None:
-    """synchronize() averages once; a NaN on one rank skips the step on all."""
+    """synchronize() averages once, and a NaN on one rank skips the step on all."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=1.0), density=0.2)
     loss_of(model, rank, 0).backward()
@@ -242,15 +242,15 @@ def clipping_and_skipping(rank: int, world_size: int, send) -> None:
     if rank == 0:
         model[2].weight.grad[0, 0] = float("inf")
     before = [p.detach().clone() for p in model.parameters()]
-    owed = optimizer.state_dict()["tritoncomm"]["residuals"]
+    residuals = optimizer.state_dict()["tritoncomm"]["residuals"]
     optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert all(map(torch.equal, owed, optimizer.state_dict()["tritoncomm"]["residuals"]))
+    assert all(map(torch.equal, residuals, optimizer.state_dict()["tritoncomm"]["residuals"]))
     assert optimizer.metrics()["skipped_steps"] == 1
 
 
 def mismatches(rank: int, world_size: int, send) -> None:
-    """A rank that is set up differently is named on every rank, with the field."""
+    """A rank with a different configuration is named on every rank, with the field."""
 
     def attempt(named: str, build) -> None:
         try:
@@ -285,7 +285,7 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("parameter order differs", lambda: sparse_wrap(torch.optim.SGD(order, lr=0.1)))
     named = [("b", a) if odd else ("a", a)]
     attempt("parameter names", lambda: sparse_wrap(torch.optim.SGD(named, lr=0.1)))
-    # A rank whose own arguments are wrong does not leave the others waiting.
+    # A rank with wrong arguments does not block the others.
     try:
         wrap(density=0.0 if odd else 0.01)
     except ConfigMismatchError as error:
@@ -297,7 +297,7 @@ def mismatches(rank: int, world_size: int, send) -> None:
 
 
 def loading(rank: int, world_size: int, send) -> None:
-    """Checkpoints of different steps, or one that a rank refuses, are named on every rank and change nothing."""
+    """Checkpoints of different steps, or one that a rank rejects, raise an error on every rank and change nothing."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2)
     saved = []
@@ -306,19 +306,19 @@ def loading(rank: int, world_size: int, send) -> None:
         loss_of(model, rank, step).backward()
         optimizer.step()
         saved.append(optimizer.state_dict())
-    owed = optimizer.metrics()["residual_norm"]
+    residual_norm = optimizer.metrics()["residual_norm"]
     with pytest.raises(ConfigMismatchError, match=r"loaded state: .*rank 1 has"):
         optimizer.load_state_dict(saved[0 if rank == 1 else 1])
     saved[1]["tritoncomm"]["world_size"] += rank == 1
     expected = tritoncomm.ConfigurationError if rank == 1 else ConfigMismatchError
     with pytest.raises(expected, match="written with world_size"):
         optimizer.load_state_dict(saved[1])
-    assert optimizer.metrics()["residual_norm"] == owed
+    assert optimizer.metrics()["residual_norm"] == residual_norm
     optimizer.load_state_dict(saved[2])
 
 
-def unfit_gradients(rank: int, world_size: int, send) -> None:
-    """A rank whose gradient cannot be exchanged raises; the others skip the step with it."""
+def rejected_gradients(rank: int, world_size: int, send) -> None:
+    """A rank whose gradient cannot be exchanged raises an error, and the others skip the step."""
     table = nn.Embedding(5, 2, sparse=rank == 1)
     nn.init.ones_(table.weight)
     optimizer = sparse_wrap(torch.optim.SGD(table.parameters(), lr=0.1))
@@ -334,7 +334,7 @@ def unfit_gradients(rank: int, world_size: int, send) -> None:
 
 
 def late_group(rank: int, world_size: int, send) -> None:
-    """Wrapped before the process group existed: an error, not silence."""
+    """The first step raises an error if the process group did not exist at wrap()."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     group = dist.distributed_c10d._get_default_group()
@@ -346,7 +346,7 @@ def late_group(rank: int, world_size: int, send) -> None:
 
 
 def subgroups(rank: int, world_size: int, send) -> None:
-    """Ranks inside a process group are the group's own; other ranks may be anywhere."""
+    """Groups exchange independently of each other, with the ranks of each group."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
     group = groups[0] if rank in (0, 2) else groups[1]
     scheduler = ProcessGroupScheduler(group)
@@ -365,21 +365,21 @@ def subgroups(rank: int, world_size: int, send) -> None:
 
 
 def crash(rank: int, world_size: int, send) -> None:
-    """Rank 1 has a bug; the others are in an exchange."""
+    """Rank 1 fails while the others are in a collective."""
     if rank == 1:
         raise ZeroDivisionError("the bug of rank 1")
     dist.barrier()
 
 
 def vanish(rank: int, world_size: int, send) -> None:
-    """Rank 0 is killed without a word."""
+    """Rank 0 dies without a traceback."""
     if rank == 0:
         os._exit(9)
     time.sleep(600)
 
 
 def automatic(rank: int, world_size: int, send) -> None:
-    """algo="auto" measures a link and makes the same choice everywhere; ranks that ask differently all learn it."""
+    """algo="auto" measures a link and makes the same choice on all ranks. Different ``algo`` values raise an error."""
     link = measure_link(None)
     everybody = [None] * world_size
     dist.all_gather_object(everybody, tuple(link))
@@ -390,7 +390,7 @@ def automatic(rank: int, world_size: int, send) -> None:
     dist.all_gather_object(everybody, repr(optimizer.recipe))
     assert len(set(everybody)) == 1
     assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
-    slow = Link(latency=1e-6, bandwidth=1e3)  # seconds per kilobyte
+    slow = Link(latency=1e-6, bandwidth=1e3)  # one second per kilobyte
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
         model = tiny_model()

@@ -1,4 +1,4 @@
-"""Resume and elasticity: to the bit with as many ranks, the same pending update with another number."""
+"""Checkpoints: bit-identical resume, and the same pending update with another world size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import checkpoint_workers
 import pytest
 import torch
 from helpers import run_workers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ConfigurationError
 from tritoncomm.checkpoint import reshard
@@ -18,7 +18,7 @@ from tritoncomm.step import checkpoint_format
 
 
 def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
-    """What so many ranks would save."""
+    """Return the states that ranks with these residuals save."""
     return [
         checkpoint_format.with_checksum(
             rank=rank,
@@ -34,9 +34,8 @@ def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
 
 
 @given(before=st.integers(1, 12), after=st.integers(1, 12), seed=st.integers(0, 1000))
-@settings(deadline=None)
 def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None:
-    """sum(residual) / world_size, for shrinking and growing, and back again; exactly for powers of two."""
+    """reshard() conserves sum(residual) / world_size, exactly if both world sizes are powers of two."""
     values = torch.randint(-64, 65, (before, 5), generator=torch.Generator().manual_seed(seed)).float() * before
     pending = values.double().sum(0) / before
     resharded = reshard(states(list(values)), after)
@@ -49,8 +48,8 @@ def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None
         assert len(state["migrated"]["states"]) == len(range(state["rank"], before, after))
 
 
-def test_states_that_do_not_belong_together() -> None:
-    """A missing, doubled or foreign rank is named."""
+def test_inconsistent_states_are_rejected() -> None:
+    """The error names a missing, duplicated or foreign rank."""
     three = states([torch.ones(5)] * 3)
     with pytest.raises(ConfigurationError, match="world_size=3"):
         reshard(three[:2], 4)
@@ -62,7 +61,7 @@ def test_states_that_do_not_belong_together() -> None:
 
 
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
-    """To the bit, for every recipe and on every rank: parameters, what is owed, what the method has learnt."""
+    """A killed and resumed run equals an uninterrupted one bit for bit, for every recipe and on every rank."""
     straight: list[tuple[str, int, str]] = []
     run_workers(checkpoint_workers.never_killed, 3, str(tmp_path), listen=straight.append)
     with pytest.raises(WorkerError):
@@ -75,8 +74,8 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])
 @pytest.mark.parametrize("recipe", ["oktopk", "exdyna", "dgc"])
-def test_another_number_of_ranks(recipe: str, before: int, after: int, tmp_path: Path) -> None:
-    """What is pending stays, whether ranks come or go."""
+def test_resume_with_another_world_size(recipe: str, before: int, after: int, tmp_path: Path) -> None:
+    """The pending update stays the same whether ranks are added or removed."""
     pending: list[list[float]] = []
     run_workers(checkpoint_workers.write, before, str(tmp_path), recipe, listen=pending.append)
     run_workers(checkpoint_workers.read, after, str(tmp_path), recipe, listen=pending.append)
@@ -85,11 +84,11 @@ def test_another_number_of_ranks(recipe: str, before: int, after: int, tmp_path:
 
 
 @pytest.mark.parametrize("situation", [checkpoint_workers.damaged, checkpoint_workers.foreign])
-def test_checkpoints_that_are_refused(situation, tmp_path: Path) -> None:
-    """By all ranks, which say why."""
+def test_bad_checkpoints_are_rejected(situation, tmp_path: Path) -> None:
+    """All ranks reject the checkpoint and report the reason."""
     run_workers(situation, 3, str(tmp_path))
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """PyTorch's own format."""
+    """A run can be saved and resumed with torch.distributed.checkpoint."""
     run_workers(checkpoint_workers.distributed_checkpoint, 2, str(tmp_path))

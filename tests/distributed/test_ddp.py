@@ -15,34 +15,39 @@ from tritoncomm.scheduler.local_workers import WorkerError
 @pytest.mark.parametrize(
     "situations",
     [
-        [ddp_workers.dense_is_ddp, ddp_workers.conservation],
-        [ddp_workers.training, ddp_workers.beside_backward, ddp_workers.accumulation, ddp_workers.narrow_wrappers],
+        [ddp_workers.dense_equals_ddp, ddp_workers.conservation],
+        [
+            ddp_workers.training,
+            ddp_workers.exchange_thread,
+            ddp_workers.accumulation,
+            ddp_workers.half_precision_wrappers,
+        ],
         [ddp_workers.loss_scaling, ddp_workers.resume],
         [
             ddp_workers.non_finite,
-            ddp_workers.narrow_buckets,
+            ddp_workers.half_precision_buckets,
             ddp_workers.small_tensors,
-            ddp_workers.settings_in_between,
+            ddp_workers.changed_density,
         ],
-        [ddp_workers.disagreement, ddp_workers.what_torch_refuses, ddp_workers.raw_accumulation],
+        [ddp_workers.mismatched_settings, ddp_workers.hooks_that_torch_rejects, ddp_workers.raw_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
 @pytest.mark.parametrize("world_size", [3])
 def test_situations(situations: list, world_size: int) -> None:
-    """What the sentences of the situations say; processes are started once for several."""
+    """Each situation passes. The same processes run several situations, because starting them is slow."""
     done: list[str] = []
     run_workers(several, world_size, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
 
 
 def test_nodes() -> None:
-    """Two nodes of two ranks."""
+    """Two nodes of two ranks exchange sparsely between the nodes."""
     run_workers(ddp_workers.nodes, 4)
 
 
 def test_killed_rank() -> None:
-    """The survivors are told out of backward()."""
+    """backward() of the survivors raises an error that names the killed rank."""
     heard: list[tuple[int, str]] = []
     with suppress(WorkerError):
         run_workers(ddp_workers.killed, 3, listen=heard.append, grace=timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""Every failure between real processes is an error on every survivor, named, in time, and nothing is lost."""
+"""Failures between real processes: every survivor raises a named error in time, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tritoncomm.scheduler.local_workers import WorkerError
 
 
 def reports(function, world_size: int, *args) -> dict[int, tuple]:
-    """What each rank reported."""
+    """Run the workers and return the report of each rank."""
     heard: list[tuple] = []
-    with suppress(WorkerError):  # a rank may not find its way back to the others
+    with suppress(WorkerError):  # a worker may fail to end normally
         run_workers(function, world_size, *args, listen=heard.append, grace=timedelta(seconds=30))
     return {report[0]: report[1:] for report in heard}
 
@@ -23,12 +23,12 @@ def reports(function, world_size: int, *args) -> dict[int, tuple]:
 @pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_killed_rank(algo: str, number: int) -> None:
-    """Wherever it dies, the survivors name it, lose nothing, regroup, and train to the end."""
+    """If a rank dies in any round, the survivors name it, lose nothing, regroup and train to the end."""
     assert reports(failure_workers.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
 
 
 def test_slow_rank() -> None:
-    """A time-out on the others names it; it learns that it was given up; a new group goes on with all."""
+    """A slow rank causes a time-out that names it, also on itself. A new group continues with all ranks."""
     heard = reports(failure_workers.slow, 3)
     assert sorted(heard) == [0, 1, 2, 10, 11, 12]
     for rank in range(3):
@@ -42,7 +42,7 @@ def test_slow_rank() -> None:
 
 
 def test_skipped_exchange() -> None:
-    """Who does not come to an exchange is named."""
+    """The time-out names the rank that does not take part in an exchange."""
     heard = reports(failure_workers.skipped, 3)
     assert sorted(heard) == [0, 2]
     for kind, peers, seconds, text in heard.values():
@@ -54,9 +54,9 @@ def test_skipped_exchange() -> None:
 @pytest.mark.parametrize(
     ("actual", "expected"), [(10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)]
 )
-def test_lengths(actual: int, expected: int) -> None:
-    """Longer or shorter than expected, within the first part of a message or not: no garbage, no abort."""
-    heard = reports(failure_workers.lengths, 3, actual, expected)
+def test_mismatched_lengths(actual: int, expected: int) -> None:
+    """A message that is longer or shorter than expected raises an error on all ranks, for any length."""
+    heard = reports(failure_workers.mismatched_lengths, 3, actual, expected)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, seconds, text in heard.values():
         assert kind == "ProtocolMismatchError", text
@@ -69,15 +69,18 @@ def test_lengths(actual: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("situation", "said"),
     [
-        (failure_workers.another_step, "expected step 1, .* received step 2"),
-        (failure_workers.dtypes, r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional"),
-        (failure_workers.phases, "phase 'gather', 4 words; received .* phase 'balance'"),
-        (failure_workers.settings, "a different method or settings"),
+        (failure_workers.mismatched_steps, "expected step 1, .* received step 2"),
+        (
+            failure_workers.mismatched_dtypes,
+            r"phase 'ring' sends .*shape \(4,\) and dtype torch\.float32: .*one-dimensional",
+        ),
+        (failure_workers.mismatched_phases, "phase 'gather', 4 words; received .* phase 'balance'"),
+        (failure_workers.mismatched_settings, "a different method or settings"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_mismatches(situation, said: str) -> None:
-    """All ranks are told what does not fit, by both sides' names, at once."""
+    """All ranks report the mismatch at once, with the values of both sides."""
     heard = reports(situation, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, seconds, text in heard.values():
@@ -86,9 +89,9 @@ def test_mismatches(situation, said: str) -> None:
         assert re.search(said, text), text
 
 
-def test_kinds() -> None:
-    """A collective here and messages there: after the time-out everybody knows who was where."""
-    heard = reports(failure_workers.kinds, 3)
+def test_mismatched_operations() -> None:
+    """If one rank is in a collective and the others exchange messages, the time-out says where each rank was."""
+    heard = reports(failure_workers.mismatched_operations, 3)
     assert sorted(heard) == [0, 1, 2]
     for rank, (kind, _, seconds, text) in heard.items():
         assert kind == "ExchangeTimeoutError", text
@@ -96,30 +99,30 @@ def test_kinds() -> None:
         assert ("phase 'lists'" if rank == 1 else "rank 1 was in step 1, round 1, phase 'sums' of test") in text
 
 
-def test_version() -> None:
-    """Releases are compared before anything is exchanged."""
-    heard = reports(failure_workers.version, 3)
+def test_mismatched_versions() -> None:
+    """Different releases are detected before anything is exchanged."""
+    heard = reports(failure_workers.mismatched_versions, 3)
     assert all("version: " in text and "rank 1 has '0.0.1'" in text for *_, text in heard.values())
     assert sorted(heard) == [0, 1, 2]
 
 
 def test_overlapping_messages() -> None:
-    """What is guarded against does not happen by itself."""
+    """Long and short messages that are in transit at the same time arrive complete and in order."""
     assert reports(failure_workers.overlapping, 3) == dict.fromkeys(range(3), ("whole",))
 
 
-def test_optimizers_in_another_order() -> None:
-    """Models that have the same shapes are not mixed."""
-    heard = reports(failure_workers.swapped, 2)
+def test_optimizers_in_different_orders() -> None:
+    """Optimizers with equal shapes that are stepped in different orders raise an error."""
+    heard = reports(failure_workers.different_orders, 2)
     assert sorted(heard) == [0, 1]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
         assert "step optimizers in the same order on all ranks" in text
 
 
-def test_bystander() -> None:
-    """Who has only been computing is not blamed."""
-    heard = reports(failure_workers.bystander, 3)
+def test_computing_rank_is_not_blamed() -> None:
+    """A mismatch between two ranks does not blame a third rank that is still computing."""
+    heard = reports(failure_workers.computing_rank, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
@@ -127,7 +130,7 @@ def test_bystander() -> None:
 
 
 def test_broken_method() -> None:
-    """Nobody waits for a rank whose method failed, and all are told how."""
+    """If the method fails on one rank, all ranks report that failure without waiting for the time-out."""
     heard = reports(failure_workers.broken_method, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, peers, seconds, text in heard.values():
@@ -137,14 +140,14 @@ def test_broken_method() -> None:
         assert "rank 1 failed, see its traceback: no room for the lists" in text
 
 
-def test_undecided_step() -> None:
-    """A step that some could not confirm is taken by all in the end."""
-    heard = reports(failure_workers.pending, 3)
+def test_unconfirmed_step() -> None:
+    """A step that one rank could not confirm is taken by all ranks after they regroup."""
+    heard = reports(failure_workers.unconfirmed, 3)
     assert {rank: heard[rank] for rank in (10, 11, 12)} == dict.fromkeys((10, 11, 12), ("together again",))
 
 
 def test_frozen_on_one_rank() -> None:
-    """Replicas do not drift apart: the step is refused on all ranks."""
+    """All ranks reject a step if a parameter is frozen on one of them."""
     heard = reports(failure_workers.frozen, 3)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():

@@ -16,22 +16,22 @@ from tritoncomm.scheduler.local_workers import WorkerError
     "situations",
     [
         [fsdp_workers.dense_training, fsdp_workers.conservation],
-        [fsdp_workers.accumulation, fsdp_workers.unused_and_narrow],
+        [fsdp_workers.accumulation, fsdp_workers.unused_layers_and_bf16],
         [fsdp_workers.non_finite, fsdp_workers.resume],
-        [fsdp_workers.refusals, fsdp_workers.nodes, fsdp_workers.used_twice],
-        [fsdp_workers.loss_scaling, fsdp_workers.narrow_reduction, fsdp_workers.sparse_accumulation],
+        [fsdp_workers.rejected_models, fsdp_workers.nodes, fsdp_workers.used_twice],
+        [fsdp_workers.loss_scaling, fsdp_workers.fp16_reduction, fsdp_workers.sparse_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
 def test_situations(situations: list) -> None:
-    """What the sentences of the situations say; processes are started once for several."""
+    """Each situation passes. The same processes run several situations, because starting them is slow."""
     done: list[str] = []
     run_workers(several, 4, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
 
 
 def test_killed_rank() -> None:
-    """All survivors are told in the same pass, before any of them steps."""
+    """All survivors raise an error that names the killed rank in the same backward pass, before any of them steps."""
     heard: list[tuple[int, str]] = []
     with suppress(WorkerError):
         run_workers(fsdp_workers.killed, 4, listen=heard.append, grace=timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""The same patterns on real gloo processes."""
+"""The process-group scheduler and the wrapped optimizer on real gloo processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_equals_simulation(world_size: int) -> None:
-    """Bits, residuals, states and traffic of every recipe equal the simulation's."""
+    """Bits, residuals, states and traffic of every recipe equal those of the simulation."""
     found = run_workers(process_group_workers.exchanges, world_size)
     recipes = process_group_workers.possible(0.07, world_size)
     assert list(found[0]) == list(recipes)
@@ -35,67 +35,67 @@ def test_laws(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_wrapped_training(world_size: int) -> None:
-    """Replicas stay identical; the dense method equals averaging by hand."""
+    """Replicas stay identical, and the dense method equals averaging by hand."""
     assert run_workers(process_group_workers.wrapped_training, world_size) == [None] * world_size
 
 
 def test_clipping_and_skipping() -> None:
-    """Clipping sees averages, and a skipped step is everybody's."""
+    """Clipping sees the averaged gradients, and all ranks skip the same steps."""
     assert run_workers(process_group_workers.clipping_and_skipping, 3) == [None] * 3
 
 
-def test_mismatched_set_ups() -> None:
-    """Each differing field is named on every rank."""
+def test_mismatched_configurations() -> None:
+    """Every rank names each field that differs."""
     assert run_workers(process_group_workers.mismatches, 3) == [None] * 3
 
 
-def test_loading() -> None:
-    """All ranks load together, or none."""
+def test_ranks_load_together() -> None:
+    """All ranks load a checkpoint together, or none does."""
     assert run_workers(process_group_workers.loading, 3) == [None] * 3
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_automatic_choice(world_size: int) -> None:
-    """A measured link, the same plan on every rank."""
+    """All ranks make the same plan from a measured link."""
     assert run_workers(process_group_workers.automatic, world_size) == [None] * world_size
 
 
-def test_unfit_gradients() -> None:
-    """Nobody waits for a rank whose gradient cannot be exchanged."""
-    assert run_workers(process_group_workers.unfit_gradients, 3) == [None] * 3
+def test_rejected_gradients() -> None:
+    """If one rank cannot exchange its gradient, no rank waits for it."""
+    assert run_workers(process_group_workers.rejected_gradients, 3) == [None] * 3
 
 
 def test_process_group_after_wrap() -> None:
-    """Wrapping too early is noticed at the first exchange."""
+    """The first exchange raises an error if the process group was initialized after wrap()."""
     assert run_workers(process_group_workers.late_group, 2) == [None] * 2
 
 
-def test_collectives_of_a_backward_pass_end_here() -> None:
-    """No thread of gloo lets go of what autograd left in a collective: at the interpreter's end it would abort."""
+def test_collectives_in_backward_are_released_here() -> None:
+    """Collectives that autograd started are released in this thread. A gloo thread would abort at interpreter exit."""
     assert run_workers(process_group_workers.collectives_in_backward, 1) == [None]
 
 
 def test_subgroups() -> None:
-    """Two groups exchange at once; a rank outside of its group is refused."""
-    refused: list[str] = []
-    assert run_workers(process_group_workers.subgroups, 5, listen=refused.append) == [None] * 5
-    assert len(refused) == 5
+    """Two groups exchange at the same time. A rank outside of a group is rejected."""
+    rejected: list[str] = []
+    assert run_workers(process_group_workers.subgroups, 5, listen=rejected.append) == [None] * 5
+    assert len(rejected) == 5
 
 
-def test_crash_shows_the_first_cause() -> None:
-    """The traceback is the culprit's, not that of a rank that lost its peer."""
+def test_crash_shows_the_failing_rank() -> None:
+    """The traceback is that of the failing rank, not that of a rank that lost its peer."""
     with pytest.raises(WorkerError, match=r"worker 1 failed:(.|\n)*ZeroDivisionError: the bug of rank 1"):
         run_workers(process_group_workers.crash, 3)
 
 
 def test_killed_worker_ends_the_run() -> None:
-    """No traceback, no hang."""
+    """A worker that dies without a traceback raises an error instead of a hang."""
     with pytest.raises(WorkerError, match="worker 0 died without a traceback"):
         run_workers(process_group_workers.vanish, 2)
 
 
 def test_threads_are_limited_in_workers_only() -> None:
-    """The environment of this process is as before."""
+    """Workers limit their threads. The number of threads of this process stays the same."""
     threads = torch.get_num_threads()
-    run_workers(process_group_workers.unfit_gradients, 2)
+    run_workers(process_group_workers.rejected_gradients, 2)
     assert torch.get_num_threads() == threads

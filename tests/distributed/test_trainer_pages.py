@@ -30,8 +30,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
         ("lightning", "lightning", []),  # starts its second process itself
     ],
 )
-def test_page(page: str, needs: str, launcher: list[str], tmp_path: Path) -> None:
-    """Both ranks come to the end and report an exchange that sent something."""
+def test_page_runs_as_printed(page: str, needs: str, launcher: list[str], tmp_path: Path) -> None:
+    """Both ranks finish and report an exchange that sent data."""
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed: tox -e trainers has it")
     script = tmp_path / "train.py"
@@ -50,7 +50,7 @@ def test_page(page: str, needs: str, launcher: list[str], tmp_path: Path) -> Non
 
 
 def test_accelerate_prepares_a_wrapped_optimizer() -> None:
-    """The real thing around ours: steps, clips, schedules, and its state goes out and in."""
+    """Accelerate prepares and steps a wrapped optimizer, and saves and restores its state."""
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(0)

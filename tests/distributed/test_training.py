@@ -1,4 +1,4 @@
-"""What happens around the exchange in real training, on real gloo processes."""
+"""Features of real training around the exchange, on real gloo processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers import run_workers
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
 def test_loss_scaling(ours: bool) -> None:
-    """GradScaler: with and without unscale_ and clipping, before and after synchronize()."""
+    """Both GradScalers work with and without unscale_() and clipping, before and after synchronize()."""
     routes = [partial(training_workers.loss_scaling, ours=ours, route=route) for route in training_workers.ROUTES]
     done: list[str] = []
     run_workers(training_workers.several, 3, routes, listen=done.append)
@@ -33,23 +33,23 @@ def test_loss_scaling(ours: bool) -> None:
             training_workers.double_reduction,
             training_workers.broadcast,
         ],
-        [training_workers.settings_in_between, training_workers.flushing, training_workers.weight_decay],
+        [training_workers.changed_settings, training_workers.flushing, training_workers.weight_decay],
         [
             training_workers.no_gradients_under_a_scaler,
-            training_workers.a_quiet_start,
+            training_workers.zero_learning_rate,
             training_workers.policies_under_a_scaler,
         ],
-        [training_workers.chosen_and_why, training_workers.refused_then_right],
+        [training_workers.logged_choice, training_workers.rejected_then_retried],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
 def test_situations(situations: list) -> None:
-    """What the sentences of the situations say; processes are started once for several."""
+    """Each situation passes. The same processes run several situations, because starting them is slow."""
     done: list[str] = []
     run_workers(training_workers.several, 3, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
 
 
 def test_nodes() -> None:
-    """Two nodes of two ranks."""
+    """Two nodes of two ranks exchange sparsely between the nodes."""
     run_workers(training_workers.nodes, 4)

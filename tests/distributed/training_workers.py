@@ -1,4 +1,4 @@
-"""Worker processes of tests/test_training.py: what happens around the exchange in real training."""
+"""Worker processes of tests/distributed/test_training.py: features of real training around the exchange."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUTES = ("step", "unscale", "synchronize")
 
 
 def several(rank: int, world_size: int, send, situations: list) -> None:
-    """One after the other; says which came to its end."""
+    """Run situations one after the other and send the name of each that ended."""
     for situation in situations:
         situation(rank, world_size, send)
         if rank == 0:
@@ -33,29 +33,29 @@ def several(rank: int, world_size: int, send, situations: list) -> None:
 
 
 def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
-    """A copy of what this rank owes."""
+    """Return a copy of this rank's residual."""
     return optimizer._exchange.feedback.residual.clone()
 
 
 def same_everywhere(value: object) -> bool:
-    """All ranks hold the same."""
+    """Whether all ranks have the same value."""
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, value)
     return all(other == everybody[0] for other in everybody)
 
 
 def flat(model: nn.Module) -> list[int]:
-    """The bits of all parameters."""
+    """Return the bits of all parameters."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32).tolist()
 
 
 def sgd(model: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
-    """Momentum SGD, wrapped."""
+    """Return a wrapped SGD with momentum."""
     return sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **fields)
 
 
 def finish_gradients(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, route: str) -> None:
-    """Clip this rank's gradient, or the average, or neither."""
+    """Clip this rank's gradient, the averaged gradient, or neither."""
     if route == "synchronize":
         optimizer.synchronize()
     if route != "step":
@@ -63,7 +63,7 @@ def finish_gradients(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, ro
 
 
 def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> None:
-    """Overflow on one rank: all skip, residuals stay in unscaled units; the run is that without this batch."""
+    """After an overflow on one rank, all ranks skip the step. The run equals one without these batches."""
     model, plain = tiny_model(), tiny_model()
     optimizer, unscaled = sgd(model), sgd(plain)
     make = GradScaler if ours else torch.amp.GradScaler
@@ -78,7 +78,7 @@ def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> No
         scaler.scale(loss_of(model, rank, step)).backward()
         if overflow and rank == 1:
             model[0].weight.grad[2, 1] = float("inf")
-        before, owed = flat(model), residual(optimizer)
+        before, residual_before = flat(model), residual(optimizer)
         if route != "step":
             scaler.unscale_(optimizer)
         finish_gradients(optimizer, model, route)
@@ -86,7 +86,7 @@ def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> No
         scaler.update()
         if overflow:
             assert flat(model) == before
-            assert laws.same_bits(residual(optimizer), owed)
+            assert laws.same_bits(residual(optimizer), residual_before)
             assert optimizer.metrics()["skipped_steps"] == (1 if step == 3 else 2)
         else:
             unscaled.zero_grad()
@@ -97,14 +97,14 @@ def loss_scaling(rank: int, world_size: int, send, ours: bool, route: str) -> No
         assert not ours or same_everywhere(scaler.get_scale())
     logging.getLogger("tritoncomm").removeHandler(handler)
     assert scaler.get_scale() != SMALL  # it has grown or backed off on the way
-    told = sum("all scales stay equal" in record.getMessage() for record in warned)
-    assert told == (0 if ours or rank == 1 else 1)  # where the scale stays behind
+    count = sum("all scales stay equal" in record.getMessage() for record in warned)
+    assert count == (0 if ours or rank == 1 else 1)  # on ranks that keep their scale
     assert flat(model) == flat(plain)
     assert laws.same_bits(residual(optimizer), residual(unscaled))
 
 
 def scaled_synchronize(rank: int, world_size: int, send) -> None:
-    """Averaging before unscaling is refused."""
+    """Averaging before unscaling is rejected."""
     model = tiny_model()
     optimizer = sgd(model)
     for make, late in ((torch.amp.GradScaler, "step"), (GradScaler, "step"), (GradScaler, "unscale_")):
@@ -117,7 +117,7 @@ def scaled_synchronize(rank: int, world_size: int, send) -> None:
 
 
 def autocast(rank: int, world_size: int, send) -> None:
-    """bf16 forward passes, and parameters that are bf16 themselves: replicas agree and the loss falls."""
+    """Replicas agree and the loss falls with bf16 forward passes and with bf16 parameters."""
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model().to(dtype)
         optimizer = sparse_wrap(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -135,7 +135,7 @@ def autocast(rank: int, world_size: int, send) -> None:
 
 
 def non_finite(rank: int, world_size: int, send) -> None:
-    """Skip, raise or zero: all ranks alike, naming the rank and the parameter."""
+    """All ranks skip, raise or zero together, and the error names the rank and the parameter."""
     for policy in ("skip", "raise", "zero"):
         model = tiny_model()
         optimizer = sgd(model, on_nonfinite=policy)
@@ -146,7 +146,7 @@ def non_finite(rank: int, world_size: int, send) -> None:
         loss_of(model, rank, 1).backward()
         if rank == 1:
             model[2].weight.grad[0, :2] = torch.tensor([float("nan"), float("inf")])
-        before, owed = flat(model), residual(optimizer)
+        before, residual_before = flat(model), residual(optimizer)
         if policy == "raise":
             with pytest.raises(NonFiniteError, match=r"rank 1: parameter 3 of shape \(3, 20\) \(2 values\)") as caught:
                 optimizer.step()
@@ -158,14 +158,14 @@ def non_finite(rank: int, world_size: int, send) -> None:
         assert metrics["zeroed_values"] == (2 if policy == "zero" and rank == 1 else 0)
         if policy != "zero":
             assert flat(model) == before
-            assert laws.same_bits(residual(optimizer), owed)
+            assert laws.same_bits(residual(optimizer), residual_before)
         assert same_everywhere(flat(model))
         assert residual(optimizer).isfinite().all()
         del named
 
 
 def names_in_messages(rank: int, world_size: int, send) -> None:
-    """Parameters given by name are named so."""
+    """Errors contain the names of parameters that were passed with names."""
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.named_parameters(), lr=0.1), on_nonfinite="raise")
     loss_of(model, rank, 0).backward()
@@ -175,7 +175,7 @@ def names_in_messages(rank: int, world_size: int, send) -> None:
 
 
 def accumulation(rank: int, world_size: int, send) -> None:
-    """Two micro-batches are one batch: one exchange per optimizer step."""
+    """Two micro-batches equal one batch, with one exchange per optimizer step."""
     model, whole = tiny_model(), tiny_model()
     optimizer, reference = sgd(model), sgd(whole)
     for step in range(4):
@@ -192,7 +192,7 @@ def accumulation(rank: int, world_size: int, send) -> None:
 
 
 def clipping(rank: int, world_size: int, send) -> None:
-    """After the exchange: max_grad_norm is synchronize() and clipping. Before it: local, and never of what is owed."""
+    """``max_grad_norm`` clips after synchronize(). Clipping before the exchange is local and excludes the residual."""
     model, other = tiny_model(), tiny_model()
     one_line, by_hand = sgd(model, max_grad_norm=0.05), sgd(other)
     for step in range(3):
@@ -217,18 +217,18 @@ def clipping(rank: int, world_size: int, send) -> None:
 
 
 def gradients(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
-    """``.grad`` as the exchange sees it."""
+    """Return the flat gradient that the exchange sees."""
     layout = optimizer._exchange.layout
     return layout.gather(torch.empty(layout.numel))
 
 
 def flat_values(model: nn.Module) -> torch.Tensor:
-    """All parameters that are trained."""
+    """Return all trained parameters as a flat vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
 
 
-def settings_in_between(rank: int, world_size: int, send) -> None:
-    """Learning rate, density and frozen parameters may change between steps, and nothing owed is lost."""
+def changed_settings(rank: int, world_size: int, send) -> None:
+    """Learning rate, density and frozen parameters may change between steps without losing residuals."""
     for algo in ("oktopk", "spardl", "exdyna", "dgc", "random_k"):
         model = tiny_model()
         optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), algo, warmup_steps=1)
@@ -236,9 +236,9 @@ def settings_in_between(rank: int, world_size: int, send) -> None:
             if step == 2:
                 optimizer.param_groups[0]["lr"] = 0.01
             if step == 3:
-                owed = residual(optimizer)
+                residual_before = residual(optimizer)
                 optimizer.set_density(0.5)
-                assert laws.same_bits(residual(optimizer), owed)
+                assert laws.same_bits(residual(optimizer), residual_before)
                 assert optimizer.recipe.density == 0.5
             if step == 5:
                 model[2].weight.requires_grad_(False)
@@ -247,7 +247,7 @@ def settings_in_between(rank: int, world_size: int, send) -> None:
             loss_of(model, rank, step).backward()
             before = flat_values(model)
             optimizer.step()
-            if algo != "dgc" and step < 5:  # whose updates are not the averaged gradients
+            if algo != "dgc" and step < 5:  # DGC's updates are not the averaged gradients
                 mean = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.requires_grad])
                 rate = 0.01 if step >= 2 else 0.1
                 assert torch.allclose(before - flat_values(model), rate * mean, atol=1e-6), (algo, step)
@@ -265,7 +265,7 @@ def settings_in_between(rank: int, world_size: int, send) -> None:
 
 
 def flushing(rank: int, world_size: int, send) -> None:
-    """Everything owed is delivered, once, and the model moves by exactly that."""
+    """flush() delivers the residuals once, and the model moves by exactly their mean."""
     for make in (partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=0.01)):
         model = tiny_model()
         optimizer = sparse_wrap(make(model.parameters()))
@@ -284,13 +284,13 @@ def flushing(rank: int, world_size: int, send) -> None:
         if make.func is torch.optim.SGD:
             assert torch.allclose(moved, 0.5 * pending, atol=1e-6)
         assert same_everywhere(flat(model))
-        optimizer.flush()  # nothing is owed: a step of nothing
+        optimizer.flush()  # all residuals are zero, so this changes nothing
         loss_of(model, rank, 5).backward()
         optimizer.step()
 
 
 def weight_decay(rank: int, world_size: int, send) -> None:
-    """It is the optimizer's, after the exchange: without gradients parameters only decay, and nothing is owed."""
+    """The optimizer applies weight decay after the exchange, so decay leaves no residual."""
     for make in (torch.optim.SGD, torch.optim.AdamW):
         model = tiny_model()
         optimizer = sparse_wrap(make(model.parameters(), lr=0.1, weight_decay=0.5))
@@ -303,7 +303,7 @@ def weight_decay(rank: int, world_size: int, send) -> None:
 
 
 def double_reduction(rank: int, world_size: int, send) -> None:
-    """What DDP averages must not be averaged again, whichever was wrapped first."""
+    """Gradients that DDP averages are not averaged again, whichever was wrapped first."""
     model = nn.Linear(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
     with pytest.raises(ConfigurationError, match=r"parameter 'weight' belongs to .*tritoncomm\.ddp\.register"):
@@ -319,7 +319,7 @@ def double_reduction(rank: int, world_size: int, send) -> None:
 
 
 def broadcast(rank: int, world_size: int, send) -> None:
-    """``broadcast_parameters=True`` copies the first rank's parameters, frozen and transposed ones too."""
+    """``broadcast_parameters=True`` copies the first rank's parameters, including frozen and transposed ones."""
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -344,21 +344,30 @@ def broadcast(rank: int, world_size: int, send) -> None:
         wrap(model(0), broadcast_parameters=rank == 1)
     shapes = nn.Linear(2 + rank, 2)
     shapes.weight.requires_grad_(False)
-    with pytest.raises(ConfigMismatchError, match="shapes of all parameters"):
+    with pytest.raises(ConfigMismatchError, match="shapes and dtypes of all parameters"):
         wrap(shapes, broadcast_parameters=True)
-    group = dist.new_group([1, 2])  # counts from its own first rank
+    dtypes = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16 if rank == 1 else torch.float32))
+    dtypes[1].requires_grad_(False)
+    with pytest.raises(ConfigMismatchError, match=r"shapes and dtypes of all parameters.*bfloat16"):
+        wrap(dtypes, broadcast_parameters=True)
+    unwritable = nn.Linear(3, 2)
+    if rank == 1:
+        unwritable.weight = nn.Parameter(torch.zeros(1, 1).expand(2, 3))
+    with pytest.raises(RuntimeError if rank == 1 else ConfigMismatchError, match="single memory location"):
+        wrap(unwritable, broadcast_parameters=True)
+    group = dist.new_group([1, 2])  # its first rank is 1
     if rank > 0:
         within = model(rank)
         wrap(within, broadcast_parameters=True, process_group=group)
         assert flat(within) == flat(model(1))
 
 
-def chosen_and_why(rank: int, world_size: int, send) -> None:
-    """One line says what was chosen and what it saves; a warning when that is nothing."""
+def logged_choice(rank: int, world_size: int, send) -> None:
+    """One line logs the choice and its savings. It is a warning if there are none."""
     lines: list[tuple[int, str]] = []
 
     class Listener(logging.Handler):
-        """Keeps what is logged."""
+        """Collects the log records."""
 
         def emit(self, record: logging.LogRecord) -> None:
             lines.append((record.levelno, record.getMessage()))
@@ -373,7 +382,7 @@ def chosen_and_why(rank: int, world_size: int, send) -> None:
         assert not lines
         return
     (level, text), (other_level, other_text) = lines
-    assert other_level == logging.WARNING  # five times nine tenths of the entries are more than all
+    assert other_level == logging.WARNING  # five times nine tenths of the entries exceed the dense volume
     assert "density=0.9" in other_text
     assert level == logging.INFO
     assert "OkTopk(density=0.01" in text
@@ -384,7 +393,7 @@ def chosen_and_why(rank: int, world_size: int, send) -> None:
 
 
 def nodes(rank: int, world_size: int, send) -> None:
-    """node_group: dense within nodes, sparse between them; the same as the recipe, which the laws hold for."""
+    """With node_group, nodes average densely and exchange sparsely, like the Hierarchical recipe."""
     node = dist.new_subgroups(2)[0]
     fields = {"density": 0.2, "dense_below": 0}
     first, second, third = tiny_model(), tiny_model(), tiny_model()
@@ -413,7 +422,7 @@ def nodes(rank: int, world_size: int, send) -> None:
 
 
 def traced(rank: int, world_size: int, send, file: str) -> None:
-    """Two of three steps on a timeline."""
+    """Record two of three steps in a trace."""
     model = tiny_model()
     optimizer = sgd(model)
     loss_of(model, rank, 0).backward()
@@ -425,7 +434,7 @@ def traced(rank: int, world_size: int, send, file: str) -> None:
 
 
 def no_gradients_under_a_scaler(rank: int, world_size: int, send) -> None:
-    """A rank whose loss does not touch the parameters takes part, in the scaler's agreement, too."""
+    """A rank without gradients takes part in the exchange and in the scaler's agreement."""
     model = tiny_model()
     optimizer = sgd(model)
     scaler = GradScaler("cpu", init_scale=SMALL)
@@ -442,8 +451,8 @@ def no_gradients_under_a_scaler(rank: int, world_size: int, send) -> None:
     assert same_everywhere((flat(model), scaler.get_scale()))
 
 
-def a_quiet_start(rank: int, world_size: int, send) -> None:
-    """A learning rate of zero and a rank without any gradient are no reason to stay away from an exchange."""
+def zero_learning_rate(rank: int, world_size: int, send) -> None:
+    """A learning rate of zero, or a rank without gradients, does not skip the exchange."""
     model = tiny_model()
     optimizer = sgd(model)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -456,7 +465,7 @@ def a_quiet_start(rank: int, world_size: int, send) -> None:
 
 
 def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
-    """What a scaler of ours has found in unscale_ is skipped, whatever on_nonfinite says; torch's cannot tell of it."""
+    """This library's scaler skips an overflow for any ``on_nonfinite``. With torch's, ``on_nonfinite`` decides."""
     for policy in ("zero", "raise", "skip"):
         model = tiny_model()
         optimizer = sgd(model, on_nonfinite=policy)
@@ -487,8 +496,8 @@ def policies_under_a_scaler(rank: int, world_size: int, send) -> None:
         assert (flat(model) == before) == (policy != "zero")
 
 
-def refused_then_right(rank: int, world_size: int, send) -> None:
-    """What one rank refused, or copied for itself, leaves nothing behind: the next attempt trains."""
+def rejected_then_retried(rank: int, world_size: int, send) -> None:
+    """After a rejected call, or a copy on one rank only, the next attempt trains."""
     model, extra = tiny_model(), nn.Parameter(torch.ones(6))
     with pytest.raises((ConfigurationError, ConfigMismatchError)):
         sgd(model, density=0.0 if rank == 1 else 0.2)
@@ -510,6 +519,6 @@ def refused_then_right(rank: int, world_size: int, send) -> None:
         pickle.loads(pickle.dumps(optimizer))  # noqa: S301 - our own
     optimizer.set_density(0.3)
     train(2)
-    copies = copy.deepcopy((model, extra, optimizer))  # on all ranks: an exchange of its own
+    copies = copy.deepcopy((model, extra, optimizer))  # a copy on all ranks has its own exchange
     model, extra, optimizer = copies
     train(3)

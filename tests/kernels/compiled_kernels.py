@@ -1,4 +1,4 @@
-"""Every kernel in the configurations that are launched, compiled for GPUs that need not be there."""
+"""Every kernel in the configurations that are launched, compiled for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TARGETS = {
 GRADIENTS = ("fp32", "bf16", "fp16")
 TILE = accumulate_triton.TILE
 
-# Pointers are to int32 and numbers are int32, but for these.
+# All other pointers are to int32, and all other numbers are int32.
 FLOATS = ("scale", "momentum", "slack")
 FLOAT_POINTERS = (
     *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a case; ``spilled`` counts bytes of stack and spilled registers."""
+    """The result of compiling a case. ``spilled`` counts bytes of stack and spilled registers."""
 
     ir: str
     text: str
@@ -84,12 +84,12 @@ class Compiled:
 
     @cached_property
     def sass(self) -> tuple[str, ...]:
-        """The instructions of an NVIDIA GPU; taken apart only where a test looks at them."""
+        """The instructions for an NVIDIA GPU, disassembled when a test first reads them."""
         found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(\S.*?)\s*;", _cuobjdump(self.cubin, "--dump-sass"))
         return tuple(line for line in found if not line.startswith("NOP"))
 
     def per_element(self, case: Case) -> float:
-        """Instructions that one element costs."""
+        """Return the instructions per element."""
         return len(self.sass) * 32 * case.warps / case.elements
 
 
@@ -123,7 +123,7 @@ def whole_momentum(
 
 
 def streaming(gradient: str) -> list[Case]:
-    """The passes over the whole vector."""
+    """Return the cases of passes over the whole vector."""
     size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
     marked = size
     choice = {"TILE": TILE, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": False}
@@ -147,7 +147,7 @@ def streaming(gradient: str) -> list[Case]:
 
 
 def selecting() -> list[Case]:
-    """Mark what exists, and compact."""
+    """Return the cases that mark an existing vector and compact it."""
     words = expand_triton.WORDS
     choice = {"TILE": TILE, "ADD": False, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": True}
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
@@ -167,7 +167,7 @@ def selecting() -> list[Case]:
 
 
 def exact() -> list[Case]:
-    """The radix select."""
+    """Return the cases of the radix select."""
     radix = threshold_triton
     block = {"BLOCK": radix.BLOCK}
     size = {"warps": radix.WARPS, "elements": radix.BLOCK}
@@ -190,7 +190,7 @@ def exact() -> list[Case]:
 
 
 def scattering() -> list[Case]:
-    """Dense sums, unions, gathers."""
+    """Return the cases of dense sums, unions and gathers."""
     scatter = scatter_triton
     block = {"warps": 4, "elements": scatter.BLOCK}
     bounds = {"TILE": scatter.TILE, "BORDERS": scatter.BORDERS}
@@ -212,7 +212,7 @@ def scattering() -> list[Case]:
 
 
 def others() -> list[Case]:
-    """ExDyna's partitions and Adam."""
+    """Return the cases of ExDyna's partitions and of Adam."""
     topology = {"first_ptr": "*i32"}
     rules = [
         Case(
@@ -252,13 +252,13 @@ def others() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *others()]
 
 
 @cache
 def find(name: str) -> Case:
-    """The case of that name."""
+    """Return the case of that name."""
     return next(case for case in cases() if case.name == name)
 
 
@@ -271,7 +271,7 @@ def compiled(name: str, target: str, *, fusion: bool = False) -> Compiled:
     attributes = {
         (arguments.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if case.aligned and kind.startswith("*")  # what a launch finds out about tensors with memory of their own
+        if case.aligned and kind.startswith("*")  # a launch detects this for tensors that own their memory
     }
     source = ASTSource(case.kernel, signature=signature, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.warps, "enable_fp_fusion": fusion}

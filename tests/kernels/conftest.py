@@ -1,4 +1,4 @@
-"""Prints the table of compiled kernels after the tests."""
+"""Prints a table of the compiled kernels after the tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a row for each kernel that a passed test has recorded."""
+    """Print the table that a passed test recorded."""
     passed = terminalreporter.stats.get("passed", [])
     rows = [row for report in passed for name, row in getattr(report, "user_properties", []) if name == "compiled"]
     if not rows:

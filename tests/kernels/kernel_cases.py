@@ -1,4 +1,4 @@
-"""Inputs on which kernels are tried, and a way to run the same call on kernel and reference."""
+"""Inputs of kernel tests, and a helper that runs the same call on kernel and reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 def cases(number: int) -> settings:
-    """So many examples; ``KERNEL_CASES`` scales the number."""
+    """Return settings with ``number`` examples, scaled by ``KERNEL_CASES``."""
     scaled = max(1, round(number * float(os.environ.get("KERNEL_CASES", "1"))))
     return settings(deadline=None, max_examples=scaled, report_multiple_bugs=False)
 
@@ -54,7 +54,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def drawn(family: str, n: int, seed: int) -> torch.Tensor:
-    """``n`` fp32 values of one family, on the CPU."""
+    """Return ``n`` fp32 values of one family, on the CPU."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(n)
     if family == "special":
@@ -73,7 +73,7 @@ def drawn(family: str, n: int, seed: int) -> torch.Tensor:
 
 
 def gradient(family: str, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same as a gradient of ``dtype``."""
+    """Return the same values as a gradient of ``dtype``."""
     values = drawn(family, n, seed).to(dtype)
     if INTERPRETED and (dtype == torch.bfloat16 or ROUNDS_TWICE):
         # The interpreter reads bf16 denormals as 0, and before 3.9 it rounds the product of a multiply-add, which
@@ -83,14 +83,14 @@ def gradient(family: str, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor
 
 
 class Guarded:
-    """Makes tensors between two stretches of memory that nobody may touch, filled with a pattern."""
+    """Creates tensors between two guards. A guard is memory that holds a pattern and must not change."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self._owners: list[tuple[torch.Tensor, int]] = []
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """A guarded copy of ``values``."""
+        """Return a guarded copy of ``values``."""
         size = values.numel()
         owner = torch.empty(size + 2 * GUARD, dtype=values.dtype, device=self.device)
         _bytes(owner).fill_(0xA5)
@@ -100,7 +100,7 @@ class Guarded:
         return held
 
     def poison(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A guarded tensor that holds the pattern itself."""
+        """Return a guarded tensor that holds the pattern itself."""
         held = self.of(torch.zeros(size, dtype=dtype))
         _bytes(held).fill_(0xA5)
         return held
@@ -113,7 +113,7 @@ class Guarded:
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
-    """The elements as integers, so that -0.0 differs from 0.0; all NaN alike: their payload is the device's own."""
+    """Return the elements as integers, so -0.0 differs from 0.0. All NaN are equal: payloads depend on the device."""
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), math.nan, tensor)
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
@@ -121,12 +121,12 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def key_of(value: float) -> int:
-    """The integer key of one fp32 value, by hand."""
+    """Return the integer key of one fp32 value, computed by hand."""
     return struct.unpack("<i", struct.pack("<f", value))[0] & 0x7FFFFFFF
 
 
 def key_to_reach(limit: float) -> int:
-    """The key that a threshold stands for, by hand."""
+    """Return the key of a threshold, computed by hand."""
     if math.isnan(limit):
         return 0x7FFFFFFF
     return max(1, key_of(limit)) if limit > 0 else 1
@@ -134,7 +134,7 @@ def key_to_reach(limit: float) -> int:
 
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
-    """Force reference (``torch``) or kernel (``triton``)."""
+    """Force the reference (``torch``) or the kernel (``triton``)."""
     before = os.environ.get("TRITONCOMM_KERNELS")
     os.environ["TRITONCOMM_KERNELS"] = choice
     try:

@@ -21,7 +21,7 @@ from compiled_kernels import TARGETS, cases, compiled, find
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import accumulate_triton
 
-# The "whole" cases are cut down to count instructions; nobody launches them.
+# The "whole" cases are reduced to count instructions, and are never launched.
 NAMES = [case.name for case in cases() if not case.name.endswith(", whole")]
 NVIDIA = [target for target in TARGETS if target.startswith("sm_")]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
@@ -32,7 +32,7 @@ WIDE |= {"mark fp16, whole": (6, 4), "momentum fp32, whole": (12, 8), "mark only
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_without_spills(name: str, target: str) -> None:
-    """Every kernel as it is launched, on every target."""
+    """Every launched kernel compiles for every target without spills."""
     result = compiled(name, target)
     assert result.spilled == 0
     assert ".ftz" not in result.text, "denormals are ordered exactly"
@@ -41,15 +41,15 @@ def test_compiles_without_spills(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_registers(name: str) -> None:
-    """The ceilings are what the worse of Triton 3.6 and 3.9 needed when a kernel was written, plus 8."""
+def test_register_ceilings(name: str) -> None:
+    """Registers stay below the ceilings: the higher need of Triton 3.6 and 3.9 when a kernel was written, plus 8."""
     ceilings = json.loads(Path(__file__).with_name("registers.json").read_text())
     assert compiled(name, "sm_90").registers <= ceilings[name]
 
 
 @pytest.mark.parametrize("name", ["gather and clear", "top-k emit", "expand", "adam"])
-def test_a_barrier_before_clearing(name: str) -> None:
-    """Loads and stores of one address may be in different threads: a barrier of the kernel's own stands between."""
+def test_barrier_before_clearing(name: str) -> None:
+    """Loads and stores of one address may be in different threads, so the kernel has a barrier between them."""
     lines = compiled(name, "sm_90").ir.splitlines()
     loads, stores, barriers = (
         [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
@@ -58,8 +58,8 @@ def test_a_barrier_before_clearing(name: str) -> None:
     assert any(any(load < barrier for load in loads) and barrier < first for barrier in barriers)
 
 
-def test_no_thread_reads_what_another_writes() -> None:
-    """In place, an element held by two threads could be read after it was written: every tile has enough of them."""
+def test_tiles_have_an_element_per_thread() -> None:
+    """Tiles have an element for every thread. Otherwise two threads could hold one element that is updated in place."""
     for tile in (64, 128, 256, 1024, 4096, 1 << 16):
         assert tile >= 32 * accumulate_triton.warps(tile)
     for case in cases():
@@ -71,8 +71,8 @@ def test_no_thread_reads_what_another_writes() -> None:
 FREE = ("AMSGRAD", "MAXIMIZE", "COUPLED", "EVERY")
 
 
-def test_what_is_launched_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch of a call has a case with its warps and constants, and fuses nothing on its own."""
+def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch has a compiled case with its warps and constants, and disables automatic fusion."""
     launched: list[tuple[str, dict[str, object]]] = []
 
     def run(self: object, *_: object, grid: object, warmup: bool, **options: object) -> None:
@@ -95,7 +95,7 @@ def test_what_is_launched_is_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -
 
 
 def everything() -> None:
-    """Each operation once, as training calls it."""
+    """Call each operation once, as training calls it."""
     n, tiles = 4096, 9000
     x, g, out = torch.ones(n), torch.ones(n), torch.ones(n)
     indices, count = torch.zeros(n, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -106,7 +106,7 @@ def everything() -> None:
     marks = kernels.Marks.empty(n, x.device)
     kernels.mark_momentum(g, x, out, torch.ones(1), marks, momentum=0.5)
     kernels.expand(x, marks, indices, out, count, clear=True)
-    # So many tiles that their counts are summed by a scan of its own.
+    # With this many tiles, a separate scan sums their counts.
     long = torch.zeros(tiles * n), torch.zeros(tiles * n)
     kernels.expand(
         long[0], kernels.Marks.empty(tiles * n, x.device), indices, out, count, clear=True, clear_also=long[1]
@@ -124,8 +124,8 @@ def everything() -> None:
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])
-def test_instructions(name: str) -> None:
-    """Far below the 7 instructions per byte that an H200 can issue at full memory speed."""
+def test_instruction_budgets(name: str) -> None:
+    """Instructions stay within a budget far below the 7 per byte that an H200 can issue at full memory speed."""
     assert compiled(name, "sm_90").per_element(find(name)) <= find(name).budget
 
 
@@ -140,21 +140,21 @@ def test_wide_accesses(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["accumulate fp32", "mark bf16", "momentum fp16"])
-def test_one_rounding_is_written_not_inferred(name: str) -> None:
-    """The fused multiply-add is there, and as often, when the compiler may not fuse on its own."""
+def test_fused_multiply_adds_are_explicit(name: str) -> None:
+    """Fused multiply-adds are written explicitly: their number is the same if the compiler may fuse."""
     plain, fused = (compiled(name, "sm_90", fusion=fusion).text.count("fma.rn.f32") for fusion in (False, True))
     assert plain == fused > 0
 
 
 @pytest.mark.parametrize("name", ["sum lists", "add list", "adam"])
 def test_no_inferred_fusion(name: str) -> None:
-    """Products and sums that the reference rounds one by one stay apart."""
+    """Products and sums that the reference rounds separately are not fused."""
     assert "fma.rn.f32" not in compiled(name, "sm_90").text
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases()])
-def test_report(name: str, record_property: pytest.RecordProperty) -> None:
-    """Each case is a row of the table that is printed after the tests."""
+def test_compilation_report(name: str, record_property: pytest.RecordProperty) -> None:
+    """The table that the run prints at its end has a row per case."""
     case, results = find(name), [compiled(name, target) for target in TARGETS]
     registers = " ".join(f"{result.registers:4}" for result in results)
     hopper = results[list(TARGETS).index("sm_90")]

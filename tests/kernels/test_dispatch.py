@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is refused before anything is launched."""
+"""The choice of the implementation, and the checks of arguments before a launch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ I8 = torch.zeros(8, dtype=torch.int32)
 
 
 def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, whatever is installed."""
+    """By default, CPU tensors use the reference."""
     monkeypatch.delenv("TRITONCOMM_KERNELS", raising=False)
     assert not dispatch.triton_runs(X)
 
 
 def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says both ways out."""
+    """The error names both fixes."""
     monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=r"tensor is on cpu: move it to a GPU, set TRITON_INTERPRET=1"):
@@ -35,7 +35,7 @@ def test_force_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("found", [None, "3.5.1"])
 def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
-    """Missing or too old is said at once; left alone, both fall back to the reference."""
+    """Forcing a missing or too old Triton raises an error. By default, the reference runs instead."""
     module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.setattr(dispatch, "_installed", dispatch._installed.__wrapped__)
@@ -46,26 +46,26 @@ def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) 
 
 
 def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the choices there are."""
+    """The error lists the valid choices."""
     monkeypatch.setenv("TRITONCOMM_KERNELS", "cuda")
     with pytest.raises(ValueError, match=r"TRITONCOMM_KERNELS='cuda': set it to one of auto, torch, triton"):
         kernels.select(X, 1.0)
 
 
 def marks(numel: int = 8) -> kernels.Marks:
-    """Room for the marks of a vector."""
+    """Return empty marks for a vector."""
     return kernels.Marks.empty(numel, X.device)
 
 
 def rebalanced(**changes: object) -> None:
-    """A good call, but for the changes."""
+    """Call rebalance() with valid arguments, except for ``changes``."""
     numbers = {"rank": 0, "block": 4, "numel": 32, "min_blocks": 1} | changes
     one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     kernels.rebalance(numbers.pop("blocks", I8.clone()), I8.clone(), I8, one, two, **numbers)
 
 
 def stepped(**changes: torch.Tensor) -> None:
-    """A good step, but for the changes."""
+    """Call adam_update() with valid arguments, except for ``changes``."""
     control = kernels.AdamControl.of(
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=X.device
     )
@@ -76,7 +76,7 @@ def stepped(**changes: torch.Tensor) -> None:
 
 ONE, LONG = torch.ones(1), torch.ones(9000)
 COUNT = torch.zeros(1, dtype=torch.int64)
-REFUSED: dict[str, Callable[[], object]] = {
+REJECTED: dict[str, Callable[[], object]] = {
     "gradient has dtype torch.float64": lambda: kernels.accumulate(X, X.double(), X.clone()),
     "param_rms has 8 elements, expected 1": lambda: stepped(param_rms=X),
     "gradient has 4 elements, expected 8": lambda: kernels.accumulate(X, X[:4], X.clone()),
@@ -141,23 +141,23 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("message", REJECTED)
 def test_bad_arguments_are_named(message: str) -> None:
-    """Argument, value and fix."""
+    """The error names the argument and its value."""
     with pytest.raises(ValueError, match=message.strip()):
-        REFUSED[message]()
+        REJECTED[message]()
 
 
-def test_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """int32 indices end below 2^31; a shorter limit stands in for 8 GiB of memory."""
+def test_too_long_vectors_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector that int32 indices cannot address is rejected. A lower limit stands for 8 GiB of memory."""
     assert checks.INDEX_LIMIT < 2**31
     monkeypatch.setattr(checks, "INDEX_LIMIT", 7)
     with pytest.raises(ValueError, match="8 elements, too many for int32 indices: split it into parts of at most 7"):
         kernels.select(X, 1.0)
 
 
-def test_workspace_is_kept() -> None:
-    """The same memory in every step of the same size; more only when a vector grows."""
+def test_workspace_is_reused() -> None:
+    """A workspace reuses its memory for vectors of the same size, and grows only for a longer one."""
     held = kernels.Workspace()
     first = held.buffer("marks", 100, torch.int32, X.device)
     assert held.buffer("marks", 50, torch.int32, X.device).data_ptr() == first.data_ptr()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritoncomm_kernels as kernels
+from depth import examples
 
 supports = st.lists(st.sets(st.integers(0, 199), max_size=60), min_size=1, max_size=7)
 
 
 @given(supports, st.integers(0, 1000))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_merge(sets: list[set[int]], seed: int) -> None:
-    """The union, ascending, with the terms added in list order: numpy fp32 gives the same bits."""
+    """The union is ascending, and terms are added in list order with the same bits as numpy's fp32."""
     generator = torch.Generator().manual_seed(seed)
     lists = []
     sums: dict[int, np.float32] = {}
@@ -32,7 +33,7 @@ def test_merge(sets: list[set[int]], seed: int) -> None:
 
 
 def test_merge_order_matters() -> None:
-    """Large + tiny - large: list order decides the rounding, so it has to be fixed."""
+    """The list order decides the rounding of large + tiny - large, so it must be fixed."""
     at = torch.tensor([4], dtype=torch.int32)
     parts = [torch.tensor([v]) for v in (1e8, 1.0, -1e8)]
     forward = kernels.merge([(at, v) for v in parts], 5)[1]
@@ -42,37 +43,37 @@ def test_merge_order_matters() -> None:
 
 @given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)))
 def test_common_positions(sought: set[int], among: set[int]) -> None:
-    """Positions of the intersection."""
+    """common_positions() returns the positions of the intersection."""
     a = torch.tensor(sorted(sought), dtype=torch.int32)
     b = torch.tensor(sorted(among), dtype=torch.int32)
     assert a[kernels.common_positions(a, b)].tolist() == sorted(sought & among)
 
 
 def test_decompress_overwrites() -> None:
-    """Poisoned output comes out clean."""
+    """NaN in the output is overwritten."""
     out = torch.full((6,), float("nan"))
     kernels.decompress(out, torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]))
     assert out.tolist() == [0, 2, 0, 0, -3, 0]
 
 
 def test_scatter_add() -> None:
-    """Adds at the given places only."""
+    """Values are added at the given positions only."""
     out = torch.ones(4)
     kernels.scatter_add(out, torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1.0, 2.0]))
     assert out.tolist() == [2, 1, 1, 3]
 
 
-def test_merge_of_nothing() -> None:
-    """Empty lists make an empty union."""
+def test_merge_of_empty_lists() -> None:
+    """Empty lists have an empty union."""
     empty = (torch.empty(0, dtype=torch.int32), torch.empty(0))
     union, values = kernels.merge([empty, empty], 3)
     assert union.numel() == values.numel() == 0
 
 
 @given(supports, st.integers(0, 1000))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_scatter_add_lists(sets: list[set[int]], seed: int) -> None:
-    """One list after the other, the same bits as one call for each."""
+    """Lists are added one after the other, with the same bits as one call per list."""
     generator = torch.Generator().manual_seed(seed)
     lists = [torch.tensor(sorted(support), dtype=torch.int32) for support in sets]
     values = [torch.randn(len(indices), generator=generator) * 1e3 for indices in lists]

@@ -8,10 +8,11 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritoncomm_kernels as kernels
+from depth import examples
 from tritoncomm_kernels import compact, threshold
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -math.inf, math.nan, 3.4e38, -2.5, 2.5]
@@ -21,36 +22,36 @@ thresholds = st.one_of(st.sampled_from([0.0, -1.0, math.nan, math.inf, 1.0, 1e-4
 
 
 def key_of(value: float) -> int:
-    """The integer key of one float, by hand."""
+    """Return the integer key of one float, computed by hand."""
     return struct.unpack("<i", struct.pack("<f", value))[0] & 0x7FFFFFFF
 
 
 def expected_key(limit: float) -> int:
-    """The key that a threshold stands for, by hand."""
+    """Return the key of a threshold, computed by hand."""
     if math.isnan(limit):
         return 0x7FFFFFFF
     return key_of(limit) if limit > 0 and key_of(limit) else 1
 
 
 def tensor(values: list[float]) -> torch.Tensor:
-    """fp32, without going through a rounding of NaN payloads."""
+    """Return an fp32 tensor without rounding the payloads of NaN."""
     return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def bits(values: torch.Tensor) -> list[int]:
-    """The bit patterns."""
+    """Return the bit patterns."""
     return values.view(torch.int32).tolist()
 
 
 def by_list(values: torch.Tensor, key: int) -> list[int]:
-    """The second oracle: positions that reach a key."""
+    """Return the positions that reach a key, as a second oracle."""
     return [i for i, b in enumerate(bits(values)) if b & 0x7FFFFFFF >= key]
 
 
 @given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_select(values: list[float], limit: float, capacity: int | None, clear: bool) -> None:
-    """Ascending, zeros never, NaN always; cleared where and only where written; the true count."""
+    """Selections ascend, skip zeros, have every NaN, and return the true count. Only written entries are cleared."""
     x = tensor(values)
     before = bits(x)
     expected = by_list(x, expected_key(limit))
@@ -64,9 +65,9 @@ def test_select(values: list[float], limit: float, capacity: int | None, clear: 
 
 
 @given(vectors, st.data())
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_accumulate_and_select(values: list[float], data: st.DataObject) -> None:
-    """The fused pass equals adding first and selecting afterwards, and only reads its inputs."""
+    """The fused pass equals addition followed by selection, and does not change its inputs."""
     limit = data.draw(thresholds)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     residual = tensor(values)
@@ -83,9 +84,9 @@ def test_accumulate_and_select(values: list[float], data: st.DataObject) -> None
 
 
 @given(vectors, st.integers(0, 80))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_top_k(values: list[float], k: int) -> None:
-    """Exactly min(k, non-zeros) entries, largest keys first, ties to the lower index, ascending."""
+    """Exactly the min(k, non-zeros) largest entries are selected, ties to the lower index, in ascending order."""
     x = tensor(values)
     keys = [b & 0x7FFFFFFF for b in bits(x)]
     order = sorted((i for i, key in enumerate(keys) if key), key=lambda i: (-keys[i], i))
@@ -102,7 +103,7 @@ def test_top_k(values: list[float], k: int) -> None:
 @pytest.mark.parametrize("k", [1, 17, 2000, 150_000, 299_999, 300_000])
 @pytest.mark.parametrize("kind", ["normal", "heavy", "sparse", "equal", "clustered", "sampled lines only"])
 def test_top_k_of_long_vectors(kind: str, k: int) -> None:
-    """The sampled first guess never shows in the result, however badly it misjudges."""
+    """The sampled first guess never changes the result, however wrong it is."""
     n = 300_000
     generator = torch.Generator().manual_seed(k)
     x = torch.randn(n, generator=generator)
@@ -145,8 +146,8 @@ def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, mon
     assert admitted[0].found < 2 * k
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunk sizes give the same bits, capacities that end inside a chunk included."""
+def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All chunk sizes give the same result, also for a capacity that ends inside a chunk."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     expected = kernels.select(x.clone(), 0.5, capacity=333)
     for chunk in (1, 7, 256, 999, 1000, 4096):
@@ -159,9 +160,9 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_device_path(values: list[float], limit: float, capacity: int | None, clear: bool) -> None:
-    """What runs on other devices selects the same as the host's chunk loop."""
+    """The implementation for other devices selects the same entries as the host's chunk loop."""
     x, y = tensor(values), tensor(values)
     if not values:
         return
@@ -186,14 +187,14 @@ def test_device_path(values: list[float], limit: float, capacity: int | None, cl
     ],
 )
 def test_accumulate_names_bad_arguments(arguments: dict[str, object], named: str) -> None:
-    """A wrong argument is refused by name before anything is written."""
+    """The error names the wrong argument, before anything is written."""
     good = {"residual": torch.zeros(3), "gradient": torch.zeros(3), "out": torch.zeros(3)}
     with pytest.raises(ValueError, match=named):
         kernels.accumulate(**(good | arguments))
 
 
 def test_bad_counts_are_named() -> None:
-    """Negative capacities and ks are refused."""
+    """Negative capacities and negative k are rejected."""
     with pytest.raises(ValueError, match="capacity=-1"):
         kernels.select(torch.zeros(3), 1.0, capacity=-1)
     with pytest.raises(ValueError, match="k=-2"):
@@ -201,9 +202,9 @@ def test_bad_counts_are_named() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(floats, max_size=9), st.integers(0, 6)), max_size=7), st.integers(0, 3))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_top_k_segments(segments: list[tuple[list[float], int]], rest: int) -> None:
-    """Each segment as if it were selected alone; what lies behind the last is left alone."""
+    """Each segment is selected as if it were alone. Values after the last segment are ignored."""
     values = tensor([value for segment, _ in segments for value in segment] + [9.0] * rest)
     bounds, expected = [0], []
     for segment, budget in segments:
@@ -217,7 +218,7 @@ def test_top_k_segments(segments: list[tuple[list[float], int]], rest: int) -> N
 
 
 @pytest.mark.parametrize(("bounds", "budgets"), [([0, 4], [1, 1]), ([3, 1], [1])])
-def test_segments_that_cannot_be(bounds: list[int], budgets: list[int]) -> None:
-    """Bounds that do not ascend, or are not one more than the budgets."""
+def test_bad_segments_are_rejected(bounds: list[int], budgets: list[int]) -> None:
+    """Bounds must ascend, and there must be one more of them than budgets."""
     with pytest.raises(ValueError, match="bounds="):
         kernels.top_k_segments(torch.ones(9), bounds, budgets)

@@ -1,4 +1,4 @@
-"""Whole exchange methods on the kernels: nothing above the kernel layer notices."""
+"""Whole exchange methods give the same results on kernels and on references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=["oktopk", "oktopk strict", "topk_allgather"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_same_training(recipe: tritoncomm.Recipe, world_size: int, device: str) -> None:
-    """Means, residuals, traffic and thresholds over five steps: the same bits from kernels and references."""
+    """Means, residuals and traffic of five steps have the same bits with kernels and with references."""
     seen = []
     for choice in ("torch", "triton"):
         generator = torch.Generator().manual_seed(0)

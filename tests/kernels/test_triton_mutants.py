@@ -1,4 +1,4 @@
-"""Kernels with a planted bug: the tests of the others must notice each of them."""
+"""Kernels with an injected bug. The other kernel tests must catch each bug."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 
 class Mutant(NamedTuple):
-    """A bug: in which module, what it replaces, and the test that must fail."""
+    """A bug: its module, the code that it replaces, the new code, and the test that must fail."""
 
     module: str
     old: str
@@ -50,7 +50,7 @@ SELECTING = {
     "clears what it did not write": Mutant(
         "expand", "element, 0.0, mask=write)", "element, 0.0, mask=mask != 0)", select.test_expand
     ),
-    # Not at capacity 0, where there is no memory around which a guard could stand.
+    # Not at capacity 0, where there is no memory with guards.
     "beyond the capacity": Mutant(
         "expand", "position < capacity", "position < capacity + (capacity > 0)", select.test_expand
     ),
@@ -60,14 +60,14 @@ SELECTING = {
         "tl.store(found_ptr, tl.minimum(before + tl.sum(counts, axis=0), capacity).to(tl.int64))",
         select.test_expand,
     ),
-    "one tie too many": Mutant("threshold", "equal_before < ties", "equal_before <= ties", select.test_ties_by_hand),
+    "one tie too many": Mutant("threshold", "equal_before < ties", "equal_before <= ties", select.test_top_k_ties),
     "ties from the end": Mutant(
         "threshold",
         "equal + tl.cumsum(is_equal, axis=0) - is_equal",
         "equal + tl.sum(is_equal, axis=0) - tl.cumsum(is_equal, axis=0)",
-        select.test_ties_by_hand,
+        select.test_top_k_ties,
     ),
-    "larger digits forgotten": Mutant("threshold", "remaining - above)", "remaining)", select.test_ties_by_hand),
+    "larger digits forgotten": Mutant("threshold", "remaining - above)", "remaining)", select.test_top_k_ties),
     "too few candidates unnoticed": Mutant("threshold", "short | (found", "(found", select.test_top_k_into),
 }
 SCATTERING = {
@@ -79,7 +79,7 @@ SCATTERING = {
         "scatter",
         "inside = (index >= start) & (index < stop)",
         "inside = (index >= start - 4) & (index < stop)",
-        scatter.test_junk_never_writes_outside,
+        scatter.test_bad_indices_never_write_outside,
     ),
     "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_gather),
     "rotation undone the wrong way": Mutant("rebalance", "lane - iter", "lane + iter", scatter.test_rebalance),
@@ -110,7 +110,7 @@ MUTANTS = SELECTING | SCATTERING
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
-    """The kernel module with every ``old`` replaced by ``new``."""
+    """Return the kernel module with every ``old`` replaced by ``new``."""
     path = Path(dispatch.__file__).with_name(f"{module}_triton.py")
     source = path.read_text()
     assert old in source, "the mutant no longer applies: adapt it to the kernel"
@@ -126,7 +126,7 @@ def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check passes with the kernel as it is (elsewhere) and fails with the bug in it."""
+    """The check fails on the kernel with the bug. It passes on the intact kernel in its own test."""
     module, old, new, check, options = MUTANTS[name]
     mutant = mutated(module, old, new, tmp_path)
     original = dispatch.kernel
@@ -135,10 +135,10 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         return mutant if wanted == f"{module}_triton" else original(wanted)
 
     if hasattr(check, "_hypothesis_internal_use_settings"):
-        # Finding the bug is enough; making the example small would take minutes.
+        # Finding the bug is enough. Shrinking the example would take minutes.
         quick = settings(
             check._hypothesis_internal_use_settings,
-            max_examples=200,  # whatever KERNEL_CASES says: the first that fails ends it
+            max_examples=200,  # independent of KERNEL_CASES: the first failure ends the run
             phases=[Phase.explicit, Phase.generate],
             derandomize=True,
         )

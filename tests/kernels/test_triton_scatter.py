@@ -1,4 +1,4 @@
-"""Kernels that merge, decompress, gather, move partitions and step Adam: equal to the reference, bit for bit."""
+"""Kernels that merge, decompress, gather, rebalance and step Adam equal the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
 
 
 def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some of ``n`` positions, ascending, with values."""
+    """Return some of ``n`` positions, ascending, with values."""
     generator = torch.Generator().manual_seed(seed)
     at = (torch.rand(n, generator=generator) < share**4).nonzero().squeeze(1).to(torch.int32)
     return at, drawn(family, at.numel(), seed)
 
 
 def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[torch.Tensor, ...]:
-    """``[lists, stride]`` tensors; what lies beyond the counts is junk."""
+    """Return the lists as ``[lists, stride]`` tensors, with junk beyond the counts."""
     stride = max(1, *(at.numel() for at, _ in lists))
     indices = torch.full((len(lists), stride), 7, dtype=torch.int32)
     values = torch.full((len(lists), stride), 3.0)
@@ -44,7 +44,7 @@ def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[t
 @given(lengths, supports, families, st.sampled_from([1.0, 0.25, -3.0]))
 @cases(40)
 def test_sum_lists(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str, scale: float) -> None:
-    """Rank order, poisoned output, no entry of another tile; several tile and chunk sizes."""
+    """Lists are added in rank order, and the output is overwritten, for several tile and chunk sizes."""
     lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
     indices, values, counts = rows(lists, device)
 
@@ -69,8 +69,8 @@ def test_sum_lists(device: str, n: int, drawn_lists: list[tuple[float, int]], fa
 
 @given(st.sampled_from([1, 33, 4096, 5000]), seeds, st.integers(0, 5), st.integers(0, 5))
 @many
-def test_sum_lists_leaves_out_what_is_outside(device: str, n: int, seed: int, before: int, after: int) -> None:
-    """Negative indices, indices from n on, and counts beyond the stride: left out and counted."""
+def test_sum_lists_skips_invalid_indices(device: str, n: int, seed: int, before: int, after: int) -> None:
+    """Negative indices, indices from n on, and counts beyond the stride are skipped and counted."""
     at, content = sparse(n, 0.7, seed, "normal")
     low = torch.arange(-before, 0, dtype=torch.int32) * 1000
     high = torch.arange(after, dtype=torch.int32) * 5000 + n
@@ -89,8 +89,8 @@ def test_sum_lists_leaves_out_what_is_outside(device: str, n: int, seed: int, be
 
 @given(st.lists(junk, max_size=300), seeds)
 @many
-def test_junk_never_writes_outside(device: str, indices_drawn: list[int], seed: int) -> None:
-    """Unsorted, repeated and absurd indices: whatever the sum is, memory around the output stays."""
+def test_bad_indices_never_write_outside(device: str, indices_drawn: list[int], seed: int) -> None:
+    """Unsorted, repeated and invalid indices never write outside the output."""
     n, guarded = 600, Guarded(device)
     indices = torch.tensor([indices_drawn or [0]], dtype=torch.int64).to(torch.int32).to(device)
     values = torch.ones(indices.shape, device=device)
@@ -112,7 +112,7 @@ def test_junk_never_writes_outside(device: str, indices_drawn: list[int], seed: 
 @given(lengths, supports, families)
 @many
 def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str) -> None:
-    """The ascending union and the sums in list order."""
+    """The union is ascending, and sums are in list order."""
     lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
@@ -124,7 +124,7 @@ def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family
 
 
 def test_sums_and_gather_by_hand(device: str) -> None:
-    """Two lists over nine places: sums in list order, then what is taken out is gone, but for the third index."""
+    """A small example of two lists gives the expected sums, gathered values and cleared entries."""
     indices = torch.tensor([[0, 3, 8], [3, 4, 9]], dtype=torch.int32, device=device)
     values = torch.tensor([[1e8, 1.0, -2.0], [0.5, 7.0, 5.0]], device=device)
     counts = torch.tensor([3, 3], dtype=torch.int32, device=device)
@@ -145,7 +145,7 @@ def test_sums_and_gather_by_hand(device: str) -> None:
 @given(lengths, st.floats(0, 1), seeds, families, st.booleans(), st.integers(0, 3))
 @many
 def test_gather(device: str, n: int, share: float, seed: int, family: str, clear: bool, beyond: int) -> None:
-    """Agreed indices in any order, some of them outside; only the first ``count`` are looked at."""
+    """Indices may have any order and may be invalid. Only the first ``count`` are read."""
     at, _ = sparse(n, share, seed, family)
     at = torch.cat([at.flip(0), torch.full((beyond,), n, dtype=torch.int32)])
 
@@ -161,7 +161,7 @@ def test_gather(device: str, n: int, share: float, seed: int, family: str, clear
 
 @st.composite
 def topologies(draw: st.DrawFn) -> dict[str, object]:
-    """Partitions with counts, some of them extreme."""
+    """Draw partitions with counts, some of them extreme."""
     partitions = draw(st.one_of(st.integers(1, 20), st.sampled_from([33, 64, 100])))
     generator = torch.Generator().manual_seed(draw(seeds))
     blocks = torch.randint(0, 40, (partitions,), generator=generator) + draw(st.integers(0, 2))
@@ -180,7 +180,7 @@ def topologies(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-# A busy partition that is at its floor already.
+# A busy partition that already has its minimum of blocks.
 AT_FLOOR = {
     "blocks": torch.tensor([2, 10, 10], dtype=torch.int32),
     "counts": torch.tensor([9000, 10, 10], dtype=torch.int32),
@@ -199,7 +199,7 @@ AT_FLOOR = {
 @example(AT_FLOOR, "prefix")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
-    """Same topology and span as the reference; blocks are moved, never made, and the floor holds."""
+    """Topology and span equal the reference, the number of blocks stays the same, and the minimum holds."""
     given_blocks = drawn_case["blocks"]
     partitions = given_blocks.numel()
 
@@ -219,8 +219,8 @@ def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> Non
         assert after >= min(before, drawn_case["min_blocks"])
 
 
-def test_spans_tile_the_vector(device: str) -> None:
-    """Over the ranks, the spans of one iteration cover every element once, the tail in the last partition."""
+def test_spans_cover_the_vector(device: str) -> None:
+    """The spans of all ranks cover every element once, and the last partition contains the tail."""
     spans = []
     for rank in range(5):
         blocks = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32, device=device)
@@ -243,13 +243,13 @@ def test_spans_tile_the_vector(device: str) -> None:
 def test_adam(
     device: str, n: int, seed: int, amsgrad: bool, maximize: bool, every: bool, data: st.DataObject
 ) -> None:  # fmt: skip
-    """Parameter and state after a delivery, for waits of 1 to 10^6 steps and indices out of bounds."""
+    """Parameter and state equal the reference for delays of 1 to 10^6 steps and indices out of bounds."""
     decay, corrected = data.draw(st.tuples(st.sampled_from([0.0, 0.1]), st.booleans()))
     betas = data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)]))
     steps = data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
     change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
     size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan]))  # of the parameter
-    small = data.draw(st.sampled_from([1.0, 1e-12]))  # moments, which make moves too long to be squared
+    small = data.draw(st.sampled_from([1.0, 1e-12]))  # tiny moments make updates whose squares overflow
     generator = torch.Generator().manual_seed(seed)
     last = torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32)
     at = (torch.rand(n, generator=generator) < 0.3).nonzero().squeeze(1)

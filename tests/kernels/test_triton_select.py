@@ -1,4 +1,4 @@
-"""Kernels that accumulate, mark, expand and pick exactly k: equal to reference and to plain Python, bit for bit."""
+"""Kernels that accumulate, mark, expand and select exactly k equal the reference and plain Python, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_accumulate(
     device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, scale: float, place: bool,
     memory: bool, tile: int,
 ) -> None:  # fmt: skip
-    """In place or not, scale in a register or in memory, any tile: the same bits, and nothing else is written."""
+    """The sum has the same bits in place or not, with scale in a register or in memory, and for any tile."""
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
         residual = guarded.of(drawn(family, n, seed))
@@ -70,7 +70,7 @@ def test_accumulate(
 @given(st.lists(st.tuples(st.sampled_from(SPECIAL), st.sampled_from(SPECIAL)), max_size=70))
 @few
 def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> None:
-    """Element by element, with numpy's fp32 scalars."""
+    """The sum equals that of numpy's fp32 scalars, element by element."""
     residual, added = (torch.tensor([pair[i] for pair in pairs], device=device) for i in (0, 1))
     out = torch.full_like(residual, math.nan)
     with kernels_from("triton"):
@@ -86,7 +86,7 @@ def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> No
 def test_mark_by_hand(
     device: str, nan: bool, ranged: bool, values: list[float], limit: float, low: int, high: int
 ) -> None:  # fmt: skip
-    """The bit mask, counts and flag of a list, worked out element by element in Python."""
+    """Bit mask, counts and flag equal those that plain Python computes element by element."""
     n = len(values)
     x = torch.tensor(values, device=device)
     marks = kernels.Marks.empty(n, x.device, tile=64)
@@ -109,7 +109,7 @@ def test_mark(
     device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int, nan: bool,
     data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Sum, mask, counts and flag; with and without a span, in place or not, for thresholds and for keys."""
+    """Sum, mask, counts and flag equal the reference with and without a span, in place or not, for all thresholds."""
     place, ranged, keyed = data.draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     span = data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))
     below = data.draw(st.sampled_from([1, 0, -1, -(2**31)]))  # keys that stand for every non-zero
@@ -136,7 +136,7 @@ def test_mark(
 @given(sizes, families, seeds, dtypes, thresholds, tiles)
 @few
 def test_momentum(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, tile: int) -> None:
-    """Velocity and residual in place, then expand clears both exactly where it wrote."""
+    """Velocity and residual are updated in place, and expand() clears both exactly where it wrote."""
 
     def call(guarded: Guarded) -> list[list[int]]:
         velocity, residual = (guarded.of(gradient(family, n, seed + i, torch.float32)) for i in (0, 1))
@@ -157,7 +157,7 @@ def test_momentum(device: str, n: int, family: str, seed: int, dtype: torch.dtyp
 def test_expand(
     device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, clear: bool
 ) -> None:  # fmt: skip
-    """Ascending entries up to the capacity; slots beyond keep the poison; only what was written is cleared."""
+    """Entries ascend up to the capacity, and only written entries are cleared."""
     values = drawn(family, n, seed)
     chosen = [i for i, v in enumerate(values.tolist()) if key_of(v) >= key_to_reach(limit)]
     capacity = {"none": 0, "some": len(chosen) // 2, "exact": len(chosen), "more": len(chosen) + 3}[room]
@@ -181,8 +181,8 @@ def test_expand(
 
 @pytest.mark.parametrize("words", [8, 32, 128])
 @pytest.mark.parametrize("scanned", [False, True])
-def test_expand_shapes_do_not_show(device: str, words: int, scanned: bool) -> None:
-    """Several words per program, and counts summed in place or by a scan of their own: the same bits."""
+def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -> None:
+    """The words per program, and the way in which counts are summed, do not change the result."""
     x = drawn("heavy", 5000, 3).to(device)
     marks = kernels.Marks.empty(5000, x.device, tile=256)
     with kernels_from("triton"):
@@ -206,7 +206,7 @@ def test_expand_shapes_do_not_show(device: str, words: int, scanned: bool) -> No
 def test_select(
     device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, capacity: int | None, clear: bool
 ) -> None:  # fmt: skip
-    """What the algorithms call: fused and on an existing sum."""
+    """The selections that the algorithms call equal the reference."""
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         residual = guarded.of(drawn(family, n, seed))
@@ -223,7 +223,7 @@ def test_select(
 @given(sizes, families, seeds, st.integers(1, 2100), st.booleans(), st.booleans())
 @cases(40)
 def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: bool, clear: bool) -> None:
-    """Three steps with one workspace, started cold or from the last threshold; by hand as well."""
+    """Three steps with one workspace select exactly k entries, started cold or from the last threshold."""
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
 
     def call(guarded: Guarded) -> list[list[int]]:
@@ -247,8 +247,8 @@ def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: b
         assert seen[4 * step + 1][: len(best)] == best
 
 
-def test_ties_by_hand(device: str) -> None:
-    """Four of six: both threes, then the first two of four ones; the fourth slot is the last that is written."""
+def test_top_k_ties(device: str) -> None:
+    """Both threes are selected, then the two ones with the lowest indices. Exactly four slots are written."""
     guarded = Guarded(device)
     out = guarded.of(torch.tensor([1.0, 0.0, 3.0, -1.0, 1.0, 0.5, -3.0, 1.0]))
     indices, values = guarded.poison(4, torch.int32), guarded.poison(4)
@@ -265,7 +265,7 @@ def test_ties_by_hand(device: str) -> None:
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "sparse", "overflowing"])
 @pytest.mark.parametrize("k", [1300, 69_000])
 def test_long_top_k(device: str, kind: str, k: int) -> None:
-    """A sampled first guess; more candidates than there is room for; fewer than k: the result is exact."""
+    """The result on a long vector is exact, with too many and with too few candidates of the first guess."""
     n = 140_000
     values = drawn({"sparse": "normal", "overflowing": "equal"}.get(kind, kind), n, k)
     if kind == "sparse":
@@ -284,7 +284,7 @@ def test_long_top_k(device: str, kind: str, k: int) -> None:
 @given(sizes, families, seeds, st.integers(0, 300))
 @few
 def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
-    """The largest of a selection, which may hold zeros."""
+    """The largest entries of a selection equal the reference. The selection may hold zeros."""
 
     def call(guarded: Guarded) -> tuple[list[int], list[int]]:
         indices = torch.arange(n, dtype=torch.int32, device=device) * 3
@@ -295,8 +295,8 @@ def test_largest(device: str, n: int, family: str, seed: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0, math.nan])
-def test_a_million(device: str, limit: float) -> None:
-    """One large vector, with large tiles."""
+def test_mark_a_million_elements(device: str, limit: float) -> None:
+    """Marks of a long vector with large tiles equal the reference."""
     n = (1 << 20) + 77
     x = drawn("heavy", n, 0).to(device)
     marks = kernels.Marks.empty(n, x.device, tile=1 << 16 if device == "cpu" else 4096)
@@ -310,7 +310,7 @@ def test_a_million(device: str, limit: float) -> None:
 
 
 def test_longest_vector(device: str) -> None:
-    """Positions near the limit of int32, which only a GPU has the memory for."""
+    """Positions near the limit of int32 are selected. Only a GPU has the memory for this test."""
     if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("needs a GPU with 40 GiB free")
     n = INDEX_LIMIT
@@ -325,8 +325,8 @@ def test_longest_vector(device: str) -> None:
     assert kernels.top_k(residual, 3).indices.tolist() == places[-3:]
 
 
-def test_captured_in_a_graph(device: str) -> None:
-    """A whole selection replays with new gradients and thresholds: nothing waits for the host or allocates."""
+def test_cuda_graph_replay(device: str) -> None:
+    """A CUDA graph of a selection replays with new inputs: nothing waits for the host or allocates memory."""
     if device == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     n, k, workspace = 100_000, 1000, kernels.Workspace()

@@ -1,4 +1,4 @@
-"""Whether compression pays, measured."""
+"""The ``doctor`` command, which measures whether compression pays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tritoncomm.__main__ import main
 from tritoncomm.planning.doctor import break_even
 
 
-def test_doctor_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow link pays, a fast one does not; the exit code says so, and the file has the figures."""
+def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compression pays on a slow link and not on a fast one, as the exit code and the JSON file report."""
     file = tmp_path / "doctor.json"
     arguments = ["doctor", "--numel", "2e5", "--workers", "8", "--json", str(file), "--link"]
     assert main([*arguments, "10mbit,1us"]) == 0
@@ -26,11 +26,11 @@ def test_doctor_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Compression pays at density 5.00%" in capsys.readouterr().out
     assert main([*arguments, "10000gbit,1us"]) == 1
     assert "Stay dense" in capsys.readouterr().out
-    assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # dense hides behind the computation
+    assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # computation hides the dense all-reduce
 
 
 def test_doctor_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks measure each other."""
+    """Two ranks measure their exchanges."""
     file = tmp_path / "doctor.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tritoncomm",
@@ -47,7 +47,7 @@ def test_doctor_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_break_even() -> None:
-    """Between densities, along a line in their logarithms."""
+    """The break-even density is interpolated linearly in the logarithm of the density."""
     assert break_even({0.001: 2.0, 0.1: 3.0}, 1.0) == 0
     assert break_even({0.001: 0.5, 0.1: 0.9}, 1.0) == 0.1
     assert break_even({0.001: 0.5, 0.1: 1.5}, 1.0) == pytest.approx(0.01)

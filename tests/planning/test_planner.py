@@ -1,4 +1,4 @@
-"""Plans and surveys: what the command line makes of formulas and of simulated networks."""
+"""Plans and comparisons of methods, from formulas and from simulated networks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
 
 def test_options_are_ranked() -> None:
-    """Every method at every density, fastest step first; dense hides behind half of the computation."""
+    """Every method is ranked at every density, fastest first. A dense exchange overlaps half of the computation."""
     ranked = estimates(1_000_000, 8, SLOW, 0.02)
     assert len(ranked) == 1 + 3 * (len(algorithms()) - 1)
     assert [option.step for option in ranked] == sorted(option.step for option in ranked)
@@ -33,8 +33,8 @@ def test_options_are_ranked() -> None:
     assert dense.step == pytest.approx(0.02 + dense.high - 0.01)
 
 
-def test_choice() -> None:
-    """A slow network takes a sparse method that trains well; a fast one, or a tiny model, stays dense."""
+def test_recommended_method() -> None:
+    """A slow network gets a trusted sparse method. A fast network or a tiny model stays dense."""
     assert recommend(25_000_000, 8, SLOW, 0.01).name in TRUSTED
     assert recommend(25_000_000, 8, SLOW, 0.02).density == 0.02
     assert isinstance(recommend(100_000, 64, FAST, 0.01, 0.1), Dense)
@@ -44,14 +44,14 @@ def test_choice() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"), [((0, 4, SLOW), "numel=0"), ((10, 0, SLOW), "workers=0"), ((10, 2, SLOW, -1.0), "-1.0")]
 )
-def test_plans_that_make_no_sense(arguments: tuple, named: str) -> None:
-    """Named."""
+def test_impossible_plans_are_rejected(arguments: tuple, named: str) -> None:
+    """The error names the impossible argument."""
     with pytest.raises(ConfigurationError, match=named):
         estimates(*arguments)
 
 
 def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranking, and the line of code; on a fast network, plainly that dense is faster."""
+    """``plan`` prints the ranking and a line of code, and recommends dense on a fast network."""
     assert main(["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]) == 0
     out = capsys.readouterr().out
     assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.05)" in out
@@ -61,7 +61,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for every method and number of workers, a JSON file and a picture."""
+    """``simulate`` prints a row per method and number of workers, and writes a JSON file and a picture."""
     figures, picture = tmp_path / "rows.json", tmp_path / "volume.png"
     arguments = ["simulate", "--algo", "all", "--workers", "2,5", "--numel", "8e3", "--density", "0.05"]
     assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
@@ -84,16 +84,16 @@ def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ["plan", "--numel", "1e6", "--workers", "4", "--step-ms", "-1"],
     ],
 )  # fmt: skip
-def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A clear error and exit code 2."""
+def test_bad_command_line_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A bad argument prints an error and exits with code 2."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "error" in capsys.readouterr().err
 
 
-def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is no recording: what and why, exit code 2."""
+def test_bad_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``simulate`` rejects a file that is not a recording with the reason and exit code 2."""
     path = tmp_path / "nothing"
     path.write_text("no")
     assert main(["simulate", "--gradients", str(path)]) == 2
@@ -103,21 +103,21 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "record it again" in capsys.readouterr().err
 
 
-def test_longer_vectors_are_continued() -> None:
-    """From a shorter vector and half of it: words, messages and time of the long one, exactly where they are linear."""
+def test_long_vectors_are_extrapolated() -> None:
+    """Figures extrapolated from a vector and its half equal those of the long vector where they are linear."""
     numel = 160_000
     assert shortened(numel, 4, 0.01, 1e6) == 12_500
     (direct,) = compare_methods([SparDL()], [4], numel, SLOW, LayeredGradients)
-    (continued,) = compare_methods([SparDL()], [4], numel, SLOW, LayeredGradients, memory=20 * 4 * 40_000)
-    assert continued.simulated == 40_000
-    assert (direct.words, direct.messages) == (continued.words, continued.messages)
-    assert direct.milliseconds == pytest.approx(continued.milliseconds)
+    (extrapolated,) = compare_methods([SparDL()], [4], numel, SLOW, LayeredGradients, memory=20 * 4 * 40_000)
+    assert extrapolated.simulated == 40_000
+    assert (direct.words, direct.messages) == (extrapolated.words, extrapolated.messages)
+    assert direct.milliseconds == pytest.approx(extrapolated.milliseconds)
     assert direct.as_predicted
 
 
 @pytest.mark.parametrize("name", ["oktopk", "exdyna", "random_block", "gtopk"])
-def test_continued_figures_make_sense(name: str) -> None:
-    """From a fortieth of the length: words in k as measured there, no message lost, the busiest at least the mean."""
+def test_extrapolated_figures_are_plausible(name: str) -> None:
+    """Figures extrapolated from a fortieth of the length keep the messages and the words per k."""
     method = at(name, 0.01)
     (row,) = compare_methods([method], [8], 4_000_000, SLOW, LayeredGradients, memory=20 * 8 * 100_000)
     (direct,) = compare_methods([method], [8], 100_000, SLOW, LayeredGradients)
@@ -128,8 +128,8 @@ def test_continued_figures_make_sense(name: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "teams"), [key for key in SPARDL_TABLE if key[0] <= 16])
-def test_the_constants_of_spardl_are_simulated(world_size: int, teams: int) -> None:
-    """What the code sends is SparDL's table: R-SAG to the rounding, B-SAG within its range; latencies are messages."""
+def test_simulated_traffic_matches_spardl_table(world_size: int, teams: int) -> None:
+    """Simulated traffic is that of SparDL's table: R-SAG up to rounding, B-SAG within its range."""
     latencies, low, high, recursive = SPARDL_TABLE[world_size, teams]
     for sag, least, most in (("bruck", low, high), ("recursive", recursive, recursive)):
         if least is None:
@@ -141,8 +141,8 @@ def test_the_constants_of_spardl_are_simulated(world_size: int, teams: int) -> N
         assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
 
 
-def test_fields_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line sets what a recipe has, and names what it has not."""
+def test_recipe_fields_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line sets the fields of a recipe and rejects unknown fields by name."""
     arguments = ["simulate", "--workers", "8", "--numel", "1e5", "--algo"]
     assert main([*arguments, "spardl:teams=2:sag=recursive", "oktopk:strict_volume=True", "spardl"]) == 0
     out = capsys.readouterr().out
@@ -154,15 +154,15 @@ def test_fields_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
         assert named in capsys.readouterr().err
 
 
-def test_simulations_that_are_too_large() -> None:
-    """What would take hundreds of gigabytes is refused, with the way out."""
+def test_too_large_simulations_are_rejected() -> None:
+    """A simulation that would need too much memory is rejected with the fix."""
     with pytest.raises(ConfigurationError, match="choose a higher density"):
         shortened(25_000_000, 1024, 1e-4, 1e9)
     assert shortened(25_000_000, 1024, 0.01, 1e9) == 409_600
 
 
-def test_what_gathers_from_all_is_simulated_at_less() -> None:
-    """Where every worker holds something of every other, their product counts."""
+def test_all_gather_methods_use_shorter_vectors() -> None:
+    """Methods in which every worker holds data of all workers are simulated with shorter vectors."""
     for method, most in ((at("oktopk", 0.01), 409_600), (at("topk_allgather", 0.01), 10_000)):
         gathered = method.formula(25_000_000, 1024).high / 25_000_000
         short = shortened(25_000_000, 1024, 0.01, 1e9, max(0.0, gathered - 2))
@@ -170,8 +170,8 @@ def test_what_gathers_from_all_is_simulated_at_less() -> None:
         assert 1024 * short * (20 + 4 * gathered) < 9e9
 
 
-def test_gradients() -> None:
-    """Layered: alike in scale and signal, different in noise; adversarial: all in one stretch; both repeatable."""
+def test_synthetic_gradients() -> None:
+    """Synthetic gradients are repeatable. Layered ones share scale and signal, adversarial ones lie in one stretch."""
     first, second = LayeredGradients(4800, 0), LayeredGradients(4800, 1)
     assert torch.equal(first.at(3), LayeredGradients(4800, 0).at(3))
     assert not torch.equal(first.at(3), first.at(4))
@@ -185,8 +185,8 @@ def test_gradients() -> None:
     assert AdversarialGradients(0, 0).at(0).numel() == LayeredGradients(0, 0).at(0).numel() == 0
 
 
-def test_recordings(tmp_path: Path) -> None:
-    """Tiled or cut to length; more ranks and steps start over, ranks further along the vector."""
+def test_recorded_gradients(tmp_path: Path) -> None:
+    """A recording is repeated or cut to length. Additional ranks and steps reuse it, and additional ranks shift it."""
     path = tmp_path / "recording.pt"
     torch.save({"gradients": torch.arange(24.0).view(2, 3, 4)}, path)
     recording = load_recording(path)
@@ -196,15 +196,15 @@ def test_recordings(tmp_path: Path) -> None:
     assert RecordedGradients(3, 0, recording).at(0).tolist() == [0, 1, 2]
 
 
-def test_words_are_bytes() -> None:
-    """A survey counts words of four bytes."""
+def test_words_have_four_bytes() -> None:
+    """A comparison counts words of four bytes."""
     (row,) = compare_methods([Dense()], [4], 400, SLOW, LayeredGradients, steps=1)
     assert row.words * WORD == 2 * 3 / 4 * 1600
     assert row.load == 1
 
 
-def test_columns_stand_under_their_names() -> None:
-    """Of the table that ``simulate`` prints, whatever the longest label is."""
+def test_table_columns_are_aligned() -> None:
+    """The columns of the printed table are aligned with their names for labels of any length."""
     rows = [
         *compare_methods([Dense(), SparDL(teams=2, residuals="partial")], [4], 400, SLOW, LayeredGradients, steps=1)
     ]

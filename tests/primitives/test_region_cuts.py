@@ -24,8 +24,8 @@ supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(s
 
 
 @given(st.lists(supports, min_size=1, max_size=9))
-def test_cuts(selected: list[torch.Tensor]) -> None:
-    """Monotone from 0 to n, one owner per coordinate, and every entry falls in its slice."""
+def test_cuts_partition_the_entries(selected: list[torch.Tensor]) -> None:
+    """Cuts ascend from 0 to n, and every entry lies in the region of its slice."""
     world_size = len(selected)
     total = sum(propose_cuts(indices, world_size) for indices in selected)
     cuts = consensus_cuts(total.tolist(), 100)
@@ -42,7 +42,7 @@ def test_cuts(selected: list[torch.Tensor]) -> None:
 
 @given(st.sets(st.integers(0, 999), min_size=9), st.integers(1, 9))
 def test_equal_selections_balance_within_one(chosen: set[int], world_size: int) -> None:
-    """When every worker selects the same, region counts differ by at most one."""
+    """If every worker selects the same entries, region counts differ by at most one."""
     indices = torch.tensor(sorted(chosen), dtype=torch.int32)
     cuts = consensus_cuts((propose_cuts(indices, world_size) * world_size).tolist(), 1000)
     at = offsets(indices, cuts)
@@ -64,8 +64,8 @@ def test_rotation(world_size: int, width: int) -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9))
-def test_moves(sizes: list[int]) -> None:
-    """Blocks end balanced, in the same order, and what one sends the other expects."""
+def test_moves_balance_blocks(sizes: list[int]) -> None:
+    """Moves leave balanced blocks in the same order, and every receiver expects what its peer sends."""
     world_size, total = len(sizes), sum(sizes)
     starts = [0, *accumulate(sizes)]
     blocks = [list(range(starts[r], starts[r + 1])) for r in range(world_size)]
@@ -88,7 +88,7 @@ def test_moves(sizes: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 100))
 def test_trimmed_sizes(sizes: list[int], limit: int) -> None:
-    """Exactly the limit is used, nobody gets more than it has, and shares are within one of proportional."""
+    """Trimmed sizes use the limit exactly, exceed no size, and are within one of proportional shares."""
     trimmed = trimmed_sizes(sizes, limit)
     total = sum(sizes)
     assert sum(trimmed) == min(total, limit)
@@ -98,8 +98,8 @@ def test_trimmed_sizes(sizes: list[int], limit: int) -> None:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=17))
-def test_bruck(sizes: list[int]) -> None:
-    """Everybody ends with every block by rank, in ceil(log2 P) rounds, receiving each block once."""
+def test_bruck_all_gather(sizes: list[int]) -> None:
+    """Every rank gets every block once, by rank, in ceil(log2 P) rounds."""
     world_size = len(sizes)
     blocks = [torch.full((size,), rank, dtype=torch.int32) for rank, size in enumerate(sizes)]
     scheduler = SimulatedScheduler(world_size)

@@ -1,4 +1,4 @@
-"""The sparse vector."""
+"""SparseVector."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from tritoncomm import ConfigurationError, SparseVector
 
 
-def test_sparse_vector() -> None:
-    """Dense form, density, and a full vector that makes indices only when asked."""
+def test_dense_form_and_density() -> None:
+    """A sparse vector has a dense form and a density. A full one creates its indices when they are read."""
     vector = SparseVector(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.0, -1.0]), 5)
     assert vector.to_dense().tolist() == [0, 2, 0, -1, 0]
     assert (len(vector), vector.density, vector.is_full) == (2, 0.4, False)
@@ -27,7 +27,7 @@ def test_sparse_vector() -> None:
         (torch.tensor([1], dtype=torch.int32), torch.ones(2), r"\(1,\) and values of shape \(2,\)"),
     ],
 )
-def test_sparse_vector_refuses(indices: torch.Tensor, values: torch.Tensor, named: str) -> None:
-    """Wrong dtypes and lengths are named."""
+def test_bad_tensors_are_rejected(indices: torch.Tensor, values: torch.Tensor, named: str) -> None:
+    """Wrong dtypes and lengths are rejected by name."""
     with pytest.raises(ConfigurationError, match=named):
         SparseVector(indices, values, 9)

@@ -1,4 +1,4 @@
-"""What exchanges cost: the papers' tables, links, and the virtual clock against closed forms."""
+"""The cost of exchanges: the papers' tables, links, and the virtual clock against closed forms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spardl_oracle import SPARDL_TABLE
 from tritoncomm import ConfigurationError, Dense, GTopk, OkTopk, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, recipe
@@ -16,6 +16,7 @@ from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link, Traffic
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
+from depth import examples
 from tritoncomm_kernels import Selection, largest
 
 MEGA = 1e6
@@ -33,10 +34,8 @@ OK_TOPK_TABLE = [
 
 
 @pytest.mark.parametrize(("numel", "density", "world_size", "expected"), OK_TOPK_TABLE)
-def test_the_volumes_of_ok_topk_and_its_rivals(
-    numel: int, density: float, world_size: int, expected: list[float]
-) -> None:
-    """Ok-Topk's comparison, every figure to the digits that are given."""
+def test_volumes_match_ok_topk_table(numel: int, density: float, world_size: int, expected: list[float]) -> None:
+    """The formulas give every figure of Ok-Topk's comparison to the printed digits."""
 
     def volume(method) -> tuple[float, float]:
         formula = method.formula(numel, world_size)
@@ -50,8 +49,8 @@ def test_the_volumes_of_ok_topk_and_its_rivals(
 
 
 @pytest.mark.parametrize(("world_size", "teams"), SPARDL_TABLE)
-def test_the_constants_of_spardl(world_size: int, teams: int) -> None:
-    """SparDL's table of latencies and words for every number of teams."""
+def test_volumes_match_spardl_table(world_size: int, teams: int) -> None:
+    """The formulas give SparDL's table of latencies and words for every number of teams."""
     latencies, low, high, recursive = SPARDL_TABLE[world_size, teams]
     numel, k = 1_000_000, 10_000
     bruck = SparDL(teams=teams, sag="bruck").formula(numel, world_size)
@@ -75,8 +74,8 @@ TIMES = [
 
 
 @pytest.mark.parametrize(("world_size", "link", "expected", "teams"), TIMES)
-def test_model_times(world_size: int, link: str, expected: list[float], teams: tuple[int, float, float]) -> None:
-    """14.73 million values at 1 %: the model's milliseconds, every one as published."""
+def test_published_times(world_size: int, link: str, expected: list[float], teams: tuple[int, float, float]) -> None:
+    """The predicted times for 14.73 million values at 1 % match the published milliseconds."""
     numel, network = 14_730_000, Link.parse(link)
 
     def times(method) -> list[float]:
@@ -94,8 +93,8 @@ def test_model_times(world_size: int, link: str, expected: list[float], teams: t
 
 @pytest.mark.parametrize("name", ["dense", "topk_allgather", "gtopk", "spardl", "random_k", "random_block"])
 @pytest.mark.parametrize("world_size", [2, 5, 8])
-def test_exact_formulas_are_exact(name: str, world_size: int) -> None:
-    """Where the volume is fixed, what is measured is the formula plus frames; gTop-k's on its root."""
+def test_fixed_volumes_match_formulas(name: str, world_size: int) -> None:
+    """If the volume is fixed, the measured volume is the formula plus headers (gTop-k: at most, on its root)."""
     numel = world_size * 1000
     fields = {"reduced_lr": True, "alignment": 1} if name == "random_block" else {}
     method = recipe(name, density=0.01, **fields)
@@ -120,14 +119,14 @@ def test_exact_formulas_are_exact(name: str, world_size: int) -> None:
         ("8bit,1s", Link(1.0, 1.0)),
     ],
 )
-def test_links(text: str, link: Link) -> None:
-    """Bandwidth and latency with their units."""
+def test_parse_link(text: str, link: Link) -> None:
+    """A link is parsed with the units of bandwidth and latency."""
     assert Link.parse(text) == pytest.approx(link)
 
 
 @pytest.mark.parametrize("text", ["", "10gbit", "10gb,30us", "30us,10gbit", "0gbit,1us", "1..0gbit,1us", "-1gbit,1us"])
-def test_bad_links(text: str) -> None:
-    """What cannot be read is refused with an example, or with the reason."""
+def test_bad_links_are_rejected(text: str) -> None:
+    """A link that cannot be parsed raises an error."""
     with pytest.raises(ConfigurationError, match="link"):
         Link.parse(text)
 
@@ -136,12 +135,12 @@ LINK = Link(latency=1.0, bandwidth=8.0)  # two words a second
 
 
 def words(count: int) -> torch.Tensor:
-    """A message."""
+    """Return a message of ``count`` words."""
     return torch.zeros(count, dtype=torch.int32)
 
 
 def timed(*patterns, compute: tuple[float, ...] = ()) -> list[float]:
-    """When each rank is done."""
+    """Return the time at which each rank finishes."""
     clock = VirtualClock(len(patterns), LINK)
     for rank, seconds in enumerate(compute):
         clock.charge(rank, seconds)
@@ -156,35 +155,35 @@ def timed(*patterns, compute: tuple[float, ...] = ()) -> list[float]:
     return clock.now
 
 
-def test_a_message_takes_latency_and_its_bytes() -> None:
-    """Sent when its bytes are out, received a latency later."""
+def test_message_time() -> None:
+    """A message has left when its bytes are sent, and arrives one latency later."""
     busy = (2 + HEADER_WORDS) / 2
     assert timed([Round("p", {1: words(2)}, {})], [Round("p", {}, {0: 2})]) == [busy, busy + 1]
 
 
-def test_a_late_sender_makes_its_receiver_wait() -> None:
-    """The receiver's own time does not matter when the sender is later, and the other way round."""
+def test_receiver_waits_for_late_sender() -> None:
+    """A receiver waits for a late sender. A late receiver does not delay the sender."""
     sends, receives = [Round("p", {1: words(2)}, {})], [Round("p", {}, {0: 2})]
     assert timed(sends, receives, compute=(10.0, 0.0)) == [15.0, 16.0]
     assert timed(sends, receives, compute=(0.0, 3.0)) == [5.0, 6.0]
     assert timed(sends, receives, compute=(0.0, 30.0)) == [5.0, 30.0]
 
 
-def test_one_stream_at_a_time() -> None:
-    """Two messages to one rank are received after one another; two from one rank leave after one another."""
+def test_messages_of_one_rank_are_sequential() -> None:
+    """Two messages to one rank arrive one after the other, and two messages from one rank leave one after the other."""
     into = [[Round("p", {2: words(2)}, {})], [Round("p", {2: words(2)}, {})], [Round("p", {}, {0: 2, 1: 2})]]
     assert timed(*into) == [5, 5, 11]
     out = [[Round("p", {1: words(2), 2: words(2)}, {})], [Round("p", {}, {0: 2})], [Round("p", {}, {0: 2})]]
     assert timed(*out) == [10, 6, 11]
 
 
-def test_both_directions_at_once() -> None:
-    """Interfaces are full duplex."""
+def test_full_duplex() -> None:
+    """A rank sends and receives at the same time."""
     assert timed([Round("p", {1: words(2)}, {1: 2})], [Round("p", {0: words(2)}, {0: 2})]) == [6, 6]
 
 
 def test_posted_rounds_overlap_computation() -> None:
-    """What is posted travels while the rank does something else."""
+    """A posted round is transferred while the rank computes."""
     clock = VirtualClock(2, LINK)
 
     def pattern(rank: int):
@@ -196,15 +195,15 @@ def test_posted_rounds_overlap_computation() -> None:
     assert clock.now == [6, 6]
 
 
-def test_an_all_reduce_is_a_ring() -> None:
-    """2(P-1) hops of a latency and a chunk, from the moment the last rank is there."""
+def test_all_reduce_time() -> None:
+    """An all-reduce takes 2(P-1) hops of a latency and a chunk, and starts when the last rank arrives."""
     steps = [AllReduce("p", torch.zeros(8))]
     assert timed(steps, steps, steps, steps, compute=(0.0, 2.0, 0.0, 0.0)) == [2 + 6 * (1 + 1)] * 4
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 13])
-def test_a_world_in_virtual_time(world_size: int) -> None:
-    """SparDL takes what its formula says: its rounds and its words, frames included."""
+def test_spardl_in_virtual_time(world_size: int) -> None:
+    """A step of SparDL takes the time of its rounds and words, headers included."""
     numel = world_size * 2000
     link = Link(30e-6, 1.25e9)
     world = SimulatedWorld(SparDL(density=0.01), world_size, numel, link=link)
@@ -221,9 +220,9 @@ def test_a_world_in_virtual_time(world_size: int) -> None:
     st.lists(st.lists(st.integers(-6, 6).filter(bool), max_size=12), min_size=1, max_size=6),
     st.data(),
 )
-@settings(max_examples=100, deadline=None)
-def test_the_largest_of_all_ranks(values: list[list[int]], data: st.DataObject) -> None:
-    """Each rank's share is what it has among the k largest of the concatenation, ties to the lower index."""
+@examples(100)
+def test_largest_shares(values: list[list[int]], data: st.DataObject) -> None:
+    """Each rank's share is its part of the k largest entries of all ranks, ties to the lower index."""
     total = sum(map(len, values))
     if total < 2:
         return

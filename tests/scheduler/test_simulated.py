@@ -1,4 +1,4 @@
-"""Whatever ranks disagree about in simulation is a named error at once."""
+"""The simulated scheduler: operations, traffic, and errors if ranks disagree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
 def words(*values: int) -> torch.Tensor:
-    """A message."""
+    """Return a message with these words."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def pattern(*steps):
-    """A pattern that yields the given words and returns the replies."""
+    """Yield the given operations and return the replies."""
     replies = []
     for step in steps:
         reply = yield step
@@ -29,8 +29,8 @@ def run(*steps_by_rank):
     return SimulatedScheduler(len(steps_by_rank)).run([pattern(*steps) for steps in steps_by_rank])
 
 
-def test_round() -> None:
-    """Messages arrive at their peer, as copies."""
+def test_round_delivers_copies() -> None:
+    """Messages arrive at their peer as copies."""
     message = words(1, 2, 3)
     a, b = run([Round("p", {1: message}, {})], [Round("p", {}, {0: 3})])
     assert a == [{}]
@@ -39,7 +39,7 @@ def test_round() -> None:
 
 
 def test_post_and_wait() -> None:
-    """A posted round is finished by waiting for its ticket."""
+    """Waiting for its ticket finishes a posted round."""
 
     def overlapping(rank: int):
         ticket = yield Post(Round("p", {1 - rank: words(rank)}, {1 - rank: 1}))
@@ -50,7 +50,7 @@ def test_post_and_wait() -> None:
 
 
 def test_collectives() -> None:
-    """All-reduce sums, all-to-all transposes, all-gather stacks; the results are nobody else's."""
+    """All-reduce sums, all-to-all transposes and all-gather stacks. Each rank gets its own result."""
     sums = run([AllReduce("r", words(1, 2))], [AllReduce("r", words(3, 4))])
     assert [s[0].tolist() for s in sums] == [[4, 6], [4, 6]]
     sums[0][0].zero_()
@@ -62,7 +62,7 @@ def test_collectives() -> None:
 
 
 def test_traffic_is_counted_by_rank() -> None:
-    """Payload and header of what each rank sends and receives; empty messages cost nothing."""
+    """Payload and header count for the sender and the receiver. Empty messages cost nothing."""
     scheduler = SimulatedScheduler(3)
     scheduler.run(
         [
@@ -97,7 +97,7 @@ def test_disagreement_is_named(first, second, named: str) -> None:
 
 
 def test_every_pattern_is_closed_after_an_error() -> None:
-    """A pattern that was suspended gets to clean up."""
+    """After an error, suspended patterns run their cleanup."""
     closed = []
 
     def careful(rank: int):

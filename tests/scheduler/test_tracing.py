@@ -16,11 +16,11 @@ from tritoncomm.scheduler.cost import Link
 
 
 def test_trace_of_a_simulation(tmp_path: Path) -> None:
-    """Virtual time: every rank's phases follow each other, and the messages are all there."""
+    """The trace of a simulation has all messages, and the phases of each rank in virtual time."""
     file = tmp_path / "trace.json"
     world = SimulatedWorld(tritoncomm.OkTopk(density=0.1), 3, 100, link=Link.parse("1gbit,1ms"))
     gradients = torch.randn(3, 100)
-    world.step(gradients)  # outside
+    world.step(gradients)  # before the trace starts
     with tritoncomm.trace(file):
         world.step(gradients)
     content = json.loads(file.read_text())

@@ -14,7 +14,7 @@ from tritoncomm.scheduler.cost import HEADER_WORDS
 
 @given(st.sets(st.integers(0, 2**31 - 2)))
 def test_pack_and_unpack(chosen: set[int]) -> None:
-    """Indices and values survive bit for bit, NaN and -0.0 included."""
+    """Packing keeps indices and values bit for bit, NaN and -0.0 included."""
     indices = torch.tensor(sorted(chosen), dtype=torch.int32)
     values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
     got, floats = wire.unpack(wire.pack(indices, values))
@@ -24,8 +24,8 @@ def test_pack_and_unpack(chosen: set[int]) -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
-def test_packed_parts(parts: list[set[int]], free: int) -> None:
-    """Many messages written and read at once are what one at a time would be; padded ones keep their length."""
+def test_pack_parts(parts: list[set[int]], free: int) -> None:
+    """Messages packed together equal messages packed one by one. Padded messages have a fixed length."""
     lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
     values = [torch.randn(len(indices)) for indices in lists]
     messages = wire.pack_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
@@ -41,15 +41,15 @@ def test_packed_parts(parts: list[set[int]], free: int) -> None:
 
 
 @pytest.mark.parametrize("indices", [[1, 5, 2, 2], [1, 5, 4, 10], [5, 1, 2, 3], [-1, 5, 2, 3]])
-def test_malformed_parts_are_refused(indices: list[int]) -> None:
-    """Each part of two must ascend by itself, inside the range."""
+def test_malformed_parts_are_rejected(indices: list[int]) -> None:
+    """Indices that do not ascend in each part, or leave the range, are rejected."""
     wire.check_indices(torch.tensor([1, 5, 2, 3], dtype=torch.int32), 0, 10, [2, 2])
     with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
         wire.check_indices(torch.tensor(indices, dtype=torch.int32), 0, 10, [2, 2])
 
 
-def test_every_bit_of_a_message_counts() -> None:
-    """One bit flipped anywhere, signs included, in header or payload: the message is refused."""
+def test_every_bit_flip_is_detected() -> None:
+    """A message with one flipped bit anywhere, in header or payload, is rejected."""
     frame = wire.Frame(7, 3, "reduce", wire.stamp("somebody"))
     payload = wire.pack(torch.tensor([3, 8], dtype=torch.int32), torch.tensor([2.0, -1e-30]))
     message = wire.framed(payload, frame)
@@ -60,22 +60,22 @@ def test_every_bit_of_a_message_counts() -> None:
     check(message)
     for word in range(len(message)):
         for bit in range(32):
-            struck = message.clone()
-            struck[word] ^= int(np.uint32(1 << bit).view(np.int32))
+            flipped = message.clone()
+            flipped[word] ^= int(np.uint32(1 << bit).view(np.int32))
             with pytest.raises(ProtocolMismatchError):
-                check(struck)
+                check(flipped)
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])
-def test_malformed_indices_are_refused(indices: list[int]) -> None:
-    """Indices that do not ascend inside the receiver's range never reach a scatter."""
+def test_malformed_indices_are_rejected(indices: list[int]) -> None:
+    """Indices that do not ascend inside the receiver's range are rejected."""
     message = wire.pack(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
     with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
         wire.check_indices(wire.unpack(message)[0], 0, 10)
 
 
-def test_frame() -> None:
-    """A header tells step, round, phase, method and length apart, and damage."""
+def test_frame_mismatches_are_rejected() -> None:
+    """A header with another step, round, phase, method or length is rejected by name, and so is a damaged one."""
     payload = torch.arange(5, dtype=torch.int32)
     frame = wire.Frame(7, 3, "gather", wire.stamp("oktopk of 100"))
     message = wire.framed(payload, frame)

@@ -1,4 +1,4 @@
-"""The staleness-aware step: the laws of its specification."""
+"""The staleness-aware Adam step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
-    """Parameters after ``steps``; ``gradient(t)`` is delivered at ``delivered(t)`` (indices, or None for all)."""
+    """Return parameter and optimizer after ``steps`` steps. ``delivered(t)`` has indices, or is None for all."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(numel))
     limits = {
@@ -47,8 +47,8 @@ def run(kind, steps, *, delivered, gradient, numel: int = 12, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "plain")
 @pytest.mark.parametrize("everything", [None, torch.arange(12)], ids=["dense", "indexed"])
-def test_density_one_is_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
-    """With everything delivered every step the trajectory is torch's own, to rounding."""
+def test_density_one_equals_torch(kind, options: dict[str, object], everything: torch.Tensor | None) -> None:
+    """If every coordinate is delivered in every step, the trajectory equals torch's up to rounding."""
     gradients = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
     got, _ = run(kind, 60, delivered=lambda _: everything, gradient=lambda t: gradients[t - 1].clone(), **options)
     torch.manual_seed(0)
@@ -63,8 +63,8 @@ def test_density_one_is_torch(kind, options: dict[str, object], everything: torc
 @pytest.mark.parametrize("tau", [2, 5, 10, 40])
 @pytest.mark.parametrize("catch_up", [1, 4, 20])
 @pytest.mark.parametrize("walk", [1.5, 3.0, math.inf])
-def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
-    """A constant gradient delivered every tau steps moves a part of dense's way: the smallest of three limits."""
+def test_delayed_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
+    """A constant gradient delivered every tau steps moves a part of the dense way: the smallest of three limits."""
     steps, share = 20 * tau, min(tau, catch_up, walk * math.sqrt(tau)) / tau
     adam = torch.optim.AdamW
     dense, _ = run(adam, steps, delivered=lambda _: None, gradient=lambda _: torch.ones(12), weight_decay=0)
@@ -86,8 +86,8 @@ def test_late_deliveries_catch_up(tau: int, catch_up: int, walk: float) -> None:
 @pytest.mark.parametrize("rate", [1e-5, 1e-4, 4e-4, 1e-3, 3e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("size", [0.0, 0.02])
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.01])
-def test_no_tensor_is_turned_over(rate: float, size: float, share: float) -> None:
-    """What arrives at once changes a tensor by a fifth of its norm or by a learning rate per coordinate, at most."""
+def test_relative_update_is_limited(rate: float, size: float, share: float) -> None:
+    """One delivery changes a tensor by at most a fifth of its norm, or one learning rate per coordinate."""
     parameter = nn.Parameter(size * torch.ones(10_000))
     aware = StalenessAwareAdam(torch.optim.AdamW([parameter], lr=0.0, weight_decay=0.0))
     sign = torch.randint(0, 2, (10_000,), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
@@ -102,8 +102,8 @@ def test_no_tensor_is_turned_over(rate: float, size: float, share: float) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_on_time_takes_a_dense_step(kind) -> None:
-    """Where a late coordinate makes the limit bind, the others still move as far as torch moves them."""
+def test_current_coordinates_take_a_dense_step(kind) -> None:
+    """If the limit binds because of a delayed coordinate, the other coordinates still move as in torch."""
     gradients = torch.randn(41, 12, generator=torch.Generator().manual_seed(1))
     gradients[40] *= 100  # a step of several learning rates
     moved = {}
@@ -125,18 +125,18 @@ def test_what_is_on_time_takes_a_dense_step(kind) -> None:
     assert not torch.equal(moved[0.0][0], moved[math.inf][0])
 
 
-def test_a_norm_is_looked_at_now_and_then() -> None:
-    """In every step at first, then in every twentieth."""
+def test_param_rms_is_renewed_periodically() -> None:
+    """``param_rms`` is computed in every step at first, then in every twentieth."""
     parameter = nn.Parameter(torch.zeros(2000))
     optimizer = torch.optim.AdamW([parameter], lr=0.01)
     aware = StalenessAwareAdam(optimizer)
-    looked = []
+    renewed = []
     for _ in range(65):
         held = root_mean_square(parameter)
         parameter.grad = torch.ones(2000)
         aware.step([parameter], [None])
-        looked.append(torch.equal(optimizer.state[parameter]["param_rms"], held))
-    assert [step for step, fresh in enumerate(looked) if fresh] == [*range(21), 40, 60]
+        renewed.append(torch.equal(optimizer.state[parameter]["param_rms"], held))
+    assert [step for step, fresh in enumerate(renewed) if fresh] == [*range(21), 40, 60]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_a_norm_is_looked_at_now_and_then() -> None:
         {"max_relative_update": math.nan},
     ],
 )
-def test_bad_limits_are_refused(bad: dict[str, float]) -> None:
-    """A delivery is at least one step."""
+def test_bad_limits_are_rejected(bad: dict[str, float]) -> None:
+    """Limits below one step, negative limits and NaN are rejected by name."""
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
         StalenessAwareAdam(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), **bad)
 
 
-def test_no_limit_is_none() -> None:
+def test_infinite_relative_update() -> None:
     """``max_relative_update=inf`` lets weights of zero catch up as well."""
     for change, steps in ((math.inf, 12.0), (0.2, 1.0)):
         parameter = nn.Parameter(torch.zeros(1000))
@@ -166,8 +166,8 @@ def test_no_limit_is_none() -> None:
         assert torch.allclose(-parameter.detach(), torch.tensor(0.01 * steps), rtol=1e-3)
 
 
-def test_the_step_count_is_fp32_whatever_the_default() -> None:
-    """Models are built under a default of bf16, which counts to 256."""
+def test_step_count_is_fp32() -> None:
+    """The step count is fp32 even if the default dtype is bf16, which counts only to 256."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         _, optimizer = run(torch.optim.Adam, 2, delivered=lambda _: None, gradient=lambda _: torch.ones(12))
@@ -177,8 +177,8 @@ def test_the_step_count_is_fp32_whatever_the_default() -> None:
     assert state["step"].dtype == state["param_rms"].dtype == torch.float32
 
 
-def test_a_magnitude_has_one_value() -> None:
-    """The root mean square of a parameter: right, and the same bits in whatever order and dtype it is summed."""
+def test_root_mean_square() -> None:
+    """The root mean square is accurate and has the same bits for any order and dtype of the values."""
     values = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0)).bfloat16().float() * 0.02
     found = root_mean_square(values)
     assert found.dtype == torch.float32
@@ -198,8 +198,8 @@ def test_a_magnitude_has_one_value() -> None:
 
 @pytest.mark.parametrize("tau", [1, 50, 400, 2000])
 @pytest.mark.parametrize("later", [1.0, 1e-2, 1e-4])
-def test_late_small_deliveries_are_accurate(tau: int, later: float) -> None:
-    """However long the wait and however small the delivery, fp32 state agrees with the rule in fp64."""
+def test_delayed_small_deliveries_are_accurate(tau: int, later: float) -> None:
+    """For any delay and any size of a delivery, fp32 state agrees with the same rule in fp64."""
     moved = {}
     for dtype in (torch.float32, torch.float64):
         parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
@@ -211,8 +211,8 @@ def test_late_small_deliveries_are_accurate(tau: int, later: float) -> None:
     assert moved[torch.float32] == pytest.approx(moved[torch.float64], rel=1e-4)
 
 
-def test_plain_adam_does_not_catch_up() -> None:
-    """The control: without the rule the same coordinate moves about 1/sqrt(tau) of dense."""
+def test_unmodified_adamw_does_not_catch_up() -> None:
+    """As a control, unmodified AdamW moves a delayed coordinate only by about 1/sqrt(tau) of the dense way."""
     tau, steps = 10, 3000
     moved = {}
     for late in (False, True):
@@ -226,7 +226,7 @@ def test_plain_adam_does_not_catch_up() -> None:
 
 
 def test_undelivered_coordinates_only_decay() -> None:
-    """Outside the delivered support weight decay is all that happens."""
+    """Coordinates that are not delivered change by weight decay alone."""
     got, optimizer = run(
         torch.optim.AdamW,
         7,
@@ -247,7 +247,7 @@ def test_undelivered_coordinates_only_decay() -> None:
 
 
 def test_scale_invariance() -> None:
-    """Gradients times a power of two leave the trajectory unchanged when eps is 0."""
+    """Gradients times a power of two leave the trajectory unchanged if eps is 0."""
     gradients = torch.randn(30, 12, generator=torch.Generator().manual_seed(2)) + 0.1
     schedule = [torch.randperm(12, generator=torch.Generator().manual_seed(t))[:4].sort().values for t in range(31)]
     results = [
@@ -261,7 +261,7 @@ def test_scale_invariance() -> None:
 
 
 def test_strided_and_half_precision_parameters() -> None:
-    """Channels-last and bf16 parameters are updated in place, like their contiguous fp32 twins."""
+    """Channels-last and bf16 parameters are updated in place, like contiguous fp32 parameters."""
     torch.manual_seed(0)
     plain = nn.Parameter(torch.randn(2, 3, 4, 4))
     strided = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
@@ -278,23 +278,23 @@ def test_strided_and_half_precision_parameters() -> None:
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_unsupported_options_are_refused(option: str) -> None:
-    """What cannot be honoured is named, with the way out."""
+def test_unsupported_options_are_rejected(option: str) -> None:
+    """An unsupported option is rejected by name, with the fix."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], **{option: True})
     with pytest.raises(ConfigurationError, match=f'{option}=True.*staleness="off"'):
         tritoncomm.wrap(optimizer)
     assert tritoncomm.wrap(optimizer, staleness="off")
 
 
-def test_bad_catch_up_is_refused() -> None:
-    """A delivery cannot count for less than one step."""
+def test_bad_max_catch_up_is_rejected() -> None:
+    """wrap() rejects a ``max_catch_up`` of less than one step."""
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
     with pytest.raises(ConfigurationError, match=r"max_catch_up=0\.5"):
         tritoncomm.wrap(optimizer, max_catch_up=0.5)
 
 
 def test_groups_keep_their_own_settings() -> None:
-    """Learning rates and decay per group are honoured."""
+    """Each parameter group uses its own learning rate."""
     fast, slow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": [fast], "lr": 0.1}, {"params": [slow], "lr": 0.001}], weight_decay=0)
     for parameter in (fast, slow):
@@ -304,8 +304,8 @@ def test_groups_keep_their_own_settings() -> None:
     assert torch.allclose(1 - slow, torch.full((3,), 0.001), rtol=1e-3)
 
 
-def test_a_bare_optimizers_state_is_continued() -> None:
-    """Loading AdamW's own checkpoint: every coordinate counts as delivered at its last step."""
+def test_loading_unmodified_adamw() -> None:
+    """After loading a state of unmodified AdamW, every coordinate counts as delivered in its last step."""
     parameter = nn.Parameter(torch.ones(3))
     bare = torch.optim.AdamW([parameter], lr=0.01)
     for _ in range(4):
@@ -318,8 +318,8 @@ def test_a_bare_optimizers_state_is_continued() -> None:
     assert wrapped.state[parameter]["last_delivered"].tolist() == [5, 5, 5]
 
 
-def test_unknown_optimizers_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """One line at wrap time for an optimizer that takes bursts at face value; none for SGD and Adam."""
+def test_unsupported_optimizers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """wrap() warns about an optimizer without a staleness-aware step, but not about SGD and Adam."""
     parameters = [nn.Parameter(torch.ones(2))]
     with caplog.at_level(logging.WARNING, logger="tritoncomm"):
         tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1))

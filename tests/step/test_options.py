@@ -1,4 +1,4 @@
-"""What the front doors have in common: how a choice is logged."""
+"""The log line about the chosen method, which all entry points share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tritoncomm.step.options import log_choice, readable_size
     ],
 )
 def test_readable_size(size: float, text: str) -> None:
-    """Three digits and a unit, never an exponent."""
+    """A size has three digits and a unit, and no exponent."""
     assert readable_size(size) == text
 
 
@@ -40,10 +40,8 @@ def test_readable_size(size: float, text: str) -> None:
         (Dense(density=0.01), 1_000_000, logging.INFO, "Dense() over 4 ranks: 1,000,000 values; each rank receives"),
     ],
 )
-def test_the_choice_is_logged(
-    recipe: Recipe, numel: int, level: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With what it saves; as a warning when it saves nothing, unless dense was asked for."""
+def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The line states the savings. It is a warning if there are none, unless dense was requested."""
     caplog.set_level(logging.INFO, "tritoncomm")
     log_choice(recipe, 0, 4, [(recipe.build(numel), 0)])
     (record,) = caplog.records
@@ -53,7 +51,7 @@ def test_the_choice_is_logged(
 
 
 def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
-    """And nobody does where nothing is exchanged."""
+    """Only the first rank logs, and no rank logs if nothing is exchanged."""
     caplog.set_level(logging.INFO, "tritoncomm")
     log_choice(OkTopk(), 1, 4, [(OkTopk().build(10), 0)])
     log_choice(OkTopk(), 0, 1, [(OkTopk().build(10), 0)])

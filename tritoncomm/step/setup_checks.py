@@ -69,17 +69,20 @@ def gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict
     return gathered
 
 
-def parameter_fields(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> dict[str, Any]:
+def parameter_fields(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], *, values: bool = True
+) -> dict[str, Any]:
     """Return the fields that must agree about the parameters: names, shapes, dtypes, and digests of the values.
 
-    The fields are lists in the order of the optimizer's parameter groups. The order must agree, too.
+    The fields are lists in the order of the optimizer's parameter groups. The order must agree, too. Without
+    ``values``, the values may differ, because they are about to be broadcast.
     """
     return {
         "number of parameters": len(parameters),
         "parameter names": list(names),
         "parameter shapes": [tuple(p.shape) for p in parameters],
         "parameter dtypes": [str(p.dtype) for p in parameters],
-        "parameter values": [digest(p) for p in parameters],
+        "parameter values": [digest(p) for p in parameters] if values else "to be broadcast",
     }
 
 
@@ -129,25 +132,27 @@ def compare_setup(
         "broadcast_parameters": broadcast,
     }
     names = dict(named_parameters(optimizer))
-    fields |= parameter_fields(trained, [names[parameter] for parameter in trained])
-    if broadcast:
-        fields["parameter values"] = "broadcast from the first rank"
-        fields["shapes of all parameters"] = [tuple(parameter.shape) for parameter in names]
+    fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
+    if not broadcast:
+        compare(fields, group)
+        return
+    fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in names]
     compare(fields, group)
-    if broadcast:
-        _broadcast(list(names), group)
+    _broadcast(list(names), group)
+    compare({"parameters": "broadcast"}, group)  # a rank on which this has failed reports it here
 
 
 @torch.no_grad()
 def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copy the values of the group's first rank to its other ranks."""
+    """Copy the values of the group's first rank to its other ranks, after all of them have arrived."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    for parameter in parameters:
-        values = parameter.detach().contiguous()
-        try:
-            dist.broadcast(values, src=source, group=group)
-        except RuntimeError as error:
-            raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
+    received = [parameter.detach().clone(memory_format=torch.contiguous_format) for parameter in parameters]
+    try:
+        for values in filter(torch.numel, received):
+            dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
+    except RuntimeError as error:
+        raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
+    for parameter, values in zip(parameters, received, strict=True):
         parameter.copy_(values)
 
 
