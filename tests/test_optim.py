@@ -335,7 +335,7 @@ def test_replaced_gradients_are_rejected() -> None:
 
 
 def test_freezing_after_wrapping() -> None:
-    """A parameter that is frozen after wrapping stays unchanged. One that is unfrozen raises an error."""
+    """A parameter frozen after wrapping stays unchanged. Unfreezing one after wrapping raises an error."""
     net = model()
     net[2].bias.requires_grad_(requires_grad=False)
     optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.1), density=0.5)

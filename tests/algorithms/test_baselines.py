@@ -109,7 +109,7 @@ def test_hard_threshold_bounds_residuals() -> None:
 
 
 def test_hard_threshold_from_density() -> None:
-    """Without a threshold, the first step computes one from the density: the mean over workers of the quantile."""
+    """Without a threshold, the first step computes one: the mean over workers of the quantile of the density."""
     gradient = normal(3, 1000)
     world = SimulatedWorld(HardThreshold(density=0.1), 3, 1000)
     world.step(gradient)

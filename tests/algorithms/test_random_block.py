@@ -59,14 +59,14 @@ def test_blocks_are_contiguous(mode: str, numel: int, density: float, seed: int)
 
 
 def test_wrap_covers_uniformly() -> None:
-    """In wrap mode all starts and coordinates are drawn equally often (chi-square), and 1 - p of the energy is left."""
+    """In wrap mode all starts and coordinates are equally likely (chi-square), and 1 - p of the energy is left out."""
     numel, steps = 50, 6000
     masks = torch.stack(blocks_of(RandomBlock(density=0.15, mode="wrap", alignment=1, seed=5), numel, steps))
     size = int(masks[0].sum())
     starts = (masks & ~masks.roll(1, 1)).int().argmax(1)
     for counts, expected in ((torch.bincount(starts, minlength=numel), 1 / numel), (masks.sum(0), size / numel)):
         spread = float((counts - steps * expected).square().sum() / (steps * expected))
-        # Neighboring coordinates are covered together, which spreads counts up to `size` times as far as independence.
+        # Neighboring coordinates are covered together. Counts spread up to `size` times as much as independent ones.
         bound = numel + 4 * math.sqrt(2 * numel)
         assert spread < bound * (size if expected > 1 / numel else 1)
     values = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from process_group_workers import loss_of, possible, tiny_model, total
+from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from training_workers import flat, residual, same_everywhere
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step import checkpoint_format
 

@@ -17,11 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from process_group_workers import total
+from helpers import flat, same_everywhere, total
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from training_workers import flat, same_everywhere
 from tritoncomm import ConfigurationError, NonFiniteError, PeerLostError
 from tritoncomm.ddp import CommState, comm_hook, register
 
@@ -146,7 +145,7 @@ def accumulation(rank: int, world_size: int, send) -> None:
     with pytest.raises(RuntimeError, match="no_sync"):
         loss_of(model, rank, 9).backward()
     loss = loss_of(model, rank, 10)
-    model.zero_grad()  # after the forward pass, as many do
+    model.zero_grad()  # after the forward pass, as many training loops do
     loss.backward()
     assert state.metrics()["steps"] == 4
 
@@ -171,7 +170,7 @@ def raw_accumulation(rank: int, world_size: int, send) -> None:
 
 
 def half_precision_wrappers(rank: int, world_size: int, send) -> None:
-    """PyTorch's half-precision wrappers work around the hook."""
+    """PyTorch's half-precision wrappers can wrap the hook."""
     for wrapper, dtype in ((fp16_compress_wrapper, torch.float16), (bf16_compress_wrapper, torch.bfloat16)):
         model, plain = ddp(net()), ddp(net())
         state = CommState(algo="topk_allgather", density=1.0)
@@ -256,7 +255,7 @@ def killed(rank: int, world_size: int, send) -> None:
     assert flat(model) == before
     assert all(laws.same_bits(pending[name], now) for name, now in residuals(state).items())
     optimizer.zero_grad()
-    with pytest.raises(PeerLostError):  # and again, instead of a hang
+    with pytest.raises(PeerLostError):  # the next pass raises as well, instead of a hang
         loss_of(model, rank, 3).backward()
     send((rank, "named"))
     os._exit(0)
@@ -456,7 +455,7 @@ def hooks_that_torch_rejects(rank: int, world_size: int, send) -> None:
     for p, q in zip(bound.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, atol=1e-6)
     wrapped = bf16_compress_wrapper(comm_hook)
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)bf16"):  # DDP looks at the name only
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"(?i)bf16"):  # DDP checks the name only
         ddp(net()).register_comm_hook(CommState(), wrapped)
     work = dist.isend(torch.ones(1), (rank + 1) % world_size)
     with pytest.raises(RuntimeError):  # the hook must therefore create its own future

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from process_group_workers import loss_of, tiny_model
-from training_workers import flat, residual
+from helpers import flat, loss_of, residual, tiny_model
 from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler

@@ -2,11 +2,77 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from tritoncomm import ConfigurationError, Recipe
 from tritoncomm.scheduler import local_workers
+
+from recipes import under_test
 
 # Imported once, in the process that workers are forked from.
 local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))
+
+
+def possible(density: float, world_size: int) -> dict[str, Recipe]:
+    """Return the recipes under test that accept the world size."""
+    found = {}
+    for name, recipe in under_test(density).items():
+        with suppress(ConfigurationError):
+            recipe.check_world_size(world_size)
+            found[name] = recipe
+    return found
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over ranks."""
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    """Return a model with an unused parameter and a frozen one."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    model.unused = nn.Parameter(torch.ones(5))
+    model.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the loss of a batch that depends on rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    return (model(x) - y).square().mean()
+
+
+def several(rank: int, world_size: int, send, situations: list) -> None:
+    """Run situations one after the other and send the name of each that ended."""
+    for situation in situations:
+        situation(rank, world_size, send)
+        if rank == 0:
+            send(getattr(situation, "__name__", ""))
+
+
+def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+    """Return a copy of this rank's residual."""
+    return optimizer._exchange.feedback.residual.clone()
+
+
+def same_everywhere(value: object) -> bool:
+    """Whether all ranks have the same value."""
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, value)
+    return all(other == everybody[0] for other in everybody)
+
+
+def flat(model: nn.Module) -> list[int]:
+    """Return the bits of all parameters."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32).tolist()

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 import tritoncomm.planning.automatic
+from helpers import loss_of, possible, tiny_model, total
 from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
@@ -33,7 +33,6 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 import laws
-from recipes import under_test
 
 # The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
@@ -111,16 +110,6 @@ def one_op(op: AllReduce) -> Pattern[torch.Tensor]:
     return reply
 
 
-def possible(density: float, world_size: int) -> dict[str, Recipe]:
-    """Return the recipes under test that accept the world size."""
-    found = {}
-    for name, recipe in under_test(density).items():
-        with suppress(ConfigurationError):
-            recipe.check_world_size(world_size)
-            found[name] = recipe
-    return found
-
-
 def laws_on_processes(rank: int, world_size: int, send) -> None:
     """Check conservation, agreement, refusal and determinism, with separate collectives."""
     for name, recipe in possible(0.05, world_size).items():
@@ -153,29 +142,6 @@ def laws_on_processes(rank: int, world_size: int, send) -> None:
             raise AssertionError(f"{name} accepted a NaN")
         assert laws.same_bits(runs[0].residual, before)
         assert runs[0].algorithm.state == state
-
-
-def total(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over ranks."""
-    y = x.clone()
-    dist.all_reduce(y)
-    return y
-
-
-def tiny_model(seed: int = 0) -> nn.Module:
-    """Return a model with an unused parameter and a frozen one."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
-    model.unused = nn.Parameter(torch.ones(5))
-    model.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-    return model
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Return the loss of a batch that depends on rank and step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-    return (model(x) - y).square().mean()
 
 
 def wrapped_training(rank: int, world_size: int, send) -> None:

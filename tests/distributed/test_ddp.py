@@ -7,8 +7,7 @@ from datetime import timedelta
 
 import ddp_workers
 import pytest
-from helpers import run_workers
-from training_workers import several
+from helpers import run_workers, several
 from tritoncomm.scheduler.local_workers import WorkerError
 
 

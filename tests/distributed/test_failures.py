@@ -55,7 +55,7 @@ def test_skipped_exchange() -> None:
     ("actual", "expected"), [(10, 20), (20, 10), (10, 100_000), (100_000, 10), (100_000, 100_001), (100_001, 100_000)]
 )
 def test_mismatched_lengths(actual: int, expected: int) -> None:
-    """A message that is longer or shorter than expected raises an error on all ranks, for any length."""
+    """A message that is longer or shorter than expected raises an error on all ranks."""
     heard = reports(failure_workers.mismatched_lengths, 3, actual, expected)
     assert sorted(heard) == [0, 1, 2]
     for kind, _, seconds, text in heard.values():

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import training_workers
-from helpers import run_workers
+from helpers import run_workers, several
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
@@ -14,7 +14,7 @@ def test_loss_scaling(ours: bool) -> None:
     """Both GradScalers work with and without unscale_() and clipping, before and after synchronize()."""
     routes = [partial(training_workers.loss_scaling, ours=ours, route=route) for route in training_workers.ROUTES]
     done: list[str] = []
-    run_workers(training_workers.several, 3, routes, listen=done.append)
+    run_workers(several, 3, routes, listen=done.append)
     assert len(done) == len(routes)
 
 
@@ -46,7 +46,7 @@ def test_loss_scaling(ours: bool) -> None:
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
     done: list[str] = []
-    run_workers(training_workers.several, 3, situations, listen=done.append)
+    run_workers(several, 3, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from process_group_workers import loss_of, tiny_model, total
+from helpers import flat, loss_of, residual, same_everywhere, tiny_model, total
 from torch import nn
 from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.amp import GradScaler
@@ -22,31 +22,6 @@ import laws
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2)
 SMALL = 2.0**8
 ROUTES = ("step", "unscale", "synchronize")
-
-
-def several(rank: int, world_size: int, send, situations: list) -> None:
-    """Run situations one after the other and send the name of each that ended."""
-    for situation in situations:
-        situation(rank, world_size, send)
-        if rank == 0:
-            send(getattr(situation, "__name__", ""))
-
-
-def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
-    """Return a copy of this rank's residual."""
-    return optimizer._exchange.feedback.residual.clone()
-
-
-def same_everywhere(value: object) -> bool:
-    """Whether all ranks have the same value."""
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, value)
-    return all(other == everybody[0] for other in everybody)
-
-
-def flat(model: nn.Module) -> list[int]:
-    """Return the bits of all parameters."""
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32).tolist()
 
 
 def sgd(model: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
@@ -382,7 +357,7 @@ def logged_choice(rank: int, world_size: int, send) -> None:
         assert not lines
         return
     (level, text), (other_level, other_text) = lines
-    assert other_level == logging.WARNING  # five times nine tenths of the entries exceed the dense volume
+    assert other_level == logging.WARNING  # at density 0.9, sparse messages exceed the dense volume
     assert "density=0.9" in other_text
     assert level == logging.INFO
     assert "OkTopk(density=0.01" in text

@@ -54,7 +54,7 @@ def test_barrier_before_clearing(name: str) -> None:
     loads, stores, barriers = (
         [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
     )
-    first = stores[0] if name == "adam" else stores[-1]  # which updates all that it reads
+    first = stores[0] if name == "adam" else stores[-1]  # Adam updates all values that it reads
     assert any(any(load < barrier for load in loads) and barrier < first for barrier in barriers)
 
 

@@ -115,7 +115,7 @@ def test_top_k_of_long_vectors(kind: str, k: int) -> None:
         x = x.sign()
     elif kind == "clustered":
         x[: n // 2] = 0.0
-    elif kind == "sampled lines only":  # everything large lies where the sample looks
+    elif kind == "sampled lines only":  # all large values lie where the sample reads
         x = torch.zeros(n)
         for start in range(0, n - threshold.SAMPLE_LINE, threshold.SAMPLE_STRIDE):
             x[start : start + threshold.SAMPLE_LINE] = 1.0

@@ -248,7 +248,7 @@ def test_adam(
     betas = data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)]))
     steps = data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
     change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
-    size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan]))  # of the parameter
+    size = data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan]))  # the parameter's RMS
     small = data.draw(st.sampled_from([1.0, 1e-12]))  # tiny moments make updates whose squares overflow
     generator = torch.Generator().manual_seed(seed)
     last = torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32)

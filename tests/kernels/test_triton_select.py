@@ -270,7 +270,7 @@ def test_long_top_k(device: str, kind: str, k: int) -> None:
     values = drawn({"sparse": "normal", "overflowing": "equal"}.get(kind, kind), n, k)
     if kind == "sparse":
         values *= torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.001
-    elif kind == "overflowing":  # all alike but a few, so that the guess admits everything
+    elif kind == "overflowing":  # almost all values are equal, so the guess admits everything
         values[::1000] *= 2
 
     def call(guarded: Guarded) -> tuple[list[int], list[int]]:

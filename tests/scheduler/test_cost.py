@@ -85,7 +85,7 @@ def test_published_times(world_size: int, link: str, expected: list[float], team
         times(Dense())[0], times(TopkAllgather())[0], times(GTopk())[0], *times(OkTopk()), times(SparDL())[0],
         times(SparDL(teams=2))[0],
     ]  # fmt: skip
-    # The published latencies take log2 of the workers as it is, not rounded up to whole rounds.
+    # The published latencies use log2 of the number of workers without rounding up to whole rounds.
     assert found == pytest.approx(expected, rel=0.03)
     number, low, high = teams
     assert times(SparDL(teams=number, sag="bruck")) == pytest.approx([low, high], rel=0.02, abs=0.006)
@@ -104,7 +104,7 @@ def test_fixed_volumes_match_formulas(name: str, world_size: int) -> None:
     point_to_point = name in ("topk_allgather", "gtopk", "spardl")
     words = busiest.bytes / WORD - point_to_point * HEADER_WORDS * busiest.messages
     formula = method.formula(numel, world_size)
-    if name == "gtopk":  # the root receives in the reduction alone, the table counts the way back, too
+    if name == "gtopk":  # the root receives only in the reduction; the table also counts the way back
         assert words <= formula.high
     else:
         assert words == formula.low == formula.high

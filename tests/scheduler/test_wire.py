@@ -25,7 +25,7 @@ def test_pack_and_unpack(chosen: set[int]) -> None:
 
 @given(st.lists(st.sets(st.integers(0, 99), max_size=8), min_size=1, max_size=6), st.integers(0, 3))
 def test_pack_parts(parts: list[set[int]], free: int) -> None:
-    """Messages packed together equal messages packed one by one. Padded messages have a fixed length."""
+    """Messages packed together equal messages packed one by one. Padded messages keep their length."""
     lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
     values = [torch.randn(len(indices)) for indices in lists]
     messages = wire.pack_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
@@ -75,7 +75,7 @@ def test_malformed_indices_are_rejected(indices: list[int]) -> None:
 
 
 def test_frame_mismatches_are_rejected() -> None:
-    """A header with another step, round, phase, method or length is rejected by name, and so is a damaged one."""
+    """A header with another step, round, phase, method or length is rejected by name. A damaged one is rejected too."""
     payload = torch.arange(5, dtype=torch.int32)
     frame = wire.Frame(7, 3, "gather", wire.stamp("oktopk of 100"))
     message = wire.framed(payload, frame)
