@@ -1,6 +1,6 @@
 """Digests of whole runs: a change that is meant to change nothing leaves them as they are.
 
-``python tests/test_pinned.py --renew`` computes them anew and writes ``tests/pinned.json``.
+``python tests/test_pinned.py --renew`` computes them again and writes ``tests/pinned.json``.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_pinned(now: dict[str, Any], what: str) -> None:
 def main() -> None:
     """Be a worker, or renew the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--renew", action="store_true", help="write tests/pinned.json anew")
+    parser.add_argument("--renew", action="store_true", help="write tests/pinned.json again")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     parser.add_argument("--out")

@@ -384,7 +384,10 @@ def _after_backward(callback: Callable[[], None]) -> None:
     try:
         queue(lambda: queue(callback))  # DDP queues its own callback between the two
     except RuntimeError as error:
-        raise ConfigurationError(f"buckets outside of backward, as in join(), are not supported: {error}") from error
+        raise ConfigurationError(
+            "DDP called the hook outside of a backward pass, as its join() does, which is not supported: give all "
+            f"ranks the same number of batches ({error})"
+        ) from error
 
 
 _SETTINGS = ("recipe", "on_nonfinite", "scaler", "process_group", "_timeout", "_dense_below")

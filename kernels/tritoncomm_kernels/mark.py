@@ -149,7 +149,7 @@ def mark_momentum(
 def write_marks(
     values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None, *, select_nan: bool
 ) -> None:
-    """Reference of marking, which follows the sum, in torch operators and without host synchronization."""
+    """Write the marks of ``values``, the finished sums: the torch reference, without host synchronization."""
     keys = values.view(torch.int32) & MAGNITUDE_MASK
     chosen = keys >= as_key(threshold)
     if not select_nan:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import test_triton_scatter as scatter
@@ -28,7 +29,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     check: Callable[..., None]
-    options: dict[str, bool] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 SELECTING = {
@@ -45,7 +46,13 @@ SELECTING = {
     ),
     "strictly above": Mutant("mark", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
     "span end included": Mutant("mark", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
-    "infinity is finite": Mutant("mark", "axis=0) >= 0x7F800000", "axis=0) > 0x7F800000", select.test_mark),
+    "infinity is finite": Mutant(
+        "mark",
+        "axis=0) >= 0x7F800000",
+        "axis=0) > 0x7F800000",
+        select.test_the_flag_of_one_value,
+        {"value": math.inf, "nan": True},
+    ),
     "momentum forgotten": Mutant("mark", "tl.fma(velocity, momentum,", "tl.fma(velocity, 0.0,", select.test_momentum),
     "clears what it did not write": Mutant(
         "expand", "element, 0.0, mask=write)", "element, 0.0, mask=mask != 0)", select.test_expand
@@ -138,7 +145,7 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         # Finding the bug is enough. Shrinking the example would take minutes.
         quick = settings(
             check._hypothesis_internal_use_settings,
-            max_examples=200,  # independent of KERNEL_CASES: the first failure ends the run
+            max_examples=1000,  # independent of KERNEL_CASES: the first failure ends the run
             phases=[Phase.explicit, Phase.generate],
             derandomize=True,
         )

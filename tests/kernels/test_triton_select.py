@@ -103,6 +103,17 @@ def test_mark_by_hand(
     assert marks.flags.item() == int(any(key_of(value) >= 0x7F800000 for value in values))
 
 
+@pytest.mark.parametrize("nan", [True, False])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4e38])
+def test_the_flag_of_one_value(device: str, value: float, nan: bool) -> None:
+    """One NaN or Inf sets the flag, whether NaN is selected or not; the largest finite value does not."""
+    x = torch.tensor([0.0, 1.0, value, -2.0], device=device)
+    marks = kernels.Marks.empty(4, x.device, tile=64)
+    with kernels_from("triton"):
+        kernels.mark(x, None, x, torch.tensor([1.0], device=device), marks, select_nan=nan)
+    assert marks.flags.item() == (not math.isfinite(value))
+
+
 @given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.booleans(), st.data())
 @many
 def test_mark(

@@ -57,7 +57,10 @@ class Algorithm(ABC):
         """Return an upper bound for the next step from the current state, per rank, phase and direction."""
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """Return the paper's formula, an upper bound for most steps of a long run."""
+        """Return the traffic of an ordinary step, by the formula of the method's paper.
+
+        Rare steps may send more, for example those that determine thresholds again.
+        """
         return self.predicted_traffic(world_size)
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients

@@ -85,7 +85,7 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         return self._with_tail(self.inner.predicted_traffic(world_size), world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`."""
+        """See :meth:`Algorithm.ordinary_traffic`. The dense tail is added to the traffic of the inner method."""
         return self._with_tail(self.inner.ordinary_traffic(world_size), world_size)
 
     def _with_tail(self, forecast: Forecast, world_size: int) -> Forecast:

@@ -18,7 +18,7 @@ SMOOTH = 10  # the reported training loss is the mean of this many last steps
 
 
 def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
-    """Return the figures of both runs. Bytes are per step and worker, averaged over all steps."""
+    """Return the settings and results of both runs. Bytes are per step and worker, averaged over all steps."""
     sparse = chosen.densities[settings.warmup :] or chosen.densities
     after = chosen.bytes_sent[-1] - (chosen.bytes_sent[settings.warmup - 1] if settings.warmup else 0)
     return {

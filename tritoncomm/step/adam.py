@@ -6,6 +6,8 @@ steady gradient moves only 1/sqrt(tau) of the distance that it should.
 
 Here, a delivery of the sum s after tau steps counts as tau steps with gradient s / tau. A coordinate without a delivery
 takes no step. The update uses only values that are equal on all ranks: replicas stay bit-identical, nothing is sent.
+
+The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optimizer's state and settings.
 """
 
 from __future__ import annotations
