@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.seeds, options.density = 4, [0], [0.01]
+        options.steps, options.seeds, options.density = 2, [0], [0.01]
     rows: list[Row] = []
     started = time.perf_counter()
     for name in options.task:
