@@ -369,7 +369,7 @@ def test_accelerate_round_trip(make: Make) -> None:
     train(straight, first, 3, 3)
     train(moved, second, 3, 3)
     assert same(straight, moved)
-    assert torch.equal(first._exchange.feedback.residual, second._exchange.feedback.residual)
+    assert torch.equal(first._vector.feedback.residual, second._vector.feedback.residual)
 
 
 def test_error_under_a_scaler_leaves_no_scale() -> None:

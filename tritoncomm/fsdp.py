@@ -10,94 +10,69 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritoncomm.algorithms import DenseTail, Recipe
+from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.step import checkpoint_format, setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, fits_dtype
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step import setup_checks
+from tritoncomm.step.bucket import local
+from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
     DENSE_BELOW,
     check_dense_below,
     check_timeout,
-    log_choice,
     resolve_recipe,
 )
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
 
 
-class ShardSlice(NamedTuple):
-    """The shard of one parameter within the flat shard that FSDP reduces for a parameter group.
-
-    Attributes:
-        name: Name of the parameter.
-        start: Index of the first element.
-        padded: Number of elements, padding included.
-        small: Whether the shard is sent dense.
-    """
-
-    name: str
-    start: int
-    padded: int
-    small: bool
-
-
-class ShardExchange:
-    """The exchange of one FSDP parameter group. A call replaces its reduced shard by the mean over the replicas.
+class ShardHook:
+    """The hook of one FSDP parameter group. A call replaces its reduced shard by the mean over the replicas.
 
     Args:
-        number: Position among the parameter groups of the model.
         group: The parameter group of FSDP.
-        shard_slices: The shards of its parameters.
-        recipe: The recipe of the exchange.
-        scheduler: Scheduler of the replicas.
-        owner: The state that holds this exchange.
+        owner: The state that holds this hook.
+
+    Attributes:
+        names: Names of the parameters that are exchanged.
     """
 
-    def __init__(
-        self,
-        number: int,
-        group: Any,
-        shard_slices: list[ShardSlice],
-        recipe: Recipe,
-        scheduler: ProcessGroupScheduler,
-        owner: FSDPState,
-    ) -> None:
-        self.number = number
-        self.shard_slices = [shard_slice for shard_slice in shard_slices if not shard_slice.small] + [
-            shard_slice for shard_slice in shard_slices if shard_slice.small
-        ]
-        self.numel = sum(shard_slice.padded for shard_slice in shard_slices)
-        tail = sum(shard_slice.padded for shard_slice in shard_slices if shard_slice.small)
-        whole = DenseTail(recipe=recipe, tail=tail)
-        self.dense_numel = tail
-        self.feedback = ErrorFeedback(whole.build(self.numel), scheduler.device)
-        self.flat = torch.zeros(self.numel, device=scheduler.device)
-        self.delivered = 0.0
+    def __init__(self, group: Any, owner: FSDPState) -> None:
         self._group = group
-        self._scheduler = scheduler
-        self._owner = owner
+        self.owner = owner
         self._unsent: torch.Tensor | None = None
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        # FSDP places the shards one after the other, each padded to the same length on all ranks.
+        self._starts, self._numel = [], 0
+        for each in trained:
+            self._starts.append(self._numel)
+            self._numel += each.padded_sharded_param_size.numel()
+        self.parameters: list[torch.Tensor] = [each.sharded_param for each in trained]
+        self.names = [owner.name_of(parameter) for parameter in self.parameters]
+
+    @property
+    def vector(self) -> VectorExchange:
+        """The flat vector of this group."""
+        return next(vector for vector in self.owner.exchange.vectors if vector.names == self.names)
 
     def __call__(self, shard: torch.Tensor) -> None:
         """Replace ``shard`` (flat, any float dtype, padding included) by its mean over the replicas, in place."""
         if shard.is_cuda:  # pragma: no cover - needs a GPU
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        if shard.numel() != self.numel:
+        if shard.numel() != self._numel:
             raise ConfigurationError(
-                f"FSDP reduced a shard of {shard.numel()} elements, but {self.numel} were registered, the first for "
-                f"{self.shard_slices[0].name}: call register() after fully_shard() and after freezing parameters, and "
+                f"FSDP reduced a shard of {shard.numel()} elements, but {self._numel} were registered, the first for "
+                f"{self.names[0]}: call register() after fully_shard() and after freezing parameters, and "
                 "use every parameter in each pass"
             )
         # The user called set_requires_all_reduce(False). FSDP itself obeys it only with HSDP, so it is handled here.
@@ -108,207 +83,139 @@ class ShardExchange:
         if self._unsent is not None:
             shard.add_(self._unsent)
             self._unsent = None
-        self._owner.enter(self)
-        scale = self._owner.scale()
-        for shard_slice, part in self._parts():
-            part.copy_(shard[shard_slice.start : shard_slice.start + shard_slice.padded])
-        self.flat.mul_(1.0 / scale)
-        try:
-            self._deliver(scale, shard.dtype)
-        except NonFiniteError as error:
-            bad = [shard_slice.name for shard_slice, part in self._parts() if not part.isfinite().all()]
-            logger.warning(
-                "gradients become NaN: %s; rank %d has NaN or Inf in %s", error, dist.get_rank(), bad or "none"
-            )
-            self._owner.found_nonfinite = True
+        vector = self.owner.enter(self)
+        parts = self._parts(vector, shard)
+        for flat_part, shard_part in parts:
+            flat_part.copy_(shard_part)
+        if not self.owner.deliver(vector, shard.dtype):
             shard.fill_(math.nan)
             return
-        except BaseException as error:
-            self._owner.abort(error)
-            raise
-        for shard_slice, part in self._parts():
-            shard[shard_slice.start : shard_slice.start + shard_slice.padded].copy_(part)
+        for flat_part, shard_part in parts:
+            shard_part.copy_(flat_part)
 
-    @property
-    def meter(self) -> Meter:
-        """Traffic and waiting time of the last backward pass."""
-        return self._scheduler.meter
-
-    def agree_on_exchange_id(self) -> None:
-        """See :meth:`ProcessGroupScheduler.agree_on_exchange_id`."""
-        self._scheduler.agree_on_exchange_id()
-
-    def _deliver(self, scale: float, dtype: torch.dtype) -> None:
-        """Replace ``flat`` by ``scale`` times the mean. Raise if this overflows in ``dtype``."""
-        scheduler = self._scheduler
-        mean = scheduler.run(self.feedback.begin(self.flat, scheduler.rank, scheduler.world_size))
-        self.delivered = mean.density
-        mean.write_to(self.flat, workspace=self.feedback.workspace)
-        self.flat.mul_(scale)
-        if not fits_dtype(self.flat, dtype):  # equal on all replicas, like the mean
-            raise NonFiniteError(OVERFLOWS.format(dtype))
-
-    def _parts(self) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
-        return zip(
-            self.shard_slices,
-            torch.split(self.flat, [shard_slice.padded for shard_slice in self.shard_slices]),
-            strict=True,
-        )
+    def _parts(self, vector: VectorExchange, shard: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the part of the flat vector and of ``shard`` that belong to each parameter, without padding."""
+        starts = dict(zip(map(id, self.parameters), self._starts, strict=True))
+        layout = vector.layout
+        pairs = zip(layout.parameters, layout.parts(vector.flat), strict=True)
+        return [(part, shard[starts[id(p)] : starts[id(p)] + part.numel()]) for p, part in pairs]
 
 
-class FSDPState:
+class FSDPState(HookState):
     """The state that :func:`register` returns: the exchanges of all parameter groups, and their residuals.
 
     A backward pass is committed at its end. If any rank found a NaN or Inf in it, the pass is rejected, and residuals
     stay as they were before the pass.
 
     Attributes:
-        recipe: The recipe of the exchange.
         group: Process group of the replicas.
-        scaler: The ``GradScaler`` that scales the loss, or None.
-        exchanges: The exchange of each parameter group.
-        steps: Number of committed backward passes.
-        skipped_steps: Number of rejected backward passes.
+        hooks: The hook of each parameter group.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        group: dist.ProcessGroup | None,
-        scaler: torch.amp.GradScaler | None = None,
-        timeout: timedelta | None = None,
-        device: torch.device | str = "cpu",
+        options: ExchangeOptions,
+        scaler: torch.amp.GradScaler | None,
+        device: torch.device,
+        parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        self.recipe = recipe
-        self.group = group
-        self.scaler = scaler
-        self.exchanges: list[ShardExchange] = []
-        self.found_nonfinite = False  # on this rank, in this backward pass
-        self.steps = self.skipped_steps = 0
-        self._begun: list[ShardExchange] = []
+        everybody = dist.new_group(timeout=options.timeout)
+        verdict = ProcessGroupScheduler(everybody, options.timeout, device, f"fsdp {options.recipe!r}")
+        verdict.agree_on_exchange_id()
+        super().__init__(GradientExchange(options, verdict=verdict), None, "propagate", scaler)
+        self.name(parameters)
+        self.group = options.group
+        self.hooks: list[ShardHook] = []
+        self._entered: list[ShardHook] = []
         self._backward = -1
-        self._world_group = dist.new_group(timeout=timeout)
-        self._commit_scheduler = ProcessGroupScheduler(self._world_group, timeout, device, f"fsdp {recipe!r}")
-        self._commit_scheduler.agree_on_exchange_id()
 
-    def scale(self) -> float:
-        """Return the scale of the loss, 1 without a scaler."""
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+    @property
+    def kind(self) -> dict[str, Any]:
+        """See :attr:`HookState.kind`."""
+        return {"kind": "shards"}
 
-    def enter(self, exchange: ShardExchange) -> None:
-        """Record that ``exchange`` begins. The first one in a backward pass queues the commit at its end."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public function
-        again = exchange in self._begun
-        if again:
-            self.rollback()
-        if again and backward == self._backward:
+    def length(self, parameter: torch.Tensor) -> int:
+        """See :meth:`HookState.length`."""
+        return local(parameter).numel()
+
+    def build(self, layout: list[list[str]]) -> list[VectorExchange]:
+        """See :meth:`HookState.build`. The layout is that of FSDP's parameter groups."""
+        expected = [hook.names for hook in self.hooks]
+        if [list(names) for names in layout] != expected:
             raise ConfigurationError(
-                f"{exchange.shard_slices[0].name} is used twice in a forward pass, and FSDP reduces its gradient in "
+                "this checkpoint was saved with other parameters or another sharding: call fully_shard() and "
+                "register() as in the run that saved it"
+            )
+        return [self.new_vector(hook.parameters) for hook in self.hooks]
+
+    def check_loadable(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`HookState.check_loadable`."""
+        super().check_loadable(state)
+        layout = state["algorithm"]["layout"]
+        if [list(names) for names in layout] != [hook.names for hook in self.hooks]:
+            raise ConfigurationError(
+                "this checkpoint was saved with other parameters or another sharding: call fully_shard() and "
+                "register() as in the run that saved it"
+            )
+
+    def enter(self, hook: ShardHook) -> VectorExchange:
+        """Return the vector of ``hook``, which begins. The first hook of a pass queues the commit at its end."""
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public function
+        if hook in self._entered and backward == self._backward:
+            self._abandon()
+            raise ConfigurationError(
+                f"{hook.names[0]} is used twice in a forward pass, and FSDP reduces its gradient in "
                 "two parts: call fully_shard() on the module that uses it, not on the part that is used twice"
             )
-        self._backward = backward  # if this is another pass, the previous one did not finish
-        if not self._begun:
+        if backward != self._backward:
+            # Another pass. If the previous one did not finish, it is discarded.
+            self._abandon()
+            self._backward = backward
+            fresh = all(parameter.grad is None for parameter in self.parameters.values())
+            self.exchange.reset(keep_delivered=not fresh)
             torch.autograd.Variable._execution_engine.queue_callback(self._commit_backward)  # noqa: SLF001 - the only way
-        self._begun.append(exchange)
+        self._entered.append(hook)
+        return hook.vector
 
-    def rollback(self) -> None:
-        """Discard the backward pass."""
-        for exchange in self._begun:
-            exchange.feedback.rollback()
-        self._begun, self.found_nonfinite = [], False
+    def _abandon(self) -> None:
+        self.exchange.rollback()
+        self._entered = []
 
-    def abort(self, error: BaseException) -> None:
-        """Discard the backward pass, which cannot finish, and report ``error`` to the ranks that wait for its end."""
-        self.rollback()
-        if isinstance(error, Exception):
-            self._commit_scheduler.fail(error)
+    def deliver(self, vector: VectorExchange, dtype: torch.dtype) -> bool:
+        """Replace ``vector.flat`` by its mean, both times the loss scale. Return False if the pass will be rejected."""
+        scale = self.scale
+        if scale != 1.0:
+            vector.flat.mul_(1.0 / scale)
+        if self.on_nonfinite == "zero":
+            self.exchange.zeroed += vector.zero_non_finite()
+        try:
+            if not self.exchange.deliver(vector, scale=scale, dtype=dtype):
+                return False
+        except BaseException:
+            self._abandon()
+            raise
+        if scale != 1.0:
+            vector.flat.mul_(scale)
+        return True
 
     def _commit_backward(self) -> None:
         """Commit the backward pass, or discard it if any rank found a NaN or Inf. All ranks call this."""
+        self._entered, self._backward = [], -1
         try:
-            rejected = self._commit_scheduler.run(_any(self.found_nonfinite, self._device))
-        except BaseException:
-            self.rollback()
-            raise
-        if rejected:
-            self.rollback()
-        for exchange in self._begun:
-            exchange.feedback.commit()
-        self._begun = []
-        self.skipped_steps += rejected
-        self.steps += not rejected
+            self.exchange.finish()
+        except NonFiniteError as error:
+            if self.on_nonfinite == "raise":
+                raise
+            if self.on_nonfinite == "skip":
+                level = logging.WARNING if self.scaler is None else logging.INFO
+                logger.log(level, "step skipped on all ranks: %s", error)
+            else:
+                logger.warning("gradients become NaN: %s", error)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.exchanges[0].flat.device
-
-    @property
-    def _sharding(self) -> str:
-        return repr([[tuple(shard_slice) for shard_slice in exchange.shard_slices] for exchange in self.exchanges])
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last backward pass and totals on this rank, as a flat dict for TensorBoard or W&B.
-
-        See :meth:`tritoncomm.SparseOptimizer.metrics`.
-        """
-        numel = sum(exchange.numel for exchange in self.exchanges)
-        meters = [exchange.meter for exchange in self.exchanges]
-        return {
-            "density": self.recipe.density,
-            "density_delivered": sum(e.delivered * e.numel for e in self.exchanges) / max(numel, 1),
-            "steps": float(self.steps),
-            "skipped_steps": float(self.skipped_steps),
-            "bytes_sent": float(sum(meter.sent.bytes for meter in meters)),
-            "bytes_received": float(sum(meter.received.bytes for meter in meters)),
-            "messages_sent": float(sum(meter.sent.messages for meter in meters)),
-            "seconds_exchange": sum(meter.waited for meter in meters),
-            "residual_norm": math.hypot(*(float(e.feedback.residual.norm()) for e in self.exchanges)),
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual of each parameter group, and the states of the method.
-
-        Residuals differ between ranks: save the dict of every rank.
-        """
-        return checkpoint_format.with_checksum(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            recipe=self.recipe.name,
-            settings=self._sharding,
-            residuals=[exchange.feedback.residual.clone() for exchange in self.exchanges],
-            kind="shards",
-            algorithm={str(e.number): e.feedback.algorithm.state_dict() for e in self.exchanges},
-            steps=self.steps,
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` of the same rank returned.
-
-        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
-
-        Raises:
-            ConfigurationError: The state is damaged, or belongs to another rank, world size, method, model or sharding.
-            ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
-        """
-        with setup_checks.propagate_errors(self._world_group):
-            rank, size = dist.get_rank(), dist.get_world_size()
-            checkpoint_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
-            if state["settings"] != self._sharding:
-                raise ConfigurationError(
-                    "this checkpoint was saved with other parameters or another sharding: call fully_shard() and "
-                    "register() as in the run that saved it"
-                )
-        setup_checks.compare({"steps": state["steps"]}, self._world_group)
-        for exchange, residual in zip(self.exchanges, state["residuals"], strict=True):
-            algorithm = state["algorithm"][str(exchange.number)]
-            exchange.feedback.load_state_dict({"residual": residual.to(self._device), "algorithm": algorithm})
-        self.steps = state["steps"]
-
-
-def _any(flag: bool, device: torch.device) -> Pattern[bool]:
-    """Return True if ``flag`` is set on any rank."""
-    total = yield AllReduce("commit", torch.tensor([int(flag)], dtype=torch.int32, device=device))
-    return bool(total)
+    @torch.no_grad()
+    def flush(self) -> list[Delivered]:
+        """See :meth:`HookState.flush`."""
+        return super().flush()
 
 
 def register(
@@ -369,27 +276,52 @@ def register(
     reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
     if callable(reduce_unused):  # older releases reduce a shorter shard if a parameter is unused, which raises then
         reduce_unused(True)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if isinstance(state_of(model), FSDPState):
+        raise ConfigurationError("the model is registered already: call register() once")
     device = found[0][1].fsdp_params[0].sharded_param.device
-    state = FSDPState(recipe, replicate_group, scaler, timeout, device)
-    for number, (module, group) in enumerate(found):
-        shard_slices = _shard_slices(group, names, dense_below)
-        if shard_slices:
-            stamp = f"{recipe.name} {recipe!r}, {shard_slices}"
-            subgroups = recipe.subgroups(dist.get_world_size(replicate_group))
-            scheduler = ProcessGroupScheduler(replicate_group, timeout, device, stamp, subgroups)
-            recipe.check_world_size(scheduler.world_size)
-            state.exchanges.append(ShardExchange(number, group, shard_slices, recipe, scheduler, state))
-            module.set_all_reduce_hook(state.exchanges[-1])
-    local = [parameter.to_local() for parameter in model.parameters() if hasattr(parameter, "to_local")]
-    fields = {"recipe": repr(recipe), "shard slices": [repr(e.shard_slices) for e in state.exchanges]}
-    fields |= {"shard values": [setup_checks.digest(shard) for shard in local]}
+    flattened = False  # a shard of a matrix has rows
+    options = ExchangeOptions(
+        recipe=recipe, group=replicate_group, timeout=timeout, dense_below=dense_below, flattened=flattened, alone=True
+    )
+    recipe.check_world_size(dist.get_world_size(replicate_group))
+    state = FSDPState(options, scaler, device, dict(model.named_parameters()))
+    state.hooks = [hook for _, group in found if (hook := ShardHook(group, state)).names]
+    state.exchange.vectors = state.build([hook.names for hook in state.hooks])
+    parameters = [parameter for hook in state.hooks for parameter in hook.parameters]
+    fields = {
+        "recipe": repr(recipe),
+        "dense_below": dense_below,
+        "shards": [
+            f"{name}, {tuple(local(p).shape)}"
+            for hook in state.hooks
+            for name, p in zip(hook.names, hook.parameters, strict=True)
+        ],
+        "shard values": [setup_checks.digest(parameter) for parameter in parameters],
+    }
     setup_checks.compare(fields, replicate_group)
-    for exchange in state.exchanges:
-        exchange.agree_on_exchange_id()
-    size = dist.get_world_size(replicate_group)
-    log_choice(recipe, dist.get_rank(), size, [(e.feedback.algorithm, e.dense_numel) for e in state.exchanges])
+    state.exchange.agree_on_exchange_id()
+    hooks = {hook.names[0]: hook for hook in state.hooks}
+    for module, group in found:
+        names = [state.name_of(each.sharded_param) for each in group.fsdp_params if each.sharded_param.requires_grad]
+        if names:
+            module.set_all_reduce_hook(hooks[names[0]])
+    if dist.get_rank() == 0:  # each set of replicas has a rank 0
+        state.exchange.log_choice()
     return state
+
+
+def state_of(model: nn.Module) -> FSDPState | None:
+    """Return the state with which ``model`` is registered, or None."""
+    for _, group in _parameter_groups(model):
+        hook = group._all_reduce_hook  # noqa: SLF001
+        if isinstance(hook, ShardHook):
+            return hook.owner
+    return None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if ``fully_shard`` was applied to ``model`` or a part of it."""
+    return next(_parameter_groups(model), None) is not None
 
 
 # PyTorch has no public function that returns the parameter groups of FSDP.
@@ -432,15 +364,3 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
             f"the shards of {name} are on ranks {shards}, and replicate_group has ranks {replicas}: they must have "
             f"this rank, {dist.get_rank()}, and no other in common"
         )
-
-
-def _shard_slices(group: Any, names: Mapping[int, str], dense_below: int) -> list[ShardSlice]:
-    shard_slices, start = [], 0
-    for parameter in group.fsdp_params:
-        sharded = parameter.sharded_param
-        if sharded.requires_grad:
-            padded = parameter.padded_sharded_param_size.numel()
-            small = dense_below > 0 and (sharded.dim() <= 1 or sharded.numel() < dense_below)
-            shard_slices.append(ShardSlice(names[id(sharded)], start, padded, small))
-            start += padded
-    return shard_slices

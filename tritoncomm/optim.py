@@ -11,15 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tritoncomm import ddp, fsdp
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import setup_checks
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.step import carry_over, exchange_state, setup_checks
+from tritoncomm.step.bucket import local
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.hook_state import HookState, hook_of
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
@@ -27,10 +32,12 @@ from tritoncomm.step.options import (
     WrapOptions,
     check_optimizer,
     is_dense,
+    one_of,
     resolve_recipe,
     with_density,
     with_warmup_and_nodes,
 )
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 __all__ = ["SparseOptimizer", "wrap"]
 
@@ -54,18 +61,24 @@ def wrap(
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     broadcast_parameters: bool = False,
+    model: nn.Module | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     **recipe_fields: Any,
 ) -> SparseOptimizer:
-    """Wrap ``optimizer`` so that ``step()`` first averages the gradients over all ranks by a sparse exchange.
+    """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
 
     An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
     added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
     delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
     3 sqrt(tau) if that is less.
 
+    There are two ways to train. With a plain module, ``step()`` exchanges the gradients. With a module in
+    ``DistributedDataParallel`` or FSDP2, pass it as ``model``: a hook then exchanges the gradients during the backward
+    pass, and ``step()`` uses what it delivered. Parameters may be DTensors. Each rank exchanges its shard with the
+    ranks of ``process_group``, which hold the same shard.
+
     All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Nothing
-    else may average the gradients: train the plain module, without ``DistributedDataParallel``. Without an initialized
-    process group, the optimizer runs as a single worker.
+    else may average the gradients. A single worker takes the original optimizer's steps, to the bit.
 
     Args:
         optimizer: Optimizer to wrap.
@@ -73,7 +86,8 @@ def wrap(
             network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
             and the methods known to train well, and ignores that a dense exchange can overlap with computation.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        process_group: Process group to exchange in. Default: the default process group.
+        process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
+            of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
@@ -94,6 +108,11 @@ def wrap(
             all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
             ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
+        model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
+            this calls :func:`tritoncomm.ddp.register` or :func:`tritoncomm.fsdp.register`. Default: None. A module that
+            is registered is found by its parameters.
+        scaler: The ``GradScaler`` that scales the loss. Needed with a hook only, which averages unscaled gradients
+            before ``scaler.step()``. Default: None.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Returns:
@@ -107,16 +126,14 @@ def wrap(
         raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
-    with setup_checks.propagate_errors(process_group):
+    hook = _hook(optimizer, model)
+    group = process_group if hook is None else hook.process_group
+    if isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    with setup_checks.propagate_errors(group):
         check_optimizer(optimizer)
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
-        setup_checks.check_not_reduced(p for group in optimizer.param_groups for p in group["params"])
-        if algo == "auto":
-            chosen = automatic_recipe(optimizer, density, process_group, recipe_fields)
-            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, process_group)
-        else:
-            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, process_group)
         options = WrapOptions(
             staleness=staleness,
             select_by=select_by,
@@ -127,8 +144,62 @@ def wrap(
             timeout=timeout,
             dense_below=dense_below,
         )
+        if hook is not None and (algo, density, warmup_steps, node_group, recipe_fields) == _DEFAULTS:
+            chosen = hook.recipe
+        elif algo == "auto":
+            chosen = automatic_recipe(optimizer, density, group, recipe_fields)
+            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
+        else:
+            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group)
+        if hook is not None and chosen != hook.recipe:
+            raise ConfigurationError(
+                f"the model was registered with {hook.recipe!r}, wrap() was called with {chosen!r}: pass the settings "
+                "of the exchange to one of the two"
+            )
         chosen.check_optimizer(optimizer)
-        return SparseOptimizer(optimizer, chosen, process_group, options, broadcast_parameters=broadcast_parameters)
+    if hook is None and model is not None:
+        hook = _register(model, chosen, process_group, options, scaler)
+    with setup_checks.propagate_errors(group):
+        return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
+
+
+# Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
+_ALONE = False
+# Arguments of wrap() that mean: use the settings with which the model was registered.
+_DEFAULTS: tuple[Any, ...] = ("oktopk", DEFAULT_DENSITY, 0, None, {})
+
+
+def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookState | None:
+    """Return the state of the hook that exchanges the parameters of ``optimizer`` already, if any."""
+    if isinstance(model, DistributedDataParallel):
+        return ddp.state_of(model)
+    groups = getattr(optimizer, "param_groups", [])
+    return hook_of({id(parameter) for group in groups for parameter in group["params"]})
+
+
+def _register(
+    model: nn.Module,
+    recipe: Recipe,
+    group: dist.ProcessGroup | None,
+    options: WrapOptions,
+    scaler: torch.amp.GradScaler | None,
+) -> HookState | None:
+    """Register a hook with a DDP or FSDP2 ``model``. Return None for a plain module, whose optimizer exchanges."""
+    timeout, dense_below = options.timeout, options.dense_below
+    if isinstance(model, DistributedDataParallel):
+        return ddp.register(
+            model, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
+        )
+    if not fsdp.is_sharded(model):
+        return None
+    if group is None:
+        raise ConfigurationError(
+            "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
+            '(mesh["replicate"].get_group())'
+        )
+    return fsdp.register(
+        model, group, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
+    )
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -151,9 +222,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         options: WrapOptions,
         *,
         broadcast_parameters: bool = False,
+        hook: HookState | None = None,
     ) -> None:
         self._bind(optimizer, recipe, options)
-        self._exchange = self._set_up(process_group, broadcast=broadcast_parameters)
+        self._hook = hook
+        self._exchange = self._build(process_group)
+        setup_checks.warn_about_lost_residual(optimizer)
+        self._compare(self._exchange, broadcast=broadcast_parameters)
+        if hook is not None:
+            by_update = selects_by_update(optimizer, recipe, options)
+            hook.connect(by_update=by_update, on_nonfinite=options.on_nonfinite)
+        elif is_distributed():
+            self._exchange.log_choice()
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
 
     def _bind(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
         self.optimizer = optimizer
@@ -165,6 +247,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe))
         self._optimizer_step.check()
         self._step_state = StepState()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute of the original optimizer that this class does not have."""
+        if name.startswith("_") or name in ("optimizer", "grad_scale", "found_inf"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
 
     # Properties, because load_state_dict() of the original optimizer replaces these objects.
 
@@ -186,23 +274,34 @@ class SparseOptimizer(torch.optim.Optimizer):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of the exchange. None is the default process group."""
-        return self._exchange.group
+        return self._exchange.options.group if self._hook is None else self._hook.process_group
 
     @property
     def is_synchronized(self) -> bool:
         """True after :meth:`synchronize`, until the next :meth:`step` or :meth:`zero_grad`."""
         return self._step_state.exchanged
 
+    @property
+    def _vector(self) -> VectorExchange:
+        """The flat vector of an optimizer that exchanges in :meth:`step`."""
+        (vector,) = self._exchange.vectors
+        return vector
+
     def __repr__(self) -> str:
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = {"optimizer": self.optimizer, "recipe": self.recipe, "options": self._options}
         self._check_no_pending_step("copying")
-        return fields | {
-            "skipped": self._step_state.skipped,
-            "steps": self._exchange.steps,
-            "exchange": self._exchange.state_dict(),
+        if self._hook is not None:
+            raise RuntimeError(
+                "this optimizer belongs to the hook of a model: copy optimizer.optimizer, and wrap the copy"
+            )
+        return {
+            "optimizer": self.optimizer,
+            "recipe": self.recipe,
+            "options": self._options,
+            "skipped": self._exchange.skipped,
+            "exchange": exchange_state.saved(self._exchange),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,32 +311,35 @@ class SparseOptimizer(torch.optim.Optimizer):
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         clone._restore(  # noqa: SLF001 - of the same class
-            copy.deepcopy(self.__getstate__(), memo), self._exchange.group
+            copy.deepcopy(self.__getstate__(), memo), self.process_group
         )
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         self._bind(state["optimizer"], state["recipe"], state["options"])
+        self._hook = None
         self._exchange = self._build(group)
-        self._exchange.feedback = self._exchange.loaded(state["exchange"])
-        self._step_state.skipped, self._exchange.steps = state["skipped"], state["steps"]
+        self._vector.feedback = exchange_state.loaded(self._exchange, state["exchange"])
+        self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
         self._check_no_pending_step("add_param_group()")
-        before = len(self.param_groups)
+        before, exchange = len(self.param_groups), self._exchange
         try:
-            with setup_checks.propagate_errors(self._exchange.group):
+            with setup_checks.propagate_errors(self.process_group):
                 self.optimizer.add_param_group(param_group)
                 self.recipe.check_optimizer(self.optimizer)
                 self._optimizer_step.check()
-                exchange = self._build(self._exchange.group)
+                exchange = self._build(self.process_group)
             self._compare(exchange)
         except BaseException:
             del self.param_groups[before:]
             raise
-        exchange.adopt(self._exchange)
-        self._exchange = exchange
+        if self._hook is None:
+            carry_over.across_layout(exchange.vectors[0], self._exchange.vectors)
+            exchange.continue_from(self._exchange)
+            self._exchange = exchange
 
     def set_density(self, density: float) -> None:
         """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
@@ -247,16 +349,23 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
         self._check_no_pending_step("set_density()")
-        with setup_checks.propagate_errors(self._exchange.group):
+        if self._hook is not None:
+            self._hook.set_density(density)
+            self.recipe = self._hook.recipe
+            return
+        with setup_checks.propagate_errors(self.process_group):
             recipe = with_density(self.recipe, density)
         if is_distributed():
-            setup_checks.compare({"density": density}, self._exchange.group)
-        self._exchange.change_recipe(recipe)
-        self._exchange.agree_on_exchange_id()
+            setup_checks.compare({"density": density}, self.process_group)
+        carry_over.across_density(*self._exchange.replace_vector(recipe, self.process_group))
         self.recipe = recipe
 
     def reset_process_group(
-        self, process_group: dist.ProcessGroup | None = None, node_group: dist.ProcessGroup | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        node_group: dist.ProcessGroup | None = None,
+        *,
+        model: DistributedDataParallel | None = None,
     ) -> None:
         """Continue in another process group of any size. All its ranks must call this.
 
@@ -265,24 +374,41 @@ class SparseOptimizer(torch.optim.Optimizer):
         lost rank is lost. Methods determine thresholds and partitions from scratch. Without ``node_group``, the
         exchange is sparse between all ranks, even if it was dense within nodes before. See :func:`wrap`.
 
+        Args:
+            process_group: The new process group. Default: the default process group.
+            node_group: The ranks of this rank's node. Default: None.
+            model: With a hook of DDP, the new ``DistributedDataParallel`` module around the same module. Its process
+                group is used.
+
         Raises:
+            ConfigurationError: ``model`` is missing, or the model is sharded.
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
-        exchange = self._exchange
+        exchange, hook = self._exchange, self._hook
+        if hook is not None:
+            if not isinstance(hook, ddp.CommState):
+                raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
+            if model is None:
+                raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
+            process_group = model.process_group
         if is_distributed():
             ahead = max(fields["steps"] for fields in setup_checks.gather({"steps": exchange.steps}, process_group))
-            if exchange.pending is not None and exchange.steps + 1 == ahead:
-                self._optimizer_step.step(exchange.commit_pending(), self._exchange.layout)
+            if exchange.pending and exchange.steps + 1 == ahead:
+                exchange.commit_pending()
+                self._optimizer_step.step(exchange.take_delivered())
         self._step_state.reset()
-        exchange.pending = None
+        exchange.pending = []
         with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
         setup_checks.compare_setup(
             self.optimizer, exchange.parameters, recipe, self._options, exchange.steps, process_group
         )
-        exchange.move(process_group, recipe)
-        exchange.agree_on_exchange_id()
+        if hook is None:
+            carry_over.across_groups(*exchange.replace_vector(recipe, process_group))
+        else:
+            assert model is not None
+            hook.move(model, recipe)
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -291,12 +417,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._step_state.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
+        """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
 
         ``closure`` computes the gradients and returns the loss, which is returned. It is called once.
 
         Raises:
-            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced.
+            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced. With
+                a hook, no gradients have been averaged since the last step.
             NonFiniteError: A rank has a NaN or Inf, and ``on_nonfinite`` is ``"raise"``. Nothing has changed.
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed.
         """
@@ -318,7 +445,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._optimizer_step.is_synthetic():
-            self._optimizer_step.initialize_state(self._exchange.layout)
+            self._optimizer_step.initialize_state(self._exchange.parameters or self._hook_parameters())
+            return loss
+        if self._hook is not None:
+            self._step_after_hook(self._hook)
             return loss
         if not step_state.exchanged:
             self.synchronize()
@@ -326,12 +456,43 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         if any(now is not then for now, then in zip(self._gradients(), step_state.written_gradients, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if step_state.mean is not None:
-            self._optimizer_step.step(step_state.mean, self._exchange.layout)
+        if self._exchange.delivered is not None:
+            self._optimizer_step.alone = self._vector.is_bare
+            self._optimizer_step.step(self._exchange.take_delivered())
         else:
             self._warn_about_scale()
         self._step_state.reset()
         return loss
+
+    @torch.no_grad()
+    def _step_after_hook(self, hook: HookState) -> None:
+        """Take the step over what the hook has delivered in the last backward pass."""
+        exchange, step_state = self._exchange, self._step_state
+        present = exchange.steps + exchange.skipped
+        if present == step_state.used_pass:
+            if all(parameter.grad is None for parameter in self._hook_parameters()):
+                return  # like an optimizer without gradients
+            raise RuntimeError(
+                "the hook has averaged no gradients since the last step(): call step() after a backward pass that is "
+                "not in model.no_sync()"
+            )
+        step_state.used_pass = present
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None and hook.scaler is None:
+            raise RuntimeError(
+                "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
+            )
+        finite = scale is None or self._optimizer_step.unscale(scale)
+        if exchange.delivered is None or not finite:
+            self._warn_about_scale()
+        else:
+            self._optimizer_step.step(exchange.delivered)
+
+    def _hook_parameters(self) -> list[torch.Tensor]:
+        """The parameters of this optimizer that a hook exchanges."""
+        assert self._hook is not None
+        exchanged = {id(parameter) for parameter in self._hook.parameters.values()}
+        return [p for group in self.param_groups for p in group["params"] if id(p) in exchanged]
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -344,12 +505,14 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created. The
         staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
-        ``scaler.unscale_(optimizer)`` first.
+        ``scaler.unscale_(optimizer)`` first. With a hook, this does nothing: the gradients are averaged already.
 
         Raises:
             RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
         """
         step_state = self._step_state
+        if self._hook is not None:
+            return
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
         local_error = self._local_error()
@@ -359,15 +522,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         overflowed = found is not None and bool(found)
         zero = self._options.on_nonfinite == "zero" and found is None
         try:
-            step_state.mean = self._exchange.average(
-                local_error=local_error, scale=1.0 if scale is None else float(scale), overflowed=overflowed, zero=zero
+            self._exchange.average(
+                local_error=local_error,
+                scale=1.0 if scale is None else float(scale),
+                overflowed=overflowed,
+                zero=zero,
+                inspect=None if self._exchange.steps or scale is not None else self._check_not_reduced,
             )
         except NonFiniteError as error:
-            step_state.skipped += 1
             if self._options.on_nonfinite == "raise" and found is None:
                 raise
             logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
-        step_state.exchanged = True  # without a mean, step() does nothing
+        step_state.exchanged = True  # without delivered entries, step() does nothing
         step_state.written_gradients = self._gradients()
 
     @torch.no_grad()
@@ -378,11 +544,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         gradients are discarded.
         """
         self._check_no_pending_step("flush()")
-        mean = self._exchange.flush()
-        found = mean.values.nonzero().reshape(-1).to(torch.int32)
-        sparse = SparseVector(found, mean.values[found.long()], mean.numel)
-        self._optimizer_step.step(sparse, self._exchange.layout, clip=False)
+        delivered = []
+        for mean, layout in self._exchange.flush() if self._hook is None else self._hook.flush():
+            found = mean.values.nonzero().reshape(-1).to(torch.int32)
+            delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), layout))
+        self._optimizer_step.step(delivered, clip=False)
         self.zero_grad()
+        self._step_state.used_pass = self._exchange.steps + self._exchange.skipped
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last exchange and totals, as a flat dict for TensorBoard or W&B.
@@ -393,14 +561,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         is the norm of the averaged gradient before clipping.
         """
         clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
-        return self._exchange.last | clipped | {
-            "steps": float(self._exchange.steps),
-            "skipped_steps": float(self._step_state.skipped),
-            "zeroed_values": float(self._exchange.zeroed),
-            "bytes_sent_total": float(self._exchange.total.sent.bytes),
-            "bytes_received_total": float(self._exchange.total.received.bytes),
-            "residual_norm": float(self._exchange.feedback.residual.norm()),
-        }  # fmt: skip
+        return self._exchange.metrics() | clipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
@@ -414,18 +575,24 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
         self._check_no_pending_step("state_dict()")
-        state = self.optimizer.state_dict() | {"tritoncomm": self._exchange.state_dict()}
+        own = exchange_state.saved(self._exchange) if self._hook is None else self._hook.state_dict()
+        state = self.optimizer.state_dict() | {"tritoncomm": own}
         for after in list(self._optimizer_state_dict_post_hooks.values()):
             changed = after(self, state)
             state = state if changed is None else changed
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:
         """Load what :meth:`state_dict` of the same rank returned, or the state of an optimizer that is not wrapped.
 
-        The latter leaves the residual unchanged. All ranks must call this. If a rank cannot load its state, nothing
-        changes on any rank.
+        The latter leaves the residual unchanged. A state without residuals, for example after :meth:`flush`, may be the
+        one of any rank. All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+
+        Args:
+            state_dict: The state.
+            residuals: ``"restore"`` loads the saved residual. ``"reset"`` sets residuals to zero: the pending update is
+                lost, and the state may be the one of any rank. Default: ``"restore"``.
 
         Raises:
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
@@ -434,68 +601,108 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with setup_checks.propagate_errors(self._exchange.group):
+        with setup_checks.propagate_errors(self.process_group):
+            one_of("residuals", residuals, ("restore", "reset"))
+            state_dict = self._for_this_rank(state_dict, reset=residuals == "reset")
             feedback = self.loadable(state_dict)
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            setup_checks.compare({"loaded state": repr(feedback.algorithm.common_state())}, self._exchange.group)
+            common = {"steps": saved["steps"] if saved else None}
+            if feedback is not None:
+                common = {"loaded state": repr(feedback.algorithm.common_state())}
+            setup_checks.compare(common, self.process_group)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
-        self._exchange.feedback = feedback
-        self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
+        if feedback is not None:
+            self._vector.feedback = feedback
+            self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
+            self._exchange.delivered = None
+        elif saved is not None and self._hook is not None:
+            self._hook.load_checked(saved)
+        if saved is None:
+            setup_checks.warn_about_lost_residual(self.optimizer)
         self._step_state.reset()
+        self._step_state.used_pass = self._exchange.steps + self._exchange.skipped
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback:
-        """Return the residual and method state in ``state_dict``, and raise if this rank cannot load it."""
+    def _for_this_rank(self, state_dict: dict[str, Any], *, reset: bool) -> dict[str, Any]:
+        """Return ``state_dict`` for this rank if any rank loads the state of another rank, without its residual."""
+        saved = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
+        group = self.process_group
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+        foreign = exchange_state.is_foreign(saved, rank, size, reset=reset)
+        if is_distributed():
+            foreign = any(fields["foreign"] for fields in setup_checks.gather({"foreign": foreign}, group))
+        if not foreign or saved is None or not exchange_state.is_intact(saved):
+            return state_dict
+        return state_dict | {"tritoncomm": exchange_state.for_rank(saved, rank, size, reset=reset)}
+
+    def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback | None:
+        """Return the residual and method state in ``state_dict``, and raise if this rank cannot load it.
+
+        With a hook, this only raises, and returns None.
+        """
         setup_checks.check_state_dict(state_dict, self.optimizer)
         saved = state_dict.get("tritoncomm")
-        return self._exchange.feedback if saved is None else self._exchange.loaded(saved)
+        if self._hook is None:
+            return self._vector.feedback if saved is None else exchange_state.loaded(self._exchange, saved)
+        if saved is not None:
+            self._hook.check_loadable(saved)
+        return None
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
         named = setup_checks.named_parameters(self.optimizer)
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
-        return GradientExchange(
-            [parameter for parameter, _ in trained],
-            self.recipe,
-            group,
-            self._options.timeout,
-            self._options.dense_below,
-            [name for _, name in trained],
+        parameters = [parameter for parameter, _ in trained]
+        if self._hook is not None:
+            setup_checks.check_exchanged(parameters, self._hook.parameters.values())
+            return self._hook.exchange
+        options = ExchangeOptions(
+            recipe=self.recipe,
+            group=group,
+            timeout=self._options.timeout,
+            dense_below=self._options.dense_below,
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
+            alone=_ALONE,
         )
-
-    def _set_up(self, group: dist.ProcessGroup | None, *, broadcast: bool) -> GradientExchange:
-        """Return an exchange for the present parameters, after the ranks have been compared."""
-        exchange = self._build(group)
-        self._compare(exchange, broadcast=broadcast)
-        if is_distributed():
-            exchange.log_choice()
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
+        exchange = GradientExchange(options, verdict=self._verdict(parameters, group))
+        exchange.vectors = [VectorExchange(parameters, [name for _, name in trained], options)]
         return exchange
 
+    def _verdict(self, parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> ProcessGroupScheduler | None:
+        """Return a scheduler of all ranks if ``parameters`` are sharded, because no shard may step alone."""
+        if not setup_checks.check_shards(parameters, group):
+            return None
+        before: GradientExchange | None = vars(self).get("_exchange")
+        if before is not None and before.verdict is not None:
+            return before.verdict
+        timeout = self._options.timeout
+        everybody = dist.new_group(timeout=timeout)
+        return ProcessGroupScheduler(everybody, timeout, local(parameters[0]).device, f"{self.recipe.name} of shards")
+
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
-        parameters, steps, group = exchange.parameters, exchange.steps, exchange.group
+        parameters = exchange.parameters if self._hook is None else self._hook_parameters()
+        group = self.process_group if self._hook is not None else exchange.options.group
         setup_checks.compare_setup(
-            self.optimizer, parameters, self.recipe, self._options, steps, group, broadcast=broadcast
+            self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
         )
-        exchange.agree_on_exchange_id()
+        if self._hook is None:
+            exchange.agree_on_exchange_id()
 
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
             setup_checks.check_frozen(self._frozen)
-            if not self._step_state.reduction_checked:  # a module may have been passed to DDP after wrap()
-                self._step_state.reduction_checked = True
-                setup_checks.check_not_reduced(self._exchange.parameters)
         except ConfigurationError as error:
             return error
         return None
+
+    def _check_not_reduced(self, delivered: Delivered) -> None:
+        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group)
 
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
@@ -505,7 +712,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             logger.warning(
                 "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It "
                 "keeps its scale. Results do not depend on it. With tritoncomm.amp.GradScaler, all scales stay equal",
-                self._exchange.rank,
+                dist.get_rank(self.process_group) if is_distributed() else 0,
             )
 
     def _check_no_pending_step(self, action: str) -> None:
@@ -513,4 +720,4 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self._exchange.layout.parameters]
+        return [parameter.grad for parameter in self._exchange.parameters]

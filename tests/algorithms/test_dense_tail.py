@@ -32,7 +32,7 @@ def test_small_tensors_are_sent_dense() -> None:
     for opt, trained in ((bare, plain), (optimizer, wrapped)):
         backward(trained)
         opt.step()
-    residuals_by_parameter = optimizer._exchange.residuals_by_parameter()
+    residuals_by_parameter = optimizer._vector.residuals_by_parameter()
     for (name, a), b in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
         if name == "0.weight":
             assert not torch.equal(a, b)
@@ -75,10 +75,10 @@ def test_residuals_stay_with_their_parameters() -> None:
     second = tritoncomm.wrap(torch.optim.SGD(loaded, lr=0.1), density=0.01)
     second.load_state_dict(first.state_dict())
     for a, b in zip(
-        first._exchange.residuals_by_parameter().values(),
-        second._exchange.residuals_by_parameter().values(),
+        first._vector.residuals_by_parameter().values(),
+        second._vector.residuals_by_parameter().values(),
         strict=True,
     ):
         assert torch.equal(a, b)
         assert a.any()
-    assert second._exchange.feedback.algorithm.state_dict()["step"] == 0
+    assert second._vector.feedback.algorithm.state_dict()["step"] == 0

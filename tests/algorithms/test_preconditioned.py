@@ -17,6 +17,7 @@ from tritoncomm.algorithms import Preconditioned
 from tritoncomm.algorithms.preconditioned import Moment, PreconditionedAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
 from tritoncomm.primitives.second_moment import FactoredSecondMoment
+from tritoncomm.step import exchange_state
 from tritoncomm.step.checkpoint_format import with_checksum
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
@@ -206,12 +207,12 @@ def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
 
 def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
     """Whether entries are selected by their update."""
-    return isinstance(optimizer._exchange.feedback.algorithm.inner, PreconditionedAlgorithm)
+    return isinstance(optimizer._vector.feedback.algorithm.inner, PreconditionedAlgorithm)
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
     """Return the second moment that the scale is computed from."""
-    return optimizer._exchange.feedback.algorithm.state[0]
+    return optimizer._vector.feedback.algorithm.state[0]
 
 
 def test_select_by() -> None:
@@ -264,7 +265,7 @@ def test_resume_across_a_renewal() -> None:
     train(net, optimizer, 35, 65)
     train(again, loaded, 35, 65)
     assert all(map(torch.equal, net.parameters(), again.parameters()))
-    assert torch.equal(optimizer._exchange.feedback.residual, loaded._exchange.feedback.residual)
+    assert torch.equal(optimizer._vector.feedback.residual, loaded._vector.feedback.residual)
 
 
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "spardl", "topk_allgather"])
@@ -276,12 +277,12 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, reshar
     optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
     train(net, optimizer, 0, 25)
     loaded = adamw(copy.deepcopy(net), algo=algo, select_by=loaded_by, warmup_steps=3)
-    state = optimizer._exchange.state_dict()
+    state = exchange_state.saved(optimizer._exchange)
     if resharded:
         (state,) = reshard([state], 1)
-    feedback = loaded._exchange.loaded(state)
-    loaded._exchange.feedback = feedback
-    assert torch.equal(feedback.residual, optimizer._exchange.feedback.residual)
+    feedback = exchange_state.loaded(loaded._exchange, state)
+    loaded._vector.feedback = feedback
+    assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
     inner = without_scale(feedback.algorithm.state_dict())
     assert inner["taken"] == 25
     if loaded_by == "update":
@@ -292,11 +293,11 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, reshar
 def test_checkpoint_with_other_shapes() -> None:
     """A second moment of other shapes is rejected by name, and nothing is loaded."""
     optimizer, other = adamw(model()), adamw(model())
-    state = optimizer._exchange.state_dict()
+    state = exchange_state.saved(optimizer._exchange)
     state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
     state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
     with pytest.raises(ConfigurationError, match="second moment has 3 rows and 30 columns, expected 50 and 30"):
-        other._exchange.loaded(state)
+        exchange_state.loaded(other._exchange, state)
 
 
 def test_moment_survives_changes() -> None:
@@ -307,8 +308,8 @@ def test_moment_survives_changes() -> None:
     before = moment_of(optimizer)
     optimizer.set_density(0.1)
     assert moment_of(optimizer) == before
-    (half, _) = reshard([optimizer._exchange.state_dict()], 2)
-    optimizer._exchange.feedback.algorithm.migrate(**half["migrated"])
+    (half, _) = reshard([exchange_state.saved(optimizer._exchange)], 2)
+    optimizer._vector.feedback.algorithm.migrate(**half["migrated"])
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

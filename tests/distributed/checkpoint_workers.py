@@ -49,7 +49,7 @@ def runs_of(world_size: int):
 
 def state_digest(model, optimizer) -> str:
     """Return a digest of the parameters, the residual and the method's state."""
-    state = optimizer._exchange.feedback.algorithm.state
+    state = optimizer._vector.feedback.algorithm.state
     return checkpoint_format.checksum({"model": flat(model), "residual": residual(optimizer), "state": repr(state)})
 
 
@@ -110,7 +110,7 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
     if rank == 0:
         send(pending.tolist())
     train(model, optimizer, rank, 5, 8)
-    assert optimizer.metrics()["density_delivered"] < 0.6
+    assert (optimizer.metrics()["density_delivered"] < 0.6) == (world_size > 1)  # one worker delivers every entry
     assert same_everywhere(flat(model))
 
 

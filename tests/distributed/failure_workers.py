@@ -19,6 +19,7 @@ from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
+from tritoncomm.step.vector_exchange import VectorExchange
 
 import laws
 
@@ -53,7 +54,7 @@ def leave() -> None:
 
 def die_at(optimizer: tritoncomm.SparseOptimizer, number: int) -> None:
     """Kill this process when it is about to perform its ``number``-th operation from now."""
-    scheduler = optimizer._exchange._scheduler
+    scheduler = optimizer._vector.scheduler
     perform, left = scheduler._perform, [number]
 
     def fatal(op):
@@ -156,7 +157,7 @@ def mismatched_steps(rank: int, world_size: int, send) -> None:
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
-    optimizer._exchange._scheduler.step += rank == VICTIM
+    optimizer._vector.scheduler.step += rank == VICTIM
     report_error(send, rank, optimizer.step)
     leave()
 
@@ -231,8 +232,10 @@ def mismatched_settings(rank: int, world_size: int, send) -> None:
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
     if rank == VICTIM:
-        optimizer._exchange.change_recipe(tritoncomm.TopkAllgather(density=0.2000001))
-        optimizer._exchange._scheduler._set_exchange_id(1)  # as if all ranks had agreed on it
+        vector = optimizer._vector
+        options = vector.options.with_recipe(tritoncomm.TopkAllgather(density=0.2000001))
+        optimizer._exchange.vectors = [VectorExchange(vector.parameters, vector.names, options)]
+        optimizer._vector.scheduler._set_exchange_id(1)  # as if all ranks had agreed on it
     report_error(send, rank, optimizer.step)
     leave()
 
@@ -308,7 +311,7 @@ def unconfirmed(rank: int, world_size: int, send) -> None:
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
-    scheduler = optimizer._exchange._scheduler
+    scheduler = optimizer._vector.scheduler
     perform = scheduler._perform
 
     def lossy(op):

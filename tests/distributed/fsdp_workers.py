@@ -107,21 +107,11 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert metrics["steps"] == 4
         assert 0.05 < metrics["density_delivered"] < 0.9
         assert min(metrics[name] for name in ("bytes_sent", "bytes_received", "messages_sent", "seconds_exchange")) > 0
-        residual_parts, small = [], 0.0
-        for exchange in state.exchanges:
-            parts = exchange.feedback.residual.split([shard_slice.padded for shard_slice in exchange.shard_slices])
-            small += sum(
-                float(part.abs().sum())
-                for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)
-                if shard_slice.small
-            )
-            residual_parts.append(
-                {shard_slice.name: part for shard_slice, part in zip(exchange.shard_slices, parts, strict=True)}
-            )
-        assert small == 0
-        by_name = {name: part for parts in residual_parts for name, part in parts.items()}
-        pending = torch.cat([by_name[name][: p.to_local().numel()] for name, p in model.named_parameters()])
-        dist.all_reduce(pending, group=grid["replicate"].get_group())
+        parts = state.state_dict()["residuals"]
+        small = [name for name, p in model.named_parameters() if p.dim() <= 1 or p.to_local().numel() < 16]
+        assert small
+        assert not any(parts[name].any() for name in small)
+        pending = residual_sum(state, model)
         assert torch.allclose(delivered + pending / 2, dense, atol=1e-5), algo
         bits = shards(model)
         other = [torch.empty_like(bits) for _ in range(2)]
@@ -175,16 +165,8 @@ def unused_layers_and_bf16(rank: int, world_size: int, send) -> None:
 
 def residual_sum(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
     """Return the residuals of this rank's shards, summed over both replicas, in the order of :func:`shards`."""
-    parts = {
-        shard_slice.name: part
-        for exchange in state.exchanges
-        for shard_slice, part in zip(
-            exchange.shard_slices,
-            exchange.feedback.residual.split([shard_slice.padded for shard_slice in exchange.shard_slices]),
-            strict=True,
-        )
-    }
-    pending = torch.cat([parts[name][: p.to_local().numel()] for name, p in model.named_parameters()])
+    parts = state.state_dict()["residuals"]
+    pending = torch.cat([parts[name] for name, _ in model.named_parameters()])
     dist.all_reduce(pending, group=state.group)
     return pending
 
@@ -267,7 +249,7 @@ def used_twice(rank: int, world_size: int, send) -> None:
     before = state.state_dict()["residuals"]
     with pytest.raises(ConfigurationError, match=r"layer\.weight is used twice in a forward pass"):
         parts(x).sum().backward()
-    assert all(map(laws.same_bits, state.state_dict()["residuals"], before))
+    assert all(map(laws.same_bits, state.state_dict()["residuals"].values(), before.values()))
     for recompute in (False, True):
         whole = fully_shard(Twice(recompute=recompute), mesh=grid["shard"])
         state = front.register(whole, group, "dense", dense_below=0)
@@ -311,7 +293,7 @@ def killed(rank: int, world_size: int, send) -> None:
         optimizer.step()
     optimizer.zero_grad()
     before = torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]).clone()
-    residuals = [exchange.feedback.residual.clone() for exchange in state.exchanges]
+    residuals = [vector.feedback.residual.clone() for vector in state.exchange.vectors]
     loss = loss_of(model, rank, 2)
     if rank == 1:
         scheduler = last_scheduler(state)
@@ -327,15 +309,15 @@ def killed(rank: int, world_size: int, send) -> None:
         loss.backward()  # so no rank reaches its step
     assert caught.value.peers == (1,)
     assert torch.equal(before, torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]))
-    assert all(laws.same_bits(e.feedback.residual, r) for e, r in zip(state.exchanges, residuals, strict=True))
+    assert all(laws.same_bits(v.feedback.residual, r) for v, r in zip(state.exchange.vectors, residuals, strict=True))
     send((rank, "named"))
     os._exit(0)
 
 
 def last_scheduler(state: front.FSDPState):
     """Return the scheduler of the first layer, whose gradients come last in backward."""
-    (exchange,) = [e for e in state.exchanges if e.shard_slices[0].name.startswith("layers.0")]
-    return exchange._scheduler
+    (vector,) = [vector for vector in state.exchange.vectors if vector.names[0].startswith("layers.0")]
+    return vector.scheduler
 
 
 def non_finite(rank: int, world_size: int, send) -> None:
@@ -349,7 +331,7 @@ def non_finite(rank: int, world_size: int, send) -> None:
     (loss_of(model, rank, 1) * (float("nan") if rank == 1 else 1)).backward()
     assert grads(model).isnan().any()
     after = state.state_dict()
-    assert all(laws.same_bits(a, b) for a, b in zip(before, after["residuals"], strict=True))
+    assert all(laws.same_bits(a, b) for a, b in zip(before.values(), after["residuals"].values(), strict=True))
     assert state.metrics()["skipped_steps"] == 1
     model.zero_grad()
     loss_of(model, rank, 2).backward()
@@ -375,7 +357,8 @@ def resume(rank: int, world_size: int, send) -> None:
         net.zero_grad()
         loss_of(net, rank, 3).backward()
     assert laws.same_bits(shards(model), shards(again))
-    assert all(map(laws.same_bits, state.state_dict()["residuals"], resumed.state_dict()["residuals"]))
+    left, right = state.state_dict()["residuals"], resumed.state_dict()["residuals"]
+    assert all(laws.same_bits(left[name], right[name]) for name in left)
 
 
 def rejected_models(rank: int, world_size: int, send) -> None:

@@ -63,7 +63,7 @@ def several(rank: int, world_size: int, send, situations: list) -> None:
 
 def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     """Return a copy of this rank's residual."""
-    return optimizer._exchange.feedback.residual.clone()
+    return optimizer._vector.feedback.residual.clone()
 
 
 def same_everywhere(value: object) -> bool:

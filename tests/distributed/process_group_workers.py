@@ -169,9 +169,10 @@ def wrapped_training(rank: int, world_size: int, send) -> None:
                     loss.backward()
                     if r == 0 and step % 2:
                         reference[0].bias.grad = kept
-                if reference[0].bias.grad is None:
-                    reference[0].bias.grad = torch.zeros(20)
-                reference.unused.grad = torch.zeros(5)
+                if world_size > 1:  # one worker takes the steps of the bare optimizer
+                    if reference[0].bias.grad is None:
+                        reference[0].bias.grad = torch.zeros(20)
+                    reference.unused.grad = torch.zeros(5)
                 plain.step()
         flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         everybody = [None] * world_size

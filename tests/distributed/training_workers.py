@@ -193,7 +193,7 @@ def clipping(rank: int, world_size: int, send) -> None:
 
 def gradients(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     """Return the flat gradient that the exchange sees."""
-    layout = optimizer._exchange.layout
+    layout = optimizer._vector.layout
     return layout.gather(torch.empty(layout.numel))
 
 
@@ -281,16 +281,26 @@ def double_reduction(rank: int, world_size: int, send) -> None:
     """Gradients that DDP averages are not averaged again, whichever was wrapped first."""
     model = nn.Linear(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ConfigurationError, match=r"parameter 'weight' belongs to .*tritoncomm\.ddp\.register"):
-        sparse_wrap(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    del ddp
-    optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    ddp = nn.parallel.DistributedDataParallel(model)
-    ddp(torch.ones(2, 4)).sum().backward()
-    before = model.weight.detach().clone()
-    with pytest.raises(ConfigurationError, match="belongs to a DistributedDataParallel"):
-        optimizer.step()
-    assert torch.equal(model.weight, before)
+    for late in (False, True):
+        if late:
+            del ddp
+        optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        if late:
+            ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4) + rank).sum().backward()
+        before = model.weight.detach().clone()
+        with pytest.raises(
+            ConfigurationError, match=r"parameter 'weight' belongs to .*tritoncomm\.wrap\(optimizer, model"
+        ):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        assert not residual(optimizer).any()
+    for step in range(2):  # equal data on all ranks is legal, and worth a warning
+        plain = nn.Linear(4, 3)
+        alike = sparse_wrap(torch.optim.SGD(plain.parameters(), lr=0.1), broadcast_parameters=True)
+        plain(torch.ones(2, 4) + step * rank).sum().backward()
+        alike.step()
 
 
 def broadcast(rank: int, world_size: int, send) -> None:

@@ -100,16 +100,6 @@ class Moment:
         """Return True if the moment has the rows and columns of ``matrices``."""
         return len(self.rows) == sum(matrices.rows) and len(self.columns) == sum(matrices.columns)
 
-    def extended(self, matrices: FactoredSecondMoment) -> Moment:
-        """Return this moment with zeros appended for additional tensors at the end of ``matrices``."""
-
-        def pad(part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-            return torch.cat([part, part.new_zeros(sum(lengths) - len(part))])
-
-        rows, columns = pad(self.rows, matrices.rows), pad(self.columns, matrices.columns)
-        used = self.used and (pad(self.used[0], matrices.rows), pad(self.used[1], matrices.columns))
-        return Moment(self.steps, rows, columns, used)
-
 
 class PreconditionedAlgorithm(WholeVectorWrapper):
     """Run the inner algorithm on the scaled vector, and track the moment that determines the scale."""
@@ -176,13 +166,42 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         """See :meth:`Algorithm.ordinary_traffic`. Returns that of the inner algorithm."""
         return self.inner.ordinary_traffic(world_size)
 
-    def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`. Copies the moment if the new tensors come last."""
-        assert isinstance(other, PreconditionedAlgorithm)
-        shapes = other.recipe.shapes
-        if shapes == self.recipe.shapes[: len(shapes)]:
-            self._moment = other._moment.extended(self._matrices)  # noqa: SLF001 - of the same class
-        super().adopt_across_layout(other)
+    def adopt_tensors(self, sources: Sequence[tuple[PreconditionedAlgorithm, int] | None]) -> None:
+        """Copy the moment of each tensor of this vector from a tensor of another vector.
+
+        Args:
+            sources: For each tensor, an algorithm and the place of the same tensor in its vector. None if the tensor is
+                new, then its moment is zero.
+        """
+        known = [source for source in sources if source is not None]
+        if not known:
+            return
+        moments = [algorithm._moment for algorithm, _ in known]  # noqa: SLF001 - of the same class
+
+        def joined(part: str, lengths: Sequence[int], *, used: bool) -> torch.Tensor:
+            parts = [
+                torch.zeros(length, dtype=torch.float64) if source is None else source[0]._part(part, source[1], used)  # noqa: SLF001
+                for source, length in zip(sources, lengths, strict=True)
+            ]
+            return torch.cat([piece.to(moments[0].rows.device) for piece in parts])
+
+        rows, columns = self._matrices.rows, self._matrices.columns
+        used = None
+        if any(moment.used is not None for moment in moments):
+            used = joined("rows", rows, used=True), joined("columns", columns, used=True)
+        self._moment = Moment(
+            moments[0].steps, joined("rows", rows, used=False), joined("columns", columns, used=False), used
+        )
+
+    def _part(self, part: str, place: int, used: bool) -> torch.Tensor:
+        """Return the rows or the columns of the tensor at ``place``: those of the current scale if ``used``."""
+        rows = part == "rows"
+        lengths = self._matrices.rows if rows else self._matrices.columns
+        whole = self._moment.rows if rows else self._moment.columns
+        if used:
+            held = self._moment.used
+            whole = torch.zeros_like(whole) if held is None else held[0 if rows else 1]
+        return torch.split(whole, lengths)[place]
 
     def adopt_across_density(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_density`. Copies the moment."""

@@ -135,9 +135,9 @@ def _train(
 
 def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's gradient, and its accumulator: residual plus gradient, as it enters the exchange."""
-    exchange = optimizer._exchange  # noqa: SLF001 - same package
-    gradient = exchange.layout.gather(torch.empty(exchange.layout.numel))
-    return gradient, gradient + exchange.feedback.residual
+    vector = optimizer._vector  # noqa: SLF001 - same package
+    gradient = vector.layout.gather(torch.empty(vector.layout.numel))
+    return gradient, gradient + vector.feedback.residual
 
 
 def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank: int) -> None:

@@ -12,6 +12,7 @@ from tritoncomm.errors import ConfigurationError, ExchangeTimeoutError, Protocol
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import HEADER_WORDS
 
+_Pair = tuple[tuple[int, ...], int, int]
 KINDS = ("drop", "delay", "duplicate", "reorder", "corrupt")
 
 
@@ -19,8 +20,9 @@ class Faults:
     """Injects one fault of type ``kind`` into a message of round ``number``.
 
     ``seed`` draws the message from the first ``messages`` messages of that round. Messages have headers and are
-    checked as on a real network. ``done`` counts the injected faults, ``seen`` the messages of every round. Values of
-    ``kind``:
+    checked as on a real network. ``done`` counts the injected faults, ``seen`` the messages of every round.
+    ``subgroup`` holds the ranks that exchange at present, if they are a subgroup: its messages have a network of their
+    own. Values of ``kind``:
 
     * ``drop``: the message never arrives.
     * ``delay``: the message arrives late, but before the time-out.
@@ -40,9 +42,10 @@ class Faults:
         self._random = random.Random(seed)  # noqa: S311 - not used for cryptography
         # Messages of the round that pass before the one with the fault.
         self._passing = self._random.randrange(messages)
-        # Messages that were sent and not yet received, by (source, peer).
-        self._in_transit: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._held_back: dict[tuple[int, int], torch.Tensor] = {}
+        self.subgroup: tuple[int, ...] = ()
+        # Messages that were sent and not yet received, by the subgroup and its ranks (source, peer).
+        self._in_transit: defaultdict[_Pair, deque[torch.Tensor]] = defaultdict(deque)
+        self._held_back: dict[_Pair, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Faults({self.kind!r}, {self.number}, seed={self.seed})"
@@ -54,7 +57,7 @@ class Faults:
         :class:`~tritoncomm.ProtocolMismatchError` when the message that arrives is another one or corrupt.
         """
         frame = wire.Frame(0, number, phase, 0)
-        pair, message = (source, peer), wire.framed(payload, frame)
+        pair, message = (self.subgroup, source, peer), wire.framed(payload, frame)
         queue = self._in_transit[pair]
         held_back = self._held_back.pop(pair, None)
         self.seen[number] += 1
@@ -77,7 +80,7 @@ class Faults:
             raise ProtocolMismatchError(f"{where}: {error}") from error
         return arrived[HEADER_WORDS:].clone()
 
-    def _inject(self, pair: tuple[int, int], message: torch.Tensor) -> None:
+    def _inject(self, pair: _Pair, message: torch.Tensor) -> None:
         queue = self._in_transit[pair]
         if self.kind == "delay":
             queue.append(message)  # no effect: the receiver waits, as a round ends when all its messages have arrived

@@ -157,6 +157,8 @@ class SimulatedScheduler:
                 )
             clock = self.clock.part(ranks) if self.clock is not None else None
             group = SimulatedScheduler(len(ranks), clock)
+            if self._faults is not None:
+                self._faults.subgroup = ranks
             try:
                 results: list[Any] = group.run([ops[rank].pattern for rank in ranks], faults=self._faults)
             except Exception as error:
@@ -166,6 +168,8 @@ class SimulatedScheduler:
                 self.meters[rank].add(group.meters[position])
             if self.clock is not None and clock is not None:
                 self.clock.adopt(ranks, clock)
+        if self._faults is not None:
+            self._faults.subgroup = ()
         return replies
 
     def _complete(self, tokens: list[Posted], phase: str) -> list[Inbox]:

@@ -31,7 +31,7 @@ def split_by_size(
         flattened = all(parameter.dim() <= 1 for parameter in parameters)
 
     def is_small(parameter: torch.Tensor) -> bool:
-        return parameter.numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
+        return local(parameter).numel() < dense_below or (dense_below > 0 and parameter.dim() <= 1 and not flattened)
 
     small = [is_small(parameter) for parameter in parameters]
     return (
@@ -40,31 +40,54 @@ def split_by_size(
     )
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, sharing its memory. Other tensors are returned as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's part of ``parameter.grad``, or None without a gradient.
+
+    Raises:
+        ConfigurationError: The gradient is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise ConfigurationError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}: "
+            "only dense gradients are supported, use Embedding(sparse=False)"
+        )
+    if hasattr(gradient, "placements"):
+        placements = parameter.placements  # type: ignore[attr-defined]
+        if gradient.placements != placements:  # sequence parallelism leaves partial sums
+            gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local(gradient.detach())
+
+
 class BucketLayout:
     """The position of each parameter in one flat fp32 vector, in the given order, without padding.
+
+    Of a DTensor, the vector holds the shard of this rank.
 
     Attributes:
         parameters: The parameters, in the order of the vector.
         bounds: Start of each parameter in the vector, followed by the length of the vector.
 
     Raises:
-        ConfigurationError: A parameter is complex, a DTensor or listed twice, or the parameters are on several devices.
+        ConfigurationError: A parameter is complex or listed twice, or the parameters are on several devices.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = list(parameters)
-        self.bounds = [0, *accumulate(p.numel() for p in self.parameters)]
+        self.bounds = [0, *accumulate(local(p).numel() for p in self.parameters)]
         devices = {p.device for p in self.parameters}
         if len(devices) > 1:
             raise ConfigurationError(f"parameters are on {sorted(map(str, devices))}: use one optimizer per device")
         if len({id(p) for p in self.parameters}) < len(self.parameters):
             raise ConfigurationError("a parameter is listed twice: pass each parameter to the optimizer once")
         for parameter in self.parameters:
-            if hasattr(parameter, "to_local"):
-                raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} is a DTensor, which is sharded over ranks: "
-                    "with FSDP2, use tritoncomm.fsdp.register()"
-                )
             if parameter.is_complex():
                 raise ConfigurationError(
                     f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: "
@@ -81,18 +104,22 @@ class BucketLayout:
         """Device of the flat vector. The CPU if there are no parameters."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
+    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
+        return tuple(local(parameter).shape)
+
+    def length(self, parameter: torch.Tensor) -> int:
+        """Return the number of values of ``parameter`` in this vector."""
+        return local(parameter).numel()
+
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero."""
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            if parameter.grad is None:
+            gradient = local_gradient(parameter)
+            if gradient is None:
                 part.zero_()
-            elif parameter.grad.layout != torch.strided:
-                raise ConfigurationError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {parameter.grad.layout}: "
-                    "only dense gradients are supported, use Embedding(sparse=False)"
-                )
             else:
-                part.copy_(parameter.grad.detach().reshape(-1))
+                part.copy_(gradient.reshape(-1))
         return flat
 
     def fits_dtypes(self, flat: torch.Tensor) -> bool:
@@ -106,13 +133,14 @@ class BucketLayout:
         The ``.grad`` of a parameter that was frozen becomes None.
         """
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            gradient = parameter.grad
             if not parameter.requires_grad:
                 parameter.grad = None
-            elif parameter.grad is None or 0 in parameter.grad.stride():
-                # Elements of an expanded gradient share memory, and cannot hold different values.
-                parameter.grad = part.view(parameter.shape).to(parameter.dtype, copy=True)
+            elif gradient is None or not _writable(gradient, parameter):
+                parameter.grad = _like(parameter, part)
             else:
-                parameter.grad.detach().copy_(part.view(parameter.shape))
+                own = local(gradient.detach())
+                own.copy_(part.view(own.shape))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -123,6 +151,24 @@ class BucketLayout:
         bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
         cuts = torch.searchsorted(indices.long(), bounds).tolist()
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
+
+
+def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return False if the elements of ``gradient`` cannot hold different values, or are partial sums of a DTensor."""
+    if hasattr(gradient, "placements"):
+        return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]
+    return 0 not in gradient.stride()  # elements of an expanded gradient share memory
+
+
+def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``values`` with the shape, dtype and sharding of ``parameter``."""
+    shard = values.view(local(parameter).shape).to(parameter.dtype, copy=True)
+    if not hasattr(parameter, "placements"):
+        return shard
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
 # The mean includes residuals, so it may be larger than every gradient.

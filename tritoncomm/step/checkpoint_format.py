@@ -10,7 +10,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 
-SCHEMA = 3
+SCHEMA = 4
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
@@ -58,7 +58,8 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": load the state of this rank, tritoncomm.checkpoint.save() writes a file per rank",
+                "rank": ": load the state of this rank, tritoncomm.checkpoint.save() writes a file per rank; or lose "
+                'the pending update with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo, warmup_steps and node_group that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
@@ -119,7 +120,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 recipe=states[0]["recipe"],
                 settings=states[0]["settings"],
                 residuals=residuals,
-                algorithm=states[0]["algorithm"] if by_name else {},  # DDP saves only what all ranks have in common
+                algorithm=states[0]["algorithm"] if by_name else {},  # DDP needs the layout of its vectors
                 migrated=migrated,
                 steps=states[0]["steps"],
             )

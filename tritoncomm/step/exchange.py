@@ -1,107 +1,125 @@
-"""The exchange of the gradients of some parameters as one flat vector: from ``.grad`` to averaged ``.grad``."""
+"""One optimizer step's exchange of gradients: the life cycle that all front doors share."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
-from tritoncomm.algorithms.preconditioned import without_scale
+from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step import checkpoint_format, setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, split_by_size
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step import setup_checks
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, fits_dtype
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
 
 logger = logging.getLogger("tritoncomm")
 
 
-class GradientExchange:
-    """One rank's exchange of the gradients of ``parameters``.
+class Delivered(NamedTuple):
+    """The mean of one flat vector, and the position of each parameter in this vector."""
 
-    Small tensors are sent dense, at the end of the flat vector. Without an initialized process group, this is the
-    exchange of a single worker.
+    mean: SparseVector
+    layout: BucketLayout
+
+
+class _Begun(NamedTuple):
+    """A vector whose mean is known, but not committed, and the time that its exchange took."""
+
+    vector: VectorExchange
+    mean: SparseVector
+    seconds: float
+
+
+class GradientExchange:
+    """The exchange of the gradients of one optimizer step, in one or more flat vectors.
+
+    A front door decides when each part of a step happens. What happens is defined here:
+
+    1. The door writes its gradients into ``vector.flat`` and calls :meth:`deliver`, for one vector after the other and
+       in the same order on all ranks. ``vector.flat`` then holds the mean over ranks.
+    2. :meth:`finish` confirms that all ranks have all means, and commits the new residuals. If anything fails on any
+       rank, it raises, and residuals and methods are as before the step on every rank.
+    3. The optimizer's step uses :attr:`delivered`, once.
 
     Args:
-        parameters: Parameters whose gradients are exchanged.
-        recipe: The recipe of the exchange.
-        group: Process group of the exchange. None is the default group.
-        timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
-        dense_below: Number of elements below which a tensor is small. See :func:`split_by_size`.
-        names: Names of the parameters, for messages.
-        flattened: See :func:`split_by_size`.
-        by_update: Whether to select large entries by their update, as
-            :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
+        options: Settings of the vectors.
+        verdict: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
+            step is committed only if no rank of this larger group has rejected it. Default: None.
 
     Attributes:
-        layout: Position of each parameter in the flat vector.
-        flat: The flat vector, fp32 ``[numel]``.
-        feedback: The residual, and the algorithm with its state.
-        dense_numel: Number of elements that are sent dense.
-        last: Metrics of the last exchange.
-        total: Traffic of all exchanges.
+        verdict: See above.
+        vectors: The flat vectors, in the order in which they are exchanged.
+        delivered: The means of the last committed step that the optimizer has not used yet. None otherwise.
+        pending: The means of a step that this rank could not confirm. Other ranks may have committed it. Empty
+            otherwise.
         steps: Number of committed steps.
+        skipped: Number of rejected steps.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
-        pending: Mean of a step that this rank could not confirm. Other ranks may have committed it. None otherwise.
+        total: Traffic of all steps.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        recipe: Recipe,
-        group: dist.ProcessGroup | None,
-        timeout: timedelta | None,
-        dense_below: int = 0,
-        names: Sequence[str] = (),
-        *,
-        flattened: bool | None = None,
-        by_update: bool = False,
-    ) -> None:
-        self.recipe = recipe
-        self._by_update = by_update
-        self.parameters = list(parameters)
-        self._names = dict(zip(map(id, parameters), names, strict=False))
-        large, small = split_by_size(parameters, dense_below, flattened=flattened)
-        self.layout = BucketLayout([*large, *small])
-        self._large = len(large)
-        self.dense_numel = sum(parameter.numel() for parameter in small)
-        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
-        self._timeout = timeout
-        self.feedback = self._new_error_feedback()
-        self._connect(group)
-        self.total, self._meter = Meter(), Meter()
-        self.last: dict[str, float] = {}
-        self.steps = self.zeroed = 0
-        self.pending: SparseVector | None = None
-        self.measure(None, 0.0)
+    def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
+        self.options = options
+        self.vectors: list[VectorExchange] = []
+        self.delivered: list[Delivered] | None = None
+        self.pending: list[_Begun] = []
+        self.steps = self.skipped = self.zeroed = 0
+        self.total = Meter()
+        self.verdict = verdict
+        self._distributed = is_distributed()
+        self._begun: list[_Begun] = []
+        self._rejected: NonFiniteError | None = None
+        self._settled: ErrorFeedback | None = None  # the one of a single worker, once it has no residual
+        self._at_fault = ""  # NaN and Inf values of this rank in this step
 
-    def _connect(self, group: dist.ProcessGroup | None) -> None:
-        scheduler: ProcessGroupScheduler | None = None
-        rank, world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-        self.recipe.check_world_size(world_size)  # before process groups are created for it
-        if is_distributed():
-            shapes = [(self._names.get(id(p), ""), tuple(p.shape)) for p in self.parameters]
-            stamp = f"{self.recipe.name} {self.settings} {shapes}"
-            subgroups = self.recipe.subgroups(world_size)
-            scheduler = ProcessGroupScheduler(group, self._timeout, self.layout.device, stamp, subgroups)
-        self.group, self._scheduler, self.rank, self.world_size = group, scheduler, rank, world_size
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all vectors."""
+        return [parameter for vector in self.vectors for parameter in vector.parameters]
+
+    @property
+    def rank(self) -> int:
+        """Rank in the group of the exchange."""
+        return self.vectors[0].rank
+
+    def replace_vector(self, recipe: Recipe, group: dist.ProcessGroup | None) -> tuple[VectorExchange, VectorExchange]:
+        """Exchange by ``recipe`` in ``group`` from now on, and return the new vector and the old one. There is one.
+
+        All ranks of ``group`` call this. The new vector has no residual yet. If this raises, nothing has changed.
+        """
+        (before,) = self.vectors
+        options = replace(self.options, recipe=recipe, group=group)
+        vector = VectorExchange(before.parameters, before.names, options)
+        vector.agree_on_exchange_id()
+        self.options, self.vectors = options, [vector]
+        return vector, before
+
+    def continue_from(self, before: GradientExchange) -> None:
+        """Take over the counters of ``before``, which this exchange replaces."""
+        self.steps, self.skipped, self.zeroed, self.total = before.steps, before.skipped, before.zeroed, before.total
 
     def agree_on_exchange_id(self) -> None:
-        """Agree on an identifier of this exchange within its group. All ranks call this after :func:`compare_setup`."""
-        if self._scheduler is not None:
-            self._scheduler.agree_on_exchange_id()
+        """See :meth:`VectorExchange.agree_on_exchange_id`."""
+        for vector in self.vectors:
+            vector.agree_on_exchange_id()
+
+    def log_choice(self) -> None:
+        """See :func:`~tritoncomm.step.options.log_choice`."""
+        if self.vectors:
+            first = self.vectors[0]
+            log_choice(first.recipe, first.rank, first.world_size, [vector.part for vector in self.vectors])
 
     def average(
         self,
@@ -110,315 +128,253 @@ class GradientExchange:
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
-    ) -> SparseVector:
-        """Replace every ``.grad`` by the mean over ranks, and return that mean.
+        inspect: Callable[[Delivered], None] | None = None,
+    ) -> None:
+        """Replace every ``.grad`` by the mean over ranks, for a door that exchanges after the backward pass.
 
         A rank whose gradients cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the
         step.
 
         Args:
             local_error: Why this rank's gradients cannot be exchanged. This rank raises it after the exchange.
-            scale: Loss scale. Gradients are divided by it first.
+            scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
+            inspect: Called with the mean while every ``.grad`` is still this rank's gradient. What it raises rejects
+                the step. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
             ConfigurationError: ``local_error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
-        if self._scheduler is None and is_distributed():
+        if not self._distributed and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
-        started = time.perf_counter()
+        self.reset()
+        (vector,) = self.vectors
+        started, settled = time.perf_counter(), self._has_settled(vector)
         try:
-            flat = self.layout.gather(self.flat)
+            vector.layout.gather(vector.flat)
         except ConfigurationError as error:
-            local_error, flat = error, self.flat
+            local_error = error
         if scale != 1.0:
-            flat.mul_(1.0 / scale)
+            vector.flat.mul_(1.0 / scale)
         if zero:
-            self.zero_non_finite(flat)
+            self.zeroed += vector.zero_non_finite()
         if local_error is not None or overflowed:
-            flat.fill_(math.nan)
+            self._at_fault = str(local_error or "all, because the scaled loss overflowed")
+            vector.flat.fill_(math.nan)
         try:
-            mean = self._exchange(flat)
+            if self.deliver(vector) and inspect is not None:
+                inspect(Delivered(self._begun[0].mean, vector.layout))
+            self.finish()
         except NonFiniteError as error:
-            described = self.describe_error(error, local_error, overflowed=overflowed)
-            if local_error is not None:
-                raise local_error from None
-            raise described from None
-        finally:
-            self.measure(None, time.perf_counter() - started)
-        self.layout.scatter(flat)
-        self.measure(mean, time.perf_counter() - started)
-        return mean
-
-    def log_choice(self) -> None:
-        """See :func:`log_choice`."""
-        log_choice(self.recipe, self.rank, self.world_size, [self.part])
-
-    @property
-    def part(self) -> tuple[Algorithm, int]:
-        """The algorithm and the number of values that are sent dense, for :func:`log_choice`."""
-        return self.feedback.algorithm, self.dense_numel
-
-    def flush(self) -> SparseVector:
-        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return that mean."""
-        flat = self.flat.zero_()
-        mean = self._exchange(flat, dense=True)
-        self.layout.scatter(flat)
-        return mean
-
-    def _exchange(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
-        """Replace ``flat`` (fp32 ``[numel]``) by the mean over ranks, and commit once all ranks have it."""
-        mean = self.begin(flat, dense=dense)
-        try:
-            self._check_range(mean.write_to(flat, workspace=self.feedback.workspace))
-            self.confirm()
-        except ExchangeError:
-            self.pending = mean
-            self.feedback.suspend()
-            raise
-        except BaseException:
+            raise (local_error or error) from None
+        except ConfigurationError:
             self.rollback()
             raise
-        self.commit()
-        return mean
+        if not settled:  # otherwise every .grad is the mean already
+            vector.layout.scatter(vector.flat)
+        vector.measure(self.delivered[0].mean if self.delivered else None, time.perf_counter() - started)
 
-    def begin(self, flat: torch.Tensor, *, dense: bool = False) -> SparseVector:
-        """Exchange ``flat``, which is only read, and return the mean. Roll back if the exchange fails.
+    def _has_settled(self, vector: VectorExchange) -> bool:
+        """Return True if a single worker has no residual, so that every mean is the gradient itself."""
+        if not vector.is_bare:
+            return False
+        return self._settled is vector.feedback or not bool(vector.feedback.residual.any())
 
-        Call :meth:`commit` or :meth:`rollback` next. ``dense`` delivers all entries, whatever the recipe.
-        """
-        if self._scheduler is not None:
-            self._scheduler.check()  # raises if the group has failed, so that a pending step is kept
-        self.pending = None
-        algorithm = Dense().build(self.layout.numel) if dense else None
-        try:
-            mean: SparseVector = self._run(self.feedback.begin(flat, self.rank, self.world_size, algorithm))
-        except BaseException:
-            self.rollback()
-            raise
-        return mean
+    def deliver(
+        self,
+        vector: VectorExchange,
+        *,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+        dense: bool = False,
+    ) -> bool:
+        """Exchange ``vector``: replace ``vector.flat`` by its mean over ranks.
 
-    def confirm(self) -> None:
-        """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost."""
-        if self.world_size > 1:
-            meter = self._meter
-            assert self._scheduler is not None
-            trained = "".join("01"[parameter.requires_grad] for parameter in self.parameters)
-            self._run(self._scheduler.confirmation(trained), new_step=False)
-            meter.add(self._meter)
-            self._meter = meter
-
-    def commit(self) -> None:
-        """Replace the residual and the state of the method by those of this step, and count the step."""
-        self.feedback.commit()
-        self.steps += 1
-
-    def rollback(self) -> None:
-        """Restore the state of the method. The residual has not changed."""
-        self.feedback.rollback()
-
-    def commit_pending(self) -> SparseVector:
-        """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        assert self.pending is not None
-        mean, self.pending = self.pending, None
-        self.feedback.resume()
-        self.steps += 1
-        self.layout.scatter(mean.write_to(self.flat, workspace=self.feedback.workspace))
-        return mean
-
-    def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
-        parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
-        return {parameter: parts[parameter] for parameter in self.parameters}
-
-    def adopt_residuals(self, other: GradientExchange) -> None:
-        """Copy the residuals of ``other`` for the parameters that both exchanges have."""
-        own = self.residuals_by_parameter()
-        for parameter, residual in other.residuals_by_parameter().items():
-            if parameter in own:
-                own[parameter].copy_(residual)
-
-    def adopt(self, other: GradientExchange) -> None:
-        """Continue from the state of ``other``, with its residuals of the parameters that both exchanges have."""
-        self.adopt_residuals(other)
-        self.feedback.algorithm.adopt_across_layout(other.feedback.algorithm)
-        self.total, self.last, self.steps, self.zeroed = other.total, other.last, other.steps, other.zeroed
-
-    def change_recipe(self, recipe: Recipe) -> None:
-        """Continue with ``recipe``, which must be of the same method. The residual is kept."""
-        recipe.check_world_size(self.world_size)
-        before, self.recipe = self.feedback, recipe
-        self.feedback = self._new_error_feedback()
-        self.feedback.residual.copy_(before.residual)
-        self.feedback.algorithm.adopt_across_density(before.algorithm)
-        self._connect(self.group)
-
-    def move(self, group: dist.ProcessGroup | None, recipe: Recipe) -> None:
-        """Continue in another group of any size.
-
-        The residual is scaled by the ratio of world sizes. This rank's contribution to the mean stays the same.
+        Return False if the step will be rejected by the verdict of the larger group.
 
         Args:
-            group: The new process group. None is the default group.
-            recipe: The new recipe. It may differ from the present one only in :class:`~tritoncomm.Hierarchical`.
-        """
-        before, size, former = self.feedback, self.world_size, self.recipe
-        self.recipe = recipe
-        try:
-            self._connect(group)
-        except BaseException:
-            self.recipe = former
-            raise
-        share = self.world_size / size
-        self.feedback = self._new_error_feedback()
-        torch.mul(before.residual, share, out=self.feedback.residual)
-        state = before.algorithm.state_dict()
-        # Within nodes, the state of a rank belongs to a part of the vector. This part may be another one now.
-        self.feedback.algorithm.migrate([state] if former == recipe else [], share, state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the residual of each parameter, and the algorithm's state."""
-        residuals = [residual.clone() for residual in self.residuals_by_parameter().values()]
-        return checkpoint_format.with_checksum(
-            rank=self.rank,
-            world_size=self.world_size,
-            recipe=self.recipe.name,
-            settings=self.settings,
-            residuals=residuals,
-            algorithm=self.feedback.algorithm.state_dict(),
-            steps=self.steps,
-        )
-
-    def loaded(self, state: Mapping[str, Any]) -> ErrorFeedback:
-        """Return an error feedback with the content of ``state``. This exchange does not change.
+            vector: The vector. ``vector.flat`` holds this rank's unscaled gradient.
+            scale: The mean times this loss scale must not overflow.
+            dtype: The dtype in which it must not overflow. None means the dtype of each parameter.
+            dense: Whether to deliver all entries, whatever the recipe.
 
         Raises:
-            ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+            NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
+                they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
+            ExchangeError: A peer was lost, or a wait timed out.
         """
-        feedback = self._new_error_feedback()
-        checkpoint_format.check(state, rank=self.rank, world_size=self.world_size, recipe=self.recipe.name)
-        if [len(residual) for residual in state["residuals"]] != [p.numel() for p in self.parameters]:
-            raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-        residuals_by_parameter = dict(zip(self.parameters, state["residuals"], strict=True))
-        residual = torch.cat(
-            [self.flat[:0], *(residuals_by_parameter[p].to(self.flat.device) for p in self.layout.parameters)]
-        )
-        algorithm = state["algorithm"]
-        if "migrated" in state or state["settings"] != self.settings:
-            # The state of a method depends on its settings and on the world size. The residual does not.
-            if "migrated" in state:
-                migrated = state["migrated"]
-                own, common = map(self._drop_scale, migrated["states"]), self._drop_scale(migrated["common"])
-                feedback.algorithm.migrate(list(own), migrated["share"], common)
-            else:
-                logger.warning(
-                    "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
-                    "method starts from scratch",
-                    state["settings"],
-                )
-            algorithm = feedback.algorithm.state_dict()
-        loadable = self._drop_scale(algorithm)
-        feedback.load_state_dict({"residual": residual, "algorithm": loadable})
-        if loadable is not algorithm:
-            feedback.algorithm.invalidate_thresholds()
-        return feedback
-
-    def _drop_scale(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the ``state`` of an algorithm, without its saved scale if this exchange selects by gradient."""
-        return state if self._by_update else without_scale(state)
-
-    @property
-    def settings(self) -> str:
-        """The recipe, and the number of values that are sent dense, as text."""
-        return f"{self.recipe!r}, {self.dense_numel} values dense"
-
-    def _new_error_feedback(self) -> ErrorFeedback:
-        chosen = self.recipe
-        if self._by_update:
-            large = self.layout.parameters[: self._large]
-            chosen = Preconditioned(recipe=chosen, shapes=tuple(tuple(parameter.shape) for parameter in large))
-        whole = DenseTail(recipe=chosen, tail=self.dense_numel)
-        return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
-
-    def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
-        if self._scheduler is None:
-            return SimulatedScheduler(1).run([pattern])[0]
+        started, mean = time.perf_counter(), None
+        if vector.scheduler is not None:
+            vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
+        self.pending = []
         try:
-            return self._scheduler.run(pattern, new_step=new_step)
-        finally:
-            self._meter = self._scheduler.meter
+            mean = vector.begin(dense=dense)
+            vector.write(mean)
+            _check_range(vector, scale, dtype)
+            self._begun.append(_Begun(vector, mean, time.perf_counter() - started))
+        except NonFiniteError as error:
+            if mean is None:
+                self._at_fault = self._at_fault or listed(vector.non_finite())
+            else:
+                vector.feedback.rollback()
+            vector.measure(None, time.perf_counter() - started)
+            self._rejected = error
+            if self.verdict is None:
+                raise self._reject(vector) from None
+            return False
+        except BaseException as error:
+            vector.feedback.rollback()
+            self.rollback()
+            if self.verdict is not None and isinstance(error, Exception):
+                self.verdict.fail(error)  # its other ranks may be in no exchange with this one
+            raise
+        return True
 
-    def zero_non_finite(self, flat: torch.Tensor) -> None:
-        """Replace NaN and Inf in ``flat`` by zero, and log the parameters."""
-        bad = self.non_finite(flat)
-        if bad:
-            self.zeroed += sum(bad.values())
-            logger.warning("rank %d: NaN or Inf replaced by zero in %s", self.rank, _listed(bad))
-            flat.nan_to_num_(0.0, 0.0, 0.0)
+    def finish(self) -> None:
+        """Commit the step on all ranks, or roll back on all ranks.
 
-    def non_finite(self, flat: torch.Tensor) -> dict[str, int]:
-        """Return the number of NaN or Inf values in ``flat`` of each parameter that has any, by name."""
-        if bool(flat.isfinite().all()):
-            return {}
-        parts = zip(self.layout.parameters, self.layout.parts(flat), strict=True)
-        counts = {self._name(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
-        return {name: count for name, count in counts.items() if count}
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        number = next(i for i, other in enumerate(self.parameters) if other is parameter)
-        return self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}"
-
-    def describe_error(
-        self, error: NonFiniteError, local_error: ConfigurationError | None = None, *, overflowed: bool = False
-    ) -> NonFiniteError:
-        """Return ``error`` with the ranks and parameters that hold NaN or Inf. All ranks must call this together.
-
-        Args:
-            error: The error of the exchange. It is returned if no rank finds NaN or Inf in its gradients.
-            local_error: Why this rank's gradients cannot be exchanged.
-            overflowed: Whether the scaled loss overflowed on this rank.
+        Raises:
+            NonFiniteError: Another vector was rejected on some rank.
+            ExchangeError: A peer was lost, or a wait timed out. The step is :attr:`pending`.
+            ProtocolMismatchError: Another rank has finished another step, or has frozen other parameters.
         """
-        if local_error is not None:
-            own = str(local_error)
-        else:
-            own = "all, because the scaled loss overflowed" if overflowed else _listed(self.non_finite(self.flat))
-        gathered = [own]
-        if self._scheduler is not None:
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": own}, self.group)]
+        begun = self._begun
+        try:
+            self._confirm()
+        except ExchangeError:
+            for step in begun:
+                step.vector.feedback.suspend()
+            self.pending, self._begun = begun, []
+            raise
+        except BaseException:
+            self.rollback()
+            raise
+        for vector, mean, seconds in begun:
+            vector.feedback.commit()
+            vector.measure(mean, seconds)
+            self.total.count("all", vector.meter.sent, vector.meter.received)
+            self._settled = vector.feedback if vector.is_bare else None
+        self.steps += 1
+        means = [Delivered(step.mean, step.vector.layout) for step in begun]
+        self.delivered = means if self.delivered is None else _added(self.delivered, means)
+        self._begun = []
+
+    def _confirm(self) -> None:
+        """Return after all ranks have called this for the same step, and none has rejected it."""
+        if self.verdict is not None:
+            if self.verdict.run(_any(self._rejected is not None, self.verdict.device)):
+                raise self._reject()
+        elif self._begun:
+            trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
+            self._begun[-1].vector.confirm(trained)
+
+    def reset(self, *, keep_delivered: bool = False) -> None:
+        """Prepare for a new step. Roll back a step that was not finished.
+
+        With ``keep_delivered``, the new step adds to entries that the optimizer has not used yet.
+        """
+        self.rollback()
+        if not keep_delivered:
+            self.delivered = None
+        self._rejected, self._at_fault = None, ""
+
+    def rollback(self) -> None:
+        """Restore the methods' states from before this step. Residuals have not changed."""
+        for vector, _, seconds in self._begun:
+            vector.feedback.rollback()
+            vector.measure(None, seconds)
+        self._begun = []
+
+    def commit_pending(self) -> None:
+        """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
+        for vector, mean, _ in self.pending:
+            vector.feedback.resume()
+            vector.layout.scatter(vector.write(mean))
+        self.steps += 1
+        self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        self.pending = []
+
+    def flush(self) -> list[Delivered]:
+        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return the means."""
+        self.reset()
+        for vector in self.vectors:
+            vector.flat.zero_()
+            self.deliver(vector, dense=True)
+        self.finish()
+        for vector in self.vectors:
+            vector.layout.scatter(vector.flat)
+        return self.take_delivered()
+
+    def take_delivered(self) -> list[Delivered]:
+        """Return :attr:`delivered` for the optimizer's step, and forget it."""
+        means, self.delivered = self.delivered or [], None
+        return means
+
+    def _reject(self, vector: VectorExchange | None = None) -> NonFiniteError:
+        """Roll back, count the rejected step, and return an error that names ranks and parameters.
+
+        All ranks of the exchange, or of the verdict, call this together.
+        """
+        self.rollback()
+        self.skipped += 1
+        error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
+        gathered = [self._at_fault]
+        if self.verdict is not None or (vector is not None and vector.scheduler is not None):
+            group = self.verdict.group if self.verdict is not None else self.options.group
+            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
         named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
         return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
 
-    def _check_range(self, flat: torch.Tensor) -> None:
-        # All ranks have the same mean, so all of them raise or none.
-        if not self.layout.fits_dtypes(flat):
-            raise NonFiniteError(OVERFLOWS.format("float16"))
+    def residual_norm(self) -> float:
+        """Return the 2-norm of this rank's residual."""
+        return math.hypot(*(float(vector.feedback.residual.norm()) for vector in self.vectors))
 
-    def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Record the metrics of an exchange that took ``seconds``. ``mean`` is None if the step was rejected."""
-        meter, accumulator = self._meter, self.feedback.accumulator
-        selecting = accumulator.seconds if accumulator else 0.0
-        if mean is not None:
-            self.total.count("all", meter.sent, meter.received)
-        self.last = {
-            "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
-            "selected": float(accumulator.selected) if accumulator else 0.0,
-            "bytes_sent": float(meter.sent.bytes),
-            "bytes_received": float(meter.received.bytes),
-            "messages_sent": float(meter.sent.messages),
-            "seconds_select": selecting,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
-            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
-            **self.feedback.algorithm.report,
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
+        numel = sum(vector.layout.numel for vector in self.vectors)
+        delivered = sum(vector.last["density_delivered"] * vector.layout.numel for vector in self.vectors)
+        return summed([vector.last for vector in self.vectors]) | {
+            "density": self.options.recipe.density,
+            "density_delivered": delivered / max(numel, 1),
+            "steps": float(self.steps),
+            "skipped_steps": float(self.skipped),
+            "zeroed_values": float(self.zeroed),
+            "bytes_sent_total": float(self.total.sent.bytes),
+            "bytes_received_total": float(self.total.received.bytes),
+            "residual_norm": self.residual_norm(),
         }
 
 
-def _listed(bad: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ({count} values)" for name, count in bad.items())
+def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
+    """Return the sums of the means of the same vectors. Their entries are those of either."""
+    held = {id(layout): Delivered(mean, layout) for mean, layout in before}
+    for mean, layout in means:
+        earlier = held.get(id(layout))
+        held[id(layout)] = Delivered(mean if earlier is None else earlier.mean.plus(mean), layout)
+    return list(held.values())
+
+
+def _check_range(vector: VectorExchange, scale: float, dtype: torch.dtype | None) -> None:
+    """Raise :class:`~tritoncomm.NonFiniteError` if ``scale`` times the mean overflows in ``dtype``.
+
+    All ranks have the same mean, so all of them raise or none.
+    """
+    flat = vector.flat
+    if dtype is None:
+        fits = vector.layout.fits_dtypes(flat)
+    else:
+        fits = fits_dtype(flat if scale == 1.0 else flat * scale, dtype)
+    if not fits:
+        raise NonFiniteError(OVERFLOWS.format(dtype or "float16"))
+
+
+def _any(flag: bool, device: torch.device) -> Pattern[bool]:
+    """Return True if ``flag`` is set on any rank."""
+    total = yield AllReduce("commit", torch.tensor([int(flag)], dtype=torch.int32, device=device))
+    return bool(total)

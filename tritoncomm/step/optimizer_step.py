@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +13,20 @@ import torch
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.adam import StalenessAwareAdam, is_adam
-from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.bucket import local_gradient
+from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
 
 logger = logging.getLogger("tritoncomm")
 
 # Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
 _LINEAR = (torch.optim.SGD,)
+
+
+def is_linear(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the update of ``optimizer`` is linear in the gradient."""
+    return isinstance(optimizer, _LINEAR)
 
 
 # Not torch.compiler.disable, which imports the compiler even if it is not used.
@@ -37,26 +42,22 @@ class StepState:
 
     Attributes:
         exchanged: Whether gradients have been exchanged for the next step.
-        mean: The averaged gradient. None if the step is skipped.
         written_gradients: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
-        skipped: Number of skipped steps.
-        reduction_checked: Whether the first exchange has checked that no DDP module averages the gradients, too.
+        used_pass: Number of the backward pass that the last step has used, if a hook exchanges gradients.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
     exchanged: bool = False
-    mean: SparseVector | None = None
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
-    skipped: int = 0
-    reduction_checked: bool = False
+    used_pass: int = 0
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
-        self.exchanged, self.mean, self.written_gradients, self.found_in_unscale = False, None, [], None
+        self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -86,6 +87,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self._max_grad_norm = options.max_grad_norm
         self._adam: StalenessAwareAdam | None = None
+        self.alone = False  # a single worker, to which every entry is delivered in every step
         self.grad_norm = 0.0
         if not delayed or options.staleness == "off":
             return
@@ -105,20 +107,39 @@ class OptimizerStep:
         if self._adam is not None:
             self._adam.check_options()
 
-    def step(self, mean: SparseVector, layout: BucketLayout, *, clip: bool = True) -> None:
+    def step(self, delivered: Sequence[Delivered], *, clip: bool = True) -> None:
         """Update the parameters from ``.grad``.
 
         Args:
-            mean: The averaged gradient. Its indices select the delivered coordinates. Its values are not used, because
-                the user may have changed ``.grad``.
-            layout: Position of each parameter in the flat vector.
+            delivered: The averaged gradients. Their indices select the delivered coordinates. Their values are not
+                used, because the user may have changed ``.grad``.
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
         """
         self.check()  # before any gradient or parameter changes
         if clip and self._max_grad_norm is not None:
-            self.grad_norm = float(torch.nn.utils.clip_grad_norm_(layout.parameters, self._max_grad_norm))
-        all_coordinates = [None] * len(layout.parameters)
-        self._apply(layout, all_coordinates if mean.is_full else layout.split(mean.indices))
+            self.grad_norm = self._clip(self._max_grad_norm)
+        where: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for mean, layout in delivered:
+            indices = [None] * len(layout.parameters) if mean.is_full else layout.split(mean.indices)
+            where += zip(layout.parameters, indices, strict=True)
+        self._apply(where)
+
+    def _clip(self, max_norm: float) -> float:
+        """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def unscale(self, scale: torch.Tensor) -> bool:
+        """Divide the gradients by the loss ``scale``, and return whether they are finite."""
+        finite = True
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = local_gradient(parameter)
+                if gradient is not None:
+                    gradient.mul_(1.0 / float(scale))
+                    finite &= bool(gradient.isfinite().all())
+        return finite
 
     def is_synthetic(self) -> bool:
         """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
@@ -136,20 +157,20 @@ class OptimizerStep:
             frame = frame.f_back
         return frame is not None
 
-    def initialize_state(self, layout: BucketLayout) -> None:
+    def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
-        self._apply(layout, [None] * len(layout.parameters))
+        self._apply([(parameter, None) for parameter in parameters])
 
     @without_compile
-    def _apply(self, layout: BucketLayout, delivered: Iterable[torch.Tensor | None]) -> None:
-        if self._adam is None:
-            self.optimizer.step()
-            return
-        # The original optimizer's own step() is not called. Learning rate schedulers built on it look for this
-        # attribute, and its hooks must run.
+    def _apply(self, delivered: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
+        # they have run for the wrapped optimizer. Learning rate schedulers look for this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         _run(self.optimizer._optimizer_step_pre_hooks.values(), self.optimizer)  # noqa: SLF001
-        self._adam.step(layout.parameters, list(delivered))
+        if self._adam is None or self.alone:
+            _step_below_hooks(self.optimizer)
+        else:
+            self._adam.step([parameter for parameter, _ in delivered], [indices for _, indices in delivered])
         _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
 
     def restore(self, state_dict: dict[str, Any]) -> None:
@@ -171,3 +192,13 @@ class OptimizerStep:
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
     for hook in list(hooks):
         hook(optimizer, (), {})
+
+
+def _step_below_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``optimizer.step()`` without the hooks that torch has put around the method of its class."""
+    own = vars(optimizer).get("step")
+    step = type(optimizer).step
+    if getattr(step, "hooked", False) and (own is None or getattr(own, "_wrapped_by_lr_sched", False)):
+        inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))(optimizer)
+    else:  # somebody has replaced the method
+        optimizer.step()

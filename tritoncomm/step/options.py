@@ -154,6 +154,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
 
 
 def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:

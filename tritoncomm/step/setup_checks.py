@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.bucket import BucketLayout, local
 from tritoncomm.version import __version__
+
+logger = logging.getLogger("tritoncomm")
 
 _ERROR = "error"  # key of the error that a rank reports to the others
 
@@ -87,8 +92,8 @@ def parameter_fields(
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a short digest of the bytes of ``tensor``."""
-    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    """Return a short digest of the bytes of ``tensor``, or of this rank's shard of a DTensor."""
+    data = local(tensor.detach()).to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
 
 
@@ -146,14 +151,15 @@ def compare_setup(
 def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Copy the values of the group's first rank to its other ranks, after all of them have arrived."""
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    received = [parameter.detach().clone(memory_format=torch.contiguous_format) for parameter in parameters]
+    shards = [local(parameter.detach()) for parameter in parameters]
+    received = [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
     try:
         for values in filter(torch.numel, received):
             dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     except RuntimeError as error:
         raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
-    for parameter, values in zip(parameters, received, strict=True):
-        parameter.copy_(values)
+    for shard, values in zip(shards, received, strict=True):
+        shard.copy_(values)
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
@@ -188,13 +194,24 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module reduces one of ``parameters``.
+def check_not_reduced(mean: SparseVector, layout: BucketLayout, group: dist.ProcessGroup | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
 
-    DDP does not mark its parameters. This function therefore asks the garbage collector for the objects that refer to
-    the class, which all its instances do. It is called once or twice per run and takes some 30 milliseconds.
+    Averaged gradients are equal on all ranks, so their mean is this rank's gradient. Only then does this look for a DDP
+    module, which takes some 30 milliseconds: DDP does not mark its parameters, so the garbage collector is asked for
+    the objects that refer to the class, which all its instances do.
+
+    Args:
+        mean: The mean of the first exchange, which is without residual.
+        layout: Position of each parameter in the flat vector. Every ``.grad`` is the gradient of this rank.
+        group: Process group of the exchange.
     """
-    wanted = {id(parameter) for parameter in parameters}
+    if not is_distributed() or dist.get_world_size(group) == 1 or not mean.values.any():
+        return
+    own = layout.gather(torch.empty(layout.numel, device=mean.values.device))
+    if not torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0):
+        return
+    wanted = {id(parameter) for parameter in layout.parameters}
     found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
     for module in [each for each in found if issubclass(type(each), DistributedDataParallel)]:
         hooks = [hook for hook, _ in getattr(module, "_comm_hooks", [])]
@@ -204,9 +221,56 @@ def check_not_reduced(parameters: Iterable[torch.Tensor]) -> None:
             if id(parameter) in wanted and parameter.requires_grad:
                 raise ConfigurationError(
                     f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: train the plain module (ddp_model.module), or keep DDP "
-                    "and call tritoncomm.ddp.register(ddp_model) instead of wrap()"
+                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model), or train "
+                    "the plain module (ddp_model.module)"
                 )
+    if dist.get_rank(group) == 0:
+        logger.warning(
+            "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
+            "gradients before step()"
+        )
+
+
+def check_exchanged(parameters: Sequence[torch.Tensor], exchanged: Iterable[torch.Tensor]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless a hook exchanges all ``parameters`` of an optimizer."""
+    known = {id(parameter) for parameter in exchanged}
+    missing = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in known]
+    if missing:
+        raise ConfigurationError(
+            f"{len(missing)} parameters of the optimizer, the first of shape {missing[0]}, are not in the model, or "
+            "did not require gradients when it was registered: a hook averages only the gradients of its model"
+        )
+
+
+def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
+    """Return whether any of ``parameters`` is a DTensor, whose shard is exchanged with the ranks of ``group``.
+
+    Raises:
+        ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
+    for parameter in sharded:
+        mesh = set(parameter.device_mesh.mesh.flatten().tolist())
+        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if mesh & ranks != {dist.get_rank()}:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(mesh)}, and the "
+                f"exchange is over ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
+                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
+            )
+    return bool(sharded)
+
+
+def warn_about_lost_residual(optimizer: torch.optim.Optimizer) -> None:
+    """Log a warning if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded."""
+    if is_distributed() and dist.get_rank() != 0:
+        return
+    if any("last_delivered" in state for state in optimizer.state.values()):
+        logger.warning(
+            "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
+            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint"
+        )
 
 
 def _with_subclasses(kind: type[Any]) -> list[type[Any]]:

@@ -1,0 +1,199 @@
+"""Save and load the state of a gradient exchange on one rank: residuals, and the states of the methods."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.algorithms.preconditioned import without_scale
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import checkpoint_format
+from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.vector_exchange import VectorExchange
+
+logger = logging.getLogger("tritoncomm")
+
+
+def saved(exchange: GradientExchange) -> dict[str, Any]:
+    """Return this rank's state of an exchange with one vector: residuals in the order of its parameters."""
+    (vector,) = exchange.vectors
+    return checkpoint_format.with_checksum(
+        rank=vector.rank,
+        world_size=vector.world_size,
+        recipe=vector.recipe.name,
+        settings=vector.settings,
+        residuals=[residual.clone() for residual in vector.residuals_by_parameter().values()],
+        algorithm=vector.feedback.algorithm.state_dict(),
+        steps=exchange.steps,
+    )
+
+
+def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> ErrorFeedback:
+    """Return an error feedback with the content of ``state``, which :func:`saved` returned. Nothing changes.
+
+    Raises:
+        ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+    """
+    (vector,) = exchange.vectors
+    checkpoint_format.check(state, rank=vector.rank, world_size=vector.world_size, recipe=vector.recipe.name)
+    if isinstance(state["residuals"], Mapping):
+        raise ConfigurationError(
+            "this checkpoint was saved by the hook of a model: wrap the optimizer with model=, or load only the state "
+            "of the original optimizer"
+        )
+    if [len(residual) for residual in state["residuals"]] != [vector.layout.length(p) for p in vector.parameters]:
+        raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+    residuals = dict(zip(vector.parameters, state["residuals"], strict=True))
+    same = state["settings"] == vector.settings
+    return restored(vector, residuals, state["algorithm"], state.get("migrated"), "" if same else state["settings"])
+
+
+def restored(
+    vector: VectorExchange,
+    residuals: Mapping[torch.Tensor, torch.Tensor],
+    algorithm: Mapping[str, Any],
+    migrated: Mapping[str, Any] | None = None,
+    other_settings: str = "",
+) -> ErrorFeedback:
+    """Return an error feedback for ``vector`` with a saved content.
+
+    The residual never depends on the settings of a method or the world size. The state of the method does.
+
+    Args:
+        vector: The vector.
+        residuals: Flat residual of each of its parameters.
+        algorithm: The state of the algorithm.
+        migrated: The states from which :func:`~tritoncomm.step.checkpoint_format.reshard` has converted, if any.
+        other_settings: The settings with which the state was saved, if they are not those of ``vector``.
+    """
+    feedback = vector.new_feedback()
+    device = vector.flat.device
+    parts = [residuals[parameter].to(device) for parameter in vector.layout.parameters]
+    residual = torch.cat([vector.flat[:0], *parts])
+    by_update = vector.options.by_update
+
+    def fitting(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if by_update else without_scale(state)
+
+    if migrated is not None:
+        feedback.algorithm.migrate(
+            [fitting(state) for state in migrated["states"]], migrated["share"], fitting(migrated["common"])
+        )
+    elif other_settings:
+        logger.warning(
+            "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
+            "method starts from scratch",
+            other_settings,
+        )
+    if migrated is not None or other_settings:
+        algorithm = feedback.algorithm.state_dict()
+    loadable = fitting(algorithm)
+    feedback.load_state_dict({"residual": residual, "algorithm": loadable})
+    if loadable is not algorithm:
+        feedback.algorithm.invalidate_thresholds()
+    return feedback
+
+
+def is_intact(state: Any) -> bool:
+    """Return True if ``state`` has the fields and the checksum of a saved state."""
+    try:
+        checkpoint_format.check(state)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def is_foreign(state: Any, rank: int, world_size: int, *, reset: bool) -> bool:
+    """Return True if ``state`` belongs to another rank, and can be loaded because it needs no residual.
+
+    A rank needs the residual of its own state, unless ``reset`` is set.
+    """
+    if not is_intact(state) or "migrated" in state:
+        return False
+    return reset or (not _has_residual(state) and (state["rank"], state["world_size"]) != (rank, world_size))
+
+
+def for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bool) -> dict[str, Any]:
+    """Return ``state`` as the state of ``rank``, with the part of the method's state that does not depend on the rank.
+
+    A residual is kept on the rank to which it belongs, and set to zero everywhere if ``reset`` is set.
+    """
+    if not reset and _has_residual(state):
+        checkpoint_format.check(state, rank=rank, world_size=world_size)
+    residuals = state["residuals"]
+    if reset and isinstance(residuals, Mapping):
+        residuals = {name: torch.zeros_like(residual) for name, residual in residuals.items()}
+    elif reset:
+        residuals = [torch.zeros_like(residual) for residual in residuals]
+    fields = {name: value for name, value in state.items() if name not in ("schema", "checksum")}
+    fields |= {"rank": rank, "world_size": world_size, "residuals": residuals}
+    migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
+    return checkpoint_format.with_checksum(**fields | {"migrated": migrated})
+
+
+def _has_residual(state: Mapping[str, Any]) -> bool:
+    residuals = state["residuals"]
+    return any(bool(part.any()) for part in (residuals.values() if isinstance(residuals, Mapping) else residuals))
+
+
+def saved_by_name(exchange: GradientExchange, rank: int, world_size: int, **fields: Any) -> dict[str, Any]:
+    """Return this rank's state of an exchange with several vectors: residuals by parameter name, and the layout."""
+    return checkpoint_format.with_checksum(
+        rank=rank,
+        world_size=world_size,
+        recipe=exchange.options.recipe.name,
+        settings=_settings(exchange),
+        residuals={
+            name: residual.clone()
+            for vector in exchange.vectors
+            for name, residual in zip(vector.names, vector.residuals_by_parameter().values(), strict=True)
+        },
+        algorithm={
+            "layout": [vector.names for vector in exchange.vectors],
+            "vectors": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
+        },
+        steps=exchange.steps,
+        **fields,
+    )
+
+
+def restored_by_name(exchange: GradientExchange, vectors: Sequence[VectorExchange], state: Mapping[str, Any]) -> None:
+    """Load what :func:`saved_by_name` returned into new ``vectors`` of ``exchange``.
+
+    Raises:
+        ConfigurationError: The state has no residual for a parameter, or of another size.
+    """
+    layout, states = state["algorithm"]["layout"], state["algorithm"]["vectors"]
+    migrated = state.get("migrated")
+    same = state["settings"] == _settings(exchange)
+    for vector in vectors:
+        residuals = {}
+        for parameter, name in zip(vector.parameters, vector.names, strict=True):
+            residual = state["residuals"].get(name)
+            if residual is None or residual.numel() != vector.layout.length(parameter):
+                raise ConfigurationError(
+                    f"the loaded state has no residual for {name} of shape {vector.layout.shape(parameter)}: "
+                    "it belongs to another model"
+                )
+            residuals[parameter] = residual
+        number = next((i for i, names in enumerate(layout) if list(names) == vector.names), None)
+        if number is None:  # of a hook that had other vectors: only what all vectors have in common fits
+            common = states[0] if states else {}
+            vector.feedback = restored(vector, residuals, {}, {"states": [], "share": 1.0, "common": common})
+            continue
+        moved = None
+        if migrated is not None:
+            moved = {
+                "states": [other["vectors"][number] for other in migrated["states"]],
+                "share": migrated["share"],
+                "common": migrated["common"]["vectors"][number],
+            }
+        vector.feedback = restored(vector, residuals, states[number], moved, "" if same else state["settings"])
+
+
+def _settings(exchange: GradientExchange) -> str:
+    return f"{exchange.options.recipe!r}, dense below {exchange.options.dense_below}"

@@ -1,0 +1,244 @@
+"""The state of a hook that exchanges gradients during the backward pass, for DDP and FSDP2."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import carry_over, checkpoint_format, setup_checks
+from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.exchange_state import restored_by_name, saved_by_name
+from tritoncomm.step.options import with_density
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+
+# All states with a model, to find the hook of the parameters of an optimizer.
+_states: weakref.WeakSet[HookState] = weakref.WeakSet()
+
+
+class HookState(ABC):
+    """The exchange of a hook, with metrics, checkpoints, and the connection to a wrapped optimizer.
+
+    Args:
+        exchange: The exchange that the hook drives.
+        process_group: Process group in which settings are compared, and of which a saved state belongs to one rank.
+        on_nonfinite: Action when any rank has a NaN or Inf. See the front doors.
+        scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. None without one.
+
+    Attributes:
+        exchange: The exchange.
+        connected: Whether a wrapped optimizer takes its steps over the delivered entries.
+    """
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        process_group: dist.ProcessGroup | None,
+        on_nonfinite: str,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.exchange = exchange
+        self.process_group = process_group
+        self.on_nonfinite = on_nonfinite
+        self.scaler = scaler
+        self.connected = False
+        self._named: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._loaded: Mapping[str, Any] | None = None
+
+    # What a hook provides
+
+    @abstractmethod
+    def build(self, layout: list[list[str]]) -> list[VectorExchange]:
+        """Return new vectors with the parameters of ``layout``, by name."""
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """Further fields of a saved state."""
+        return {}
+
+    # Names and parameters
+
+    def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Use the names of ``parameters`` in messages and in :meth:`state_dict`."""
+        self._named = {
+            id(parameter): (name, weakref.ref(parameter))
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        }
+        _states.add(self)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that the hook exchanges, by name. Empty if the hook does not know the model."""
+        found = ((name, parameter()) for name, parameter in self._named.values())
+        return {name: parameter for name, parameter in found if parameter is not None}
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of ``parameter``. A parameter without a name gets one: a number in the order of this call."""
+        if id(parameter) not in self._named:
+            self._named[id(parameter)] = f"parameter {len(self._named)}", weakref.ref(parameter)
+        return self._named[id(parameter)][0]
+
+    @property
+    def scale(self) -> float:
+        """The scale of the loss, 1 without a scaler."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the exchange."""
+        return self.exchange.options.recipe
+
+    @property
+    def steps(self) -> int:
+        """Number of committed backward passes."""
+        return self.exchange.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of rejected backward passes."""
+        return self.exchange.skipped
+
+    def connect(self, *, by_update: bool, on_nonfinite: str) -> None:
+        """Let a wrapped optimizer take its steps over what this hook delivers.
+
+        Args:
+            by_update: Whether to select entries by their update.
+            on_nonfinite: ``"skip"``, ``"raise"`` or ``"zero"``, see :func:`tritoncomm.wrap`.
+
+        Raises:
+            ConfigurationError: The exchange has begun, and selects entries by another criterion.
+        """
+        options = self.exchange.options
+        if by_update and not options.by_update:
+            if self.exchange.vectors and (self.exchange.steps or self.exchange.skipped):
+                raise ConfigurationError(
+                    "the model was trained before wrap(): call wrap(optimizer, model=model) before the first backward "
+                    'pass, or pass select_by="gradient"'
+                )
+            self.exchange.options = replace(options, by_update=True)
+            self._replace_vectors()
+        self.on_nonfinite = on_nonfinite
+        self.connected = True
+
+    def _replace_vectors(self) -> list[VectorExchange]:
+        """Build the vectors again with the present options, and return the old ones."""
+        before = self.exchange.vectors
+        if before:
+            self.exchange.vectors = self.build([vector.names for vector in before])
+            self.exchange.agree_on_exchange_id()
+        return before
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last backward pass and totals on this rank, as a flat dict for TensorBoard or W&B.
+
+        Bytes, messages and seconds are sums over the flat vectors. See :meth:`tritoncomm.SparseOptimizer.metrics`.
+        """
+        return self.exchange.metrics()
+
+    def set_density(self, density: float) -> None:
+        """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
+
+        Call it between backward passes.
+
+        Raises:
+            ConfigurationError: The density is not in (0, 1]. Nothing has changed.
+            ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
+        """
+        with setup_checks.propagate_errors(self.process_group):
+            recipe = with_density(self.recipe, density)
+        setup_checks.compare({"density": density}, self.process_group)
+        self._build_loaded()
+        self.exchange.options = self.exchange.options.with_recipe(recipe)
+        before = self._replace_vectors()
+        for new, old in zip(self.exchange.vectors, before, strict=True):
+            carry_over.across_density(new, old)
+
+    @torch.no_grad()
+    def flush(self) -> list[Delivered]:
+        """Exchange the residuals of all ranks dense, and write their mean into ``.grad``. Residuals become zero.
+
+        Call ``optimizer.step()`` next. If the optimizer is wrapped, call ``optimizer.flush()`` instead of this.
+        All ranks must call this between backward passes. It discards the present gradients.
+        """
+        self._build_loaded()
+        return self.exchange.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals by parameter name, the vectors in which they travel, and the methods' states.
+
+        Residuals differ between ranks: save the dict of every rank. A run that loads it continues to the bit.
+        """
+        if self._loaded is not None:
+            return dict(self._loaded)
+        rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        return saved_by_name(self.exchange, rank, size, **self.kind)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` of the same rank returned.
+
+        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+
+        Raises:
+            ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+            ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
+        """
+        with setup_checks.propagate_errors(self.process_group):
+            self.check_loadable(state)
+        setup_checks.compare({"steps": state["steps"]}, self.process_group)
+        self.load_checked(state)
+
+    def check_loadable(self, state: Mapping[str, Any]) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if this rank cannot load ``state``. Nothing changes."""
+        rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        checkpoint_format.check(state, rank=rank, world_size=size, recipe=self.recipe.name)
+        if not isinstance(state["residuals"], Mapping):
+            raise ConfigurationError(
+                "this checkpoint was saved without a hook, by an optimizer that exchanges in step(): load it in the "
+                "same way, or load only the state of the original optimizer"
+            )
+        saved = {name: residual.numel() for name, residual in state["residuals"].items()}
+        present = {name: self.length(parameter) for name, parameter in self.parameters.items()}
+        if saved and present and saved != present:  # a state from before the first pass has no residuals
+            raise ConfigurationError("this checkpoint belongs to a model with other parameters, or another sharding")
+
+    def load_checked(self, state: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`check_loadable` has accepted on all ranks."""
+        self._loaded = state if state["residuals"] else None
+        self.exchange.reset()
+        self.exchange.vectors, self.exchange.steps = [], state["steps"]
+        if self.parameters:
+            self._build_loaded()
+
+    def _build_loaded(self) -> None:
+        """Build the vectors of a loaded state, with its residuals. The names of all parameters must be known."""
+        if self._loaded is None:
+            return
+        vectors = self.build([list(names) for names in self._loaded["algorithm"]["layout"]])
+        restored_by_name(self.exchange, vectors, self._loaded)
+        self.exchange.vectors, self._loaded = vectors, None
+        self.exchange.agree_on_exchange_id()
+
+    @abstractmethod
+    def length(self, parameter: torch.Tensor) -> int:
+        """Return the number of values of ``parameter`` that this rank exchanges."""
+
+    def new_vector(self, parameters: list[torch.Tensor], options: ExchangeOptions | None = None) -> VectorExchange:
+        """Return a vector of ``parameters``."""
+        names = [self.name_of(parameter) for parameter in parameters]
+        return VectorExchange(parameters, names, options or self.exchange.options)
+
+
+def hook_of(parameters: set[int]) -> HookState | None:
+    """Return the state of the hook that exchanges one of ``parameters`` (ids), if any."""
+    for state in list(_states):
+        if any(id(parameter) in parameters for parameter in state.parameters.values()):
+            return state
+    return None

@@ -1,0 +1,220 @@
+"""The exchange of one flat vector: its gradients, its residual, and the scheduler that sends its messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.step.bucket import BucketLayout, split_by_size
+from tritoncomm.step.error_feedback import ErrorFeedback
+
+logger = logging.getLogger("tritoncomm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """The settings that all flat vectors of a front door share.
+
+    Attributes:
+        recipe: The recipe of the exchange.
+        group: Process group of the exchange. None is the default group.
+        timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
+        dense_below: Number of elements below which a tensor is small. See
+            :func:`~tritoncomm.step.bucket.split_by_size`.
+        flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
+        by_update: Whether to select large entries by their update, as
+            :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
+        alone: Whether a single worker selects entries and keeps a residual, as in simulation. If False, it delivers
+            every entry.
+    """
+
+    recipe: Recipe
+    group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
+    dense_below: int = 0
+    flattened: bool | None = None
+    by_update: bool = False
+    alone: bool = False
+
+    def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
+        """Return these options with another recipe."""
+        return replace(self, recipe=recipe)
+
+
+class VectorExchange:
+    """One rank's exchange of the gradients of ``parameters`` as one flat vector.
+
+    Small tensors are sent dense, at the end of the vector. Without an initialized process group, this is the exchange
+    of a single worker. A :class:`~tritoncomm.step.exchange.GradientExchange` decides when the steps of an exchange
+    happen. Settings of a vector never change: its successor is a new object, see :mod:`tritoncomm.step.carry_over`.
+
+    Args:
+        parameters: Parameters whose gradients are exchanged. Of a DTensor, the local shard is exchanged.
+        names: Names of the parameters, for messages.
+        options: Settings of the exchange.
+
+    Attributes:
+        layout: Position of each parameter in the flat vector.
+        flat: The flat vector, fp32 ``[numel]``.
+        feedback: The residual, and the algorithm with its state.
+        dense_numel: Number of elements that are sent dense.
+        meter: Traffic and waiting time of the last step.
+        last: Metrics of the last step.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], options: ExchangeOptions) -> None:
+        self.options = options
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self._by_id = dict(zip(map(id, parameters), names, strict=True))
+        large, small = split_by_size(parameters, options.dense_below, flattened=options.flattened)
+        self.large = large
+        self.layout = BucketLayout([*large, *small])
+        self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
+        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        recipe, group = options.recipe, options.group
+        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+        recipe.check_world_size(self.world_size)  # before process groups are created for it
+        self.scheduler: ProcessGroupScheduler | None = None
+        if is_distributed():
+            shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
+            stamp = f"{recipe.name} {self.settings} {shapes}"
+            subgroups = recipe.subgroups(self.world_size)
+            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
+        self.feedback = self.new_feedback()
+        self.meter = Meter()
+        self.last: dict[str, float] = {}
+        self.measure(None, 0.0)
+
+    @property
+    def is_bare(self) -> bool:
+        """True if a single worker delivers every entry."""
+        return self.world_size == 1 and not self.options.alone
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the exchange."""
+        return self.options.recipe
+
+    @property
+    def settings(self) -> str:
+        """The recipe, and the number of values that are sent dense, as text."""
+        return f"{self.recipe!r}, {self.dense_numel} values dense"
+
+    @property
+    def part(self) -> tuple[Algorithm, int]:
+        """The algorithm and the number of values that are sent dense, for ``log_choice``."""
+        return self.feedback.algorithm, self.dense_numel
+
+    def agree_on_exchange_id(self) -> None:
+        """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
+        if self.scheduler is not None:
+            self.scheduler.agree_on_exchange_id()
+
+    def new_feedback(self) -> ErrorFeedback:
+        """Return an error feedback without residual for this vector."""
+        recipe = self.recipe
+        if self.is_bare:
+            recipe = Dense()
+        elif self.options.by_update:
+            shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
+            recipe = Preconditioned(recipe=recipe, shapes=shapes)
+        whole = DenseTail(recipe=recipe, tail=self.dense_numel)
+        return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
+
+    def begin(self, *, dense: bool = False) -> SparseVector:
+        """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
+
+        Commit or roll back :attr:`feedback` next. ``dense`` delivers all entries, whatever the recipe.
+        """
+        algorithm = Dense().build(self.layout.numel) if dense else None
+        try:
+            mean: SparseVector = self._run(self.feedback.begin(self.flat, self.rank, self.world_size, algorithm))
+        except BaseException:
+            self.feedback.rollback()
+            raise
+        return mean
+
+    def confirm(self, trained: str) -> None:
+        """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost.
+
+        ``trained`` describes which parameters are not frozen. It must be equal on all ranks.
+        """
+        if self.world_size > 1:
+            meter = self.meter
+            assert self.scheduler is not None
+            self._run(self.scheduler.confirmation(trained), new_step=False)
+            meter.add(self.meter)
+            self.meter = meter
+
+    def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
+        if self.scheduler is None:
+            return SimulatedScheduler(1).run([pattern])[0]
+        try:
+            return self.scheduler.run(pattern, new_step=new_step)
+        finally:
+            self.meter = self.scheduler.meter
+
+    def write(self, mean: SparseVector) -> torch.Tensor:
+        """Write ``mean`` into :attr:`flat` and return it."""
+        return mean.write_to(self.flat, workspace=self.feedback.workspace)
+
+    def residuals_by_parameter(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return flat views of this rank's residual by parameter, in the order of :attr:`parameters`."""
+        parts = dict(zip(self.layout.parameters, self.layout.parts(self.feedback.residual), strict=True))
+        return {parameter: parts[parameter] for parameter in self.parameters}
+
+    def zero_non_finite(self) -> int:
+        """Replace NaN and Inf in :attr:`flat` by zero, log the parameters, and return the number of values."""
+        bad = self.non_finite()
+        if bad:
+            logger.warning("rank %d: NaN or Inf replaced by zero in %s", self.rank, listed(bad))
+            self.flat.nan_to_num_(0.0, 0.0, 0.0)
+        return sum(bad.values())
+
+    def non_finite(self) -> dict[str, int]:
+        """Return the number of NaN or Inf values in :attr:`flat` of each parameter that has any, by name."""
+        if bool(self.flat.isfinite().all()):
+            return {}
+        parts = zip(self.layout.parameters, self.layout.parts(self.flat), strict=True)
+        counts = {self._name(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
+        return {name: count for name, count in counts.items() if count}
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        number = next(i for i, other in enumerate(self.parameters) if other is parameter)
+        return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
+
+    def measure(self, mean: SparseVector | None, seconds: float) -> None:
+        """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+        meter, accumulator = self.meter, self.feedback.accumulator
+        selecting = accumulator.seconds if accumulator else 0.0
+        self.last = {
+            "density": self.recipe.density,
+            "density_delivered": mean.density if mean else 0.0,
+            "selected": float(accumulator.selected) if accumulator else 0.0,
+            "bytes_sent": float(meter.sent.bytes),
+            "bytes_received": float(meter.received.bytes),
+            "messages_sent": float(meter.sent.messages),
+            "seconds_select": selecting,
+            "seconds_exchange": meter.waited,
+            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
+            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
+            **self.feedback.algorithm.report,
+        }
+
+
+def listed(bad: Mapping[str, int]) -> str:
+    """Return ``bad``, a number of values by parameter name, as text."""
+    return ", ".join(f"{name} ({count} values)" for name, count in bad.items())
