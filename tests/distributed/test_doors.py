@@ -1,0 +1,29 @@
+"""Optimizers wrapped around the hook of a model, on real gloo processes."""
+
+from __future__ import annotations
+
+import door_workers
+import pytest
+from helpers import run_workers, several
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [door_workers.several_buckets, door_workers.buckets_keep_moments],
+        [door_workers.registered_before, door_workers.warning_of_plain_adam, door_workers.life_of_a_step],
+        [door_workers.rejected_steps, door_workers.loss_scaling, door_workers.resume, door_workers.density_and_flush],
+        [door_workers.two_optimizers, door_workers.ddp_options, door_workers.new_module_after_a_lost_rank],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+def test_ddp(situations: list) -> None:
+    """Each situation passes. The same processes run several situations, because starting them is slow."""
+    done: list[str] = []
+    run_workers(several, 3, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]
+
+
+def test_one_bucket_equals_wrap() -> None:
+    """DDP and ``wrap(model=)`` take the steps of ``wrap`` on the plain module."""
+    run_workers(door_workers.one_bucket_equals_wrap, 2)
