@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import tritoncomm
 from tritoncomm.demo import report
-from tritoncomm.demo.train import Run, Settings, compare
+from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table
@@ -77,6 +77,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         choices=("aware", "off"),
         help="aware: AdamW accounts for delayed deliveries; off: unmodified AdamW",
     )
+    demo.add_argument(
+        "--door",
+        default=defaults.door,
+        choices=("wrap", "ddp", "fsdp"),
+        help="wrap: a plain module; ddp: DistributedDataParallel; fsdp: FSDP2 with two replicas, whose bytes between "
+        "the replicas are counted",
+    )
     demo.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
     demo.add_argument("--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)")
     demo.add_argument(
@@ -93,8 +100,15 @@ def _demo(options: argparse.Namespace) -> int:
         steps=options.steps,
         seed=options.seed,
         staleness=options.staleness,
+        door=options.door,
         record=options.record,
     )
+    if settings.door == "fsdp" and settings.workers % REPLICAS:
+        print(f"--door fsdp needs an even number of workers, got {settings.workers}", file=sys.stderr)
+        return 2
+    if settings.door != "wrap" and settings.record is not None:
+        print("--record needs --door wrap: a hook exchanges several vectors", file=sys.stderr)
+        return 2
     try:
         with report.progress(settings) as show:
             runs: list[Run] = run_workers(compare, settings.workers, settings, listen=show)[0]

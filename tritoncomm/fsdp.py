@@ -130,6 +130,11 @@ class FSDPState(HookState):
         self._backward = -1
 
     @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """See :attr:`HookState.replicas`."""
+        return self.group
+
+    @property
     def kind(self) -> dict[str, Any]:
         """See :attr:`HookState.kind`."""
         return {"kind": "shards"}

@@ -686,7 +686,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         parameters = exchange.parameters if self._hook is None else self._hook_parameters()
-        group = self.process_group if self._hook is not None else exchange.options.group
+        group = exchange.options.group if self._hook is None else self._hook.replicas
         setup_checks.compare_setup(
             self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
         )

@@ -106,7 +106,9 @@ def buckets_keep_moments(rank: int, world_size: int, send) -> None:
         whole.flat.copy_(torch.randn(whole.flat.shape, generator=generator))
         whole.begin()
         whole.feedback.commit()
-    parts = [VectorExchange(chosen, names, options) for chosen, names in ((parameters[2:], "cd"), (parameters[:2], "ab"))]
+    parts = [
+        VectorExchange(chosen, names, options) for chosen, names in ((parameters[2:], "cd"), (parameters[:2], "ab"))
+    ]
     for part in parts:
         carry_over.across_layout(part, [whole])
     again = VectorExchange(parameters, list("abcd"), options)
@@ -129,11 +131,15 @@ def registered_before(rank: int, world_size: int, send) -> None:
     optimizer.step()
     assert state.metrics()["bytes_sent_total"] == sent
     assert optimizer.metrics()["steps"] == 1
-    with pytest.raises(ConfigurationError, match=r"registered with OkTopk\(density=0\.1.*called with OkTopk\(density=0\.2"):
+    with pytest.raises(
+        ConfigurationError, match=r"registered with OkTopk\(density=0\.1.*called with OkTopk\(density=0\.2"
+    ):
         tritoncomm.wrap(adamw(model), model=model, density=0.2)
     other = nn.Linear(3, 3)
     extra = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    with pytest.raises(ConfigurationError, match=r"2 parameters of the optimizer, the first of shape \(3, 3\), are not in"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 parameters of the optimizer, the first of shape \(3, 3\), are not in"
+    ):
         tritoncomm.wrap(extra, model=model)
     raw = ddp(net())
     raw.register_comm_hook(CommState(raw.process_group, density=0.1), comm_hook)
@@ -242,7 +248,9 @@ def rejected_steps(rank: int, world_size: int, send) -> None:
         if policy != "zero":
             assert all(laws.same_bits(pending[name], now) for name, now in residuals(optimizer).items())
             assert optimizer.metrics()["skipped_steps"] == 1
-        assert any("step skipped on all ranks" in line and "rank 1: 0.weight" in line for line in lines) == (policy == "skip")
+        assert any("step skipped on all ranks" in line and "rank 1: 0.weight" in line for line in lines) == (
+            policy == "skip"
+        )
         assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
@@ -314,9 +322,7 @@ def resume(rank: int, world_size: int, send) -> None:
 def density_and_flush(rank: int, world_size: int, send) -> None:
     """``set_density`` keeps residuals, and ``flush`` leaves none and moves the parameters by them."""
     model = ddp(net())
-    optimizer = tritoncomm.wrap(
-        torch.optim.SGD(model.parameters(), lr=1.0), model=model, density=0.1, dense_below=0
-    )
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model=model, density=0.1, dense_below=0)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()

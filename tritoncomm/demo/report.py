@@ -28,6 +28,7 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
         "steps": settings.steps,
         "seed": settings.seed,
         "staleness": settings.staleness,
+        "door": settings.door,
         "warmup_steps": settings.warmup,
         "numel": dense.numel,
         "loss": statistics.fmean(chosen.losses[-SMOOTH:]),

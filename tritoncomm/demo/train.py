@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import tritoncomm
 from tritoncomm.demo.model import ByteGPT, Shape
@@ -21,6 +22,7 @@ LEARNING_RATE_WARMUP_SHARE = 0.1  # fraction of the steps; linear, in both runs
 VALIDATIONS = 10  # evaluations of the validation loss per run
 VALIDATION_BATCHES, VALIDATION_ROWS = 32, 32
 RECORDED = 4  # --record keeps this many last steps of the sparse run
+REPLICAS = 2  # of --door fsdp
 # The first steps change every coordinate, and the thresholds with them. A few dense steps at the start pay off.
 WARMUP_SHARE = 0.02
 
@@ -35,6 +37,7 @@ class Settings:
     steps: int = 300
     seed: int = 0
     staleness: str = "aware"
+    door: str = "wrap"
     record: Path | None = None
 
     @property
@@ -79,7 +82,7 @@ class Run:
 def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[Run]:
     """Train with dense exchange, then with the chosen method, as one of ``world_size`` workers. Return both runs."""
     text = standard_library()
-    dense = _train("dense", rank, world_size, send, settings, text, {"algo": "dense"})
+    dense = _train("dense", rank, world_size, send, replace(settings, door="wrap"), text, {"algo": "dense"})
     chosen = {
         "algo": settings.algo,
         "density": settings.density,
@@ -96,14 +99,15 @@ def _train(
     record: Path | None = None,
 ) -> Run:  # fmt: skip
     torch.manual_seed(settings.seed)
-    model = ByteGPT(Shape())
+    plain = ByteGPT(Shape())
+    context = plain.shape.context
+    held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
+    run = Run(label, sum(p.numel() for p in plain.parameters()))
+    model, options = _opened(settings.door, plain, world_size, options)
     optimizer = tritoncomm.wrap(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
         **options,
     )
-    context = model.shape.context
-    held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
-    run = Run(label, sum(p.numel() for p in model.parameters()))
     every = max(1, settings.steps // VALIDATIONS)
     recording: list[tuple[torch.Tensor, torch.Tensor]] = []
     started = time.perf_counter()
@@ -131,6 +135,26 @@ def _train(
     run.losses = _mean_over_ranks(run.losses)
     run.bytes_sent = _mean_over_ranks(run.bytes_sent)
     return run
+
+
+def _opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` as the front door ``door`` trains it, and the arguments of ``wrap`` for it.
+
+    With ``"fsdp"`` there are two replicas, each sharded over half of the workers.
+    """
+    if door == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(model)
+        return ddp, options | {"model": ddp}
+    if door == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - importing it takes a while
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        mesh = init_device_mesh("cpu", (REPLICAS, world_size // REPLICAS), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        return model, options | {"model": model, "process_group": mesh["replicate"].get_group()}
+    return model, options
 
 
 def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,6 +59,11 @@ class HookState(ABC):
         """Return new vectors with the parameters of ``layout``, by name."""
 
     @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Process group of the ranks that hold the same parameters. None is the default group."""
+        return self.process_group
+
+    @property
     def kind(self) -> dict[str, Any]:
         """Further fields of a saved state."""
         return {}
