@@ -242,7 +242,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="measure whether sparse exchange is faster than dense on this machine and network",
         description="Under torchrun: measure the link, a dense all-reduce and the sparse exchange between the ranks. "
         "In a single process: measure the selection, and predict the exchanges for --workers and --link. "
-        "Exit code: 0 if compression pays, 1 if it does not, 2 for bad arguments.",
+        "Exit code: 0 if compression pays, 1 if it does not, 2 for bad arguments. Under torchrun, which reports any "
+        "code but 0 as a failed process: 0 if the measurement is complete, whether compression pays or not.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
@@ -251,7 +252,10 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     doctor.add_argument("--workers", type=_positive, default=8, help="single process: workers to predict for")
     doctor.add_argument("--link", type=_link, default=LINK, help="single process: link to predict for")
-    doctor.add_argument("--json", type=_writable, metavar="FILE", help="write the figures to this file")
+    doctor.add_argument("--json", type=_writable, metavar="FILE", help="write the figures and the result to this file")
+    doctor.add_argument(
+        "--exit-code", action="store_true", help="under torchrun too, exit with 1 if compression does not pay"
+    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -281,7 +285,11 @@ def _doctor(options: argparse.Namespace) -> int:
     finally:
         if together:
             dist.destroy_process_group()
-    return 0 if diagnosis.pays or int(os.environ.get("RANK", "0")) else 1
+    # torchrun prints a report of a crash for any code but 0. It sets TORCHELASTIC_RUN_ID, also for one process.
+    launched = together or "TORCHELASTIC_RUN_ID" in os.environ
+    report_by_code = options.exit_code or not launched
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    return 1 if report_by_code and is_first and not diagnosis.pays else 0
 
 
 def _positive(text: str) -> int:

@@ -29,21 +29,53 @@ def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # computation hides the dense all-reduce
 
 
-def test_doctor_under_torchrun(tmp_path: Path) -> None:
-    """Two ranks measure their exchanges."""
-    file = tmp_path / "doctor.json"
+def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``doctor`` on two ranks."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tritoncomm",
-        "doctor", "--numel", "1e5", "--json", str(file),
+        "doctor", "--numel", "1e5", *arguments,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+
+
+def test_doctor_under_torchrun(tmp_path: Path) -> None:
+    """Two ranks measure their exchanges. "Does not pay" is a result, and torchrun reports no failure."""
+    file = tmp_path / "doctor.json"
+    # So much computation hides any dense all-reduce.
+    done = _torchrun("--json", str(file), "--step-ms", "1e6")
     figures = json.loads(file.read_text())
     assert figures["workers"] == 2
     assert figures["measured"] is True
     assert figures["dense_seconds"] > 0
-    assert (done.returncode == 0) == figures["pays"], done.stderr
+    assert figures["pays"] is False
     assert "2 workers, 100,000 values, exchanges measured" in done.stdout
+    assert "Stay dense: compression does not pay" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "FAILED" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--exit-code", "--step-ms", "1e6"], ["--density", "2"]])
+def test_doctor_fails_under_torchrun(arguments: list[str]) -> None:
+    """A bad argument is a failure under torchrun, and so is the result if ``--exit-code`` asks for it."""
+    assert _torchrun(*arguments).returncode != 0
+
+
+def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that torchrun started exits with 0, whatever the result, unless ``--exit-code`` is given."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun sets it, also for a single process
+    arguments = ["doctor", "--numel", "2e5", "--link", "10000gbit,1us"]
+    assert main(arguments) == 0
+    assert "Stay dense" in capsys.readouterr().out
+    assert main([*arguments, "--exit-code"]) == 1
+    assert main(["doctor", "--numel", "2e5", "--link", "10mbit,1us", "--exit-code"]) == 0
+
+
+def test_doctor_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prediction for one worker is rejected with the reason, because one worker exchanges nothing."""
+    assert main(["doctor", "--numel", "1e3", "--workers", "1"]) == 2
+    assert "workers=1: one worker exchanges nothing" in capsys.readouterr().err
 
 
 def test_break_even() -> None:

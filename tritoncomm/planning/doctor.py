@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms import Dense, Recipe
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.primitives.accumulator import Accumulator
@@ -117,13 +118,19 @@ def diagnose(
         density: Density to decide on. :data:`DENSITIES` are measured as well.
         step_seconds: Seconds of computation in one training step. Half of it can hide a dense all-reduce.
         link: Link to predict for in a single process. The default is 10 Gbit/s and 30 us per message.
-        workers: Number of workers to predict for in a single process.
+        workers: Number of workers to predict for in a single process, at least 2.
         device: Device of the gradients.
+
+    Raises:
+        ConfigurationError: A single process is to predict for fewer than 2 workers.
     """
+    together = is_distributed() and dist.get_world_size() > 1
+    if not together and workers < 2:  # noqa: PLR2004 - one worker exchanges nothing
+        raise ConfigurationError(f"workers={workers}: one worker exchanges nothing, predict for 2 or more")
     densities = sorted({*DENSITIES, density})
     gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
     selection = _best(lambda: _select(gradient, density), device)
-    if is_distributed() and dist.get_world_size() > 1:
+    if together:
         workers = dist.get_world_size()
         found = measure_link(None, device)
         dense = _exchange_seconds(Dense(), gradient, device)
@@ -137,7 +144,7 @@ def diagnose(
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     return Diagnosis(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
-        measured=is_distributed() and dist.get_world_size() > 1, selection=selection, dense=dense, sparse=sparse,
+        measured=together, selection=selection, dense=dense, sparse=sparse,
         break_even=break_even(sparse, dense), pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
