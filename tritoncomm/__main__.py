@@ -32,6 +32,7 @@ from tritoncomm.planning.synthetic_gradients import (
 )
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
+from tritoncomm.step.options import DEFAULT_DENSITY
 
 LINK = "10gbit,30us"
 
@@ -214,12 +215,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser(
         "plan",
         help="predict which method is fastest on a network, or whether dense is",
-        description="Rank every method at several densities against a dense all-reduce, by the papers' cost formulas. "
+        description="Rank dense and every method by the papers' cost formulas, first the methods known to train well. "
         "The last lines show the code to use, or advise to stay dense.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
     plan.add_argument("--workers", type=_positive, required=True)
+    plan.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to plan for")
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
     plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     plan.add_argument(
@@ -232,7 +234,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _plan(options: argparse.Namespace) -> int:
-    print(planner.advice(options.numel, options.workers, options.link, options.step_ms / 1e3, overlap=options.overlap))
+    advice = planner.advice(
+        options.numel, options.workers, options.link, options.step_ms / 1e3,
+        density=options.density, overlap=options.overlap,
+    )  # fmt: skip
+    print(advice)
     return 0
 
 
@@ -247,7 +253,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
-    doctor.add_argument("--density", type=_density, default=planner.TRUSTED_DENSITY, help="density to decide on")
+    doctor.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to decide on")
     doctor.add_argument("--numel", type=_count, default="5e6", help="parameters of the model")
     doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     doctor.add_argument("--workers", type=_positive, default=8, help="single process: workers to predict for")

@@ -50,14 +50,52 @@ def test_impossible_plans_are_rejected(arguments: tuple, named: str) -> None:
         estimates(*arguments)
 
 
+PLAN = ["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]
+
+
+def _table(out: str) -> list[list[str]]:
+    """Return the rows of the printed plan, split into words."""
+    return [line.split() for line in out.splitlines() if line.endswith("x")]
+
+
 def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``plan`` prints the ranking and a line of code, and recommends dense on a fast network."""
-    assert main(["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]) == 0
+    assert main(PLAN) == 0
     out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.05)" in out
-    assert "oktopk" in out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.01)" in out
+    assert {row[0] for row in _table(out)} == set(algorithms())
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
-    assert "Stay dense" in capsys.readouterr().out
+    assert "Stay dense: at density 1%" in capsys.readouterr().out
+
+
+def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first rows are dense and the methods that train well, at the default density, and a sentence says so."""
+    assert main(PLAN) == 0
+    out = capsys.readouterr().out
+    rows = _table(out)
+    assert [row[:2] for row in rows[:2]] == [["spardl", "1%"], ["oktopk", "1%"]]
+    assert rows[2][0] == "dense"
+    assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 1%." in out
+    assert "So it may differ from the default of wrap, which is oktopk at density 1%." in out
+    # Then the other methods at the same density, and only then other densities.
+    densities = [row[1] for row in rows if row[0] != "dense"]
+    assert densities[: len(algorithms()) - 1] == ["1%"] * (len(algorithms()) - 1)
+    assert sorted(densities[len(algorithms()) - 1 :]) == ["0.1%", "0.1%", "5%", "5%"]
+
+
+def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--density`` plans at another density, and the code uses it."""
+    assert main([*PLAN, "--density", "0.05"]) == 0
+    out = capsys.readouterr().out
+    assert _table(out)[0][:2] == ["spardl", "5%"]
+    assert "algo='spardl', density=0.05)" in out
+    assert "among dense, oktopk and spardl at density 5%." in out
+
+
+def test_plan_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """For one worker, ``plan`` says in one sentence that nothing is exchanged."""
+    assert main(["plan", "--numel", "1e6", "--workers", "1"]) == 0
+    assert capsys.readouterr().out == "One worker exchanges nothing: use the optimizer without tritoncomm.wrap.\n"
 
 
 def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,15 @@
-"""The log line about the chosen method, which all entry points share."""
+"""What all entry points share: defaults, and the log line about the chosen method."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 
 import pytest
-from tritoncomm import Dense, OkTopk, Recipe
-from tritoncomm.step.options import log_choice, readable_size
+import tritoncomm
+from tritoncomm import Dense, OkTopk, Recipe, ddp, fsdp
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,14 @@ from tritoncomm.step.options import log_choice, readable_size
 def test_readable_size(size: float, text: str) -> None:
     """A size has three digits and a unit, and no exponent."""
     assert readable_size(size) == text
+
+
+@pytest.mark.parametrize("function", [tritoncomm.wrap, ddp.register, ddp.CommState, fsdp.register])
+def test_entry_points_share_defaults(function: Callable) -> None:
+    """All entry points have the default method and density that the planner names."""
+    parameters = inspect.signature(function).parameters
+    assert parameters["algo"].default == DEFAULT_ALGO
+    assert parameters["density"].default == DEFAULT_DENSITY
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from typing import NamedTuple
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
 
 DENSITIES = (0.001, 0.01, 0.05)
-# The methods that are recommended, and the density at which their loss ended 1.6 to 3.8 % below the dense run's with
-# AdamW (benchmarks/results/training-2026-11-21.md). At 1 % it ended 0.6 to 1.9 % above.
+# The methods that are recommended, and their loss in the training benchmark
+# (benchmarks/results/training-2026-11-21.md).
 TRUSTED = ("oktopk", "spardl")
-TRUSTED_DENSITY = 0.05
+TRUSTED_LOSS = "1.6 to 3.8% below dense at density 5%, 0.6 to 1.9% above at 1%, 23 to 28% above at 0.1%"
 # A sparse step must be predicted to take less than this fraction of a dense step. The margin is for the selection,
 # which is not counted.
 WORTH_IT = 0.95
@@ -104,41 +105,66 @@ def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seco
     return Estimate(method, low, high, step_seconds + high)
 
 
-def advice(numel: int, world_size: int, link: Link, step_seconds: float, *, overlap: float = OVERLAP) -> str:
+def advice(
+    numel: int, world_size: int, link: Link, step_seconds: float, *, density: float = DEFAULT_DENSITY,
+    overlap: float = OVERLAP,
+) -> str:  # fmt: skip
     """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
 
-    See :func:`estimates` for the arguments.
+    The ranking starts with dense and the methods known to train well at ``density``. The other methods follow, and then
+    other densities. See :func:`estimates` for the other arguments.
     """
-    ranked = estimates(numel, world_size, link, step_seconds, overlap=overlap)
+    both = " and ".join(TRUSTED)
+    others = [other for other in DENSITIES if other != density]
+    ranked = estimates(numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap)
+    if world_size == 1:
+        return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
     dense = next(estimate for estimate in ranked if estimate.is_dense)
+    trained_well = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density == density]
+    rest = [e for e in ranked if e.recipe.name not in (*TRUSTED, dense.recipe.name) and e.recipe.density == density]
+    at_others = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density in others]
+    groups = {
+        f"Dense, and the methods known to train well, at density {_percent(density)}": [dense, *trained_well],
+        f"Other methods at density {_percent(density)}": rest,
+        f"{both} at other densities": at_others,
+    }
     lines = [
         f"{numel:,} parameters, {world_size} workers, {link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us",
         f"{'method':16}{'density':>9}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
     ]
-    for estimate in ranked:
-        low, high = estimate.low * 1e3, estimate.high * 1e3
-        exchange = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-        density = "" if estimate.is_dense else f"{estimate.recipe.density:.1%}"
-        ratio = estimate.step / dense.step if dense.step else 1.0
-        lines.append(f"{estimate.recipe.name:16}{density:>9}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x")
+    for title, group in groups.items():
+        lines += ["", f"{title}:", *(_row(e, dense) for e in sorted(group, key=lambda estimate: estimate.step))]
     lines += [
         "",
         "Exchange times come from the papers' cost formulas. Step times use the upper end of a range.",
         f"A dense all-reduce overlaps with {overlap:.0%} of the computation, a sparse exchange with none of it.",
-        (
-            "Not counted: selection on the device, and the all-reduce of small tensors.\n\n"
-            "A faster step is not always faster training. random_k and random_block need a lower learning rate.\n"
-            "At densities of 1% and below, AdamW needs more steps than at 5%."
-        ),
+        "Not counted: selection on the device, and the all-reduce of small tensors.",
+        "",
+        f"The first row is the fastest step by these formulas, among dense, {both} at density {_percent(density)}.",
+        f"So it may differ from the default of wrap, which is {DEFAULT_ALGO} at density {_percent(DEFAULT_DENSITY)}.",
+        "",
+        "A faster step is not always faster training. random_k and random_block need a lower learning rate.",
+        f"Loss of {both} with AdamW, in the training benchmark: {TRUSTED_LOSS}.",
         "",
     ]
-    chosen = recommend(numel, world_size, link, TRUSTED_DENSITY, step_seconds, overlap=overlap)
+    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap)
     if isinstance(chosen, Dense):
         lines.append(
-            f"Stay dense: at density {TRUSTED_DENSITY:.0%}, a step with {' or '.join(TRUSTED)} is not predicted to be "
-            f"more than {1 - WORTH_IT:.0%} faster than a dense step.\n"
-            "At this density, both methods reached the dense run's loss in the training benchmark."
+            f"Stay dense: at density {_percent(density)}, a step with {' or '.join(TRUSTED)} is not predicted to be "
+            f"more than {1 - WORTH_IT:.0%} faster than a dense step."
         )
-        return "\n".join(lines)
-    lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
+    else:
+        lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
     return "\n".join(lines)
+
+
+def _row(estimate: Estimate, dense: Estimate) -> str:
+    low, high = estimate.low * 1e3, estimate.high * 1e3
+    exchange = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+    density = "" if estimate.is_dense else _percent(estimate.recipe.density)
+    ratio = estimate.step / dense.step if dense.step else 1.0
+    return f"{estimate.recipe.name:16}{density:>9}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x"
+
+
+def _percent(density: float) -> str:
+    return f"{100 * density:.3g}%"

@@ -18,6 +18,7 @@ from tritoncomm.step import setup_checks
 
 logger = logging.getLogger("tritoncomm")
 
+DEFAULT_ALGO = "oktopk"
 DEFAULT_DENSITY = 0.01
 DENSE_BELOW = 1024
 NONFINITE_POLICIES = ("skip", "raise", "zero")
