@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from spardl_oracle import SPARDL_TABLE
 from tritoncomm import ConfigurationError, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
-from tritoncomm.planning.comparison import compare_methods, shortened, table
+from tritoncomm.planning.comparison import Row, compare_methods, draw, shortened, table
 from tritoncomm.planning.planner import TRUSTED, at, estimates, recommend
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
@@ -177,6 +180,46 @@ def test_simulated_traffic_matches_spardl_table(world_size: int, teams: int) -> 
         assert row.messages == latencies
         # Headers of 8 words, the counts of B-SAG, and budgets in whole entries.
         assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
+
+
+def _rows(words: dict[str, list[float]], workers: list[int]) -> list[Row]:
+    """Return rows with the given words per k."""
+    return [
+        Row(method, p, 1000, 1000, 0.01, 10.0 * value, 10.0 * value, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+        for method, values in words.items()
+        for p, value in zip(workers, values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("workers", [[2, 4, 8], [4]])
+def test_every_method_is_visible_in_the_picture(workers: list[int]) -> None:
+    """Every method has pixels of its own color, although four receive the same words, and others nearly the same."""
+    words = {name: [2.0 + i, 4.0 + i, 5.0 + i] for i, name in enumerate(sorted(set(algorithms()) - {"oktopk"}))}
+    words |= {"exdyna": [3.0, 4.5, 5.0], "micro": [3.0, 4.5, 5.0], "gtopk": [3.0, 4.5, 5.0]}
+    words |= {"oktopk": [3.0, 4.5, 5.0], "spardl": [3.01, 4.5, 5.0]}
+    figure = draw(_rows({name: values[: len(workers)] for name, values in words.items()}, workers))
+    (axes,) = figure.axes
+    drawn = {line.get_label(): to_rgb(line.get_color()) for line in axes.lines}
+    drawn |= {
+        name: to_rgb(bar.get_facecolor())
+        for name, bar in zip([text.get_text() for text in axes.get_yticklabels()], axes.patches, strict=False)
+    }
+    assert set(drawn) == {*set(algorithms()) - {"oktopk"}, "oktopk (default)", "lower bound 2k(P-1)/P"}
+    assert len(set(drawn.values())) == len(drawn)
+    axes.get_legend().remove()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    for label, color in drawn.items():
+        visible = (pixels == np.round(255 * np.array(color))).all(axis=2).sum()
+        assert visible > 100, label
+    if len(workers) > 1:
+        assert max(axes.lines, key=lambda line: line.get_zorder()).get_label() == "oktopk (default)"
+
+
+def test_picture_for_one_worker() -> None:
+    """The picture for one worker, which receives nothing, is drawn without a warning."""
+    FigureCanvasAgg(draw(_rows({"dense": [0.0], "oktopk": [0.0]}, [1]))).draw()
 
 
 def test_recipe_fields_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
