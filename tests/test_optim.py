@@ -265,7 +265,7 @@ def test_metrics_are_flat_floats() -> None:
         ({"algo": ["oktopk"]}, "unknown algorithm"),
         ({"algo": "nope"}, "unknown algorithm 'nope'"),
         ({"density": 0}, "density=0"),
-        ({"tau": 3}, "no field 'tau'"),
+        ({"tau": 3}, "no argument 'tau'.*repartition_every"),
         ({"warmup_steps": -1}, "steps=-1"),
         ({"staleness": "maybe"}, "staleness='maybe': choose one of 'aware', 'off'"),
         ({"on_nonfinite": "pray"}, "on_nonfinite='pray'"),

@@ -101,7 +101,9 @@ class CommState(HookState):
         dense_below: int = DENSE_BELOW,
         **recipe_fields: Any,
     ) -> None:
-        recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, process_group)
+        recipe = resolve_recipe(
+            algo, density, warmup_steps, recipe_fields, node_group, process_group, function=CommState
+        )
         if on_nonfinite == "skip":
             raise ConfigurationError(
                 "on_nonfinite='skip': a hook cannot prevent the optimizer's step; call tritoncomm.wrap(optimizer, "
@@ -420,7 +422,7 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or call tritoncomm.wrap() "
             "on the optimizer of a plain module"
         )
-    chosen = resolve_recipe(algo, density, 0, recipe_fields)
+    chosen = resolve_recipe(algo, density, 0, recipe_fields, function=register)
     if model.find_unused_parameters and not (is_dense(chosen) or chosen.density == 1):
         raise ConfigurationError(
             "find_unused_parameters=True: DDP discards the entries that are delivered to a parameter that no rank used "

@@ -269,7 +269,9 @@ def register(
         ConfigMismatchError: Replicas are configured differently, or an argument is invalid on another rank.
     """
     with setup_checks.propagate_errors(None):
-        recipe = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, replicate_group)
+        recipe = resolve_recipe(
+            algo, density, warmup_steps, recipe_fields, node_group, replicate_group, function=register
+        )
         check_timeout(timeout)
         check_dense_below(dense_below)
         found = list(_parameter_groups(model))

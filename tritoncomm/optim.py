@@ -147,10 +147,12 @@ def wrap(
         if hook is not None and (algo, density, warmup_steps, node_group, recipe_fields) == _DEFAULTS:
             chosen = hook.recipe
         elif algo == "auto":
-            chosen = automatic_recipe(optimizer, density, group, recipe_fields)
+            chosen = automatic_recipe(optimizer, density, group, recipe_fields, wrap)
             chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
         else:
-            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group)
+            chosen = resolve_recipe(
+                algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap
+            )
         if hook is not None and chosen != hook.recipe:
             raise ConfigurationError(
                 f"the model was registered with {hook.recipe!r}, wrap() was called with {chosen!r}: pass the settings "

@@ -423,6 +423,8 @@ def mismatched_settings(rank: int, world_size: int, send) -> None:
         loss_of(model, rank, 0).backward()
     with pytest.raises(ConfigurationError, match="DDP discards the entries"):
         register(ddp(net(), find_unused_parameters=True))
+    with pytest.raises(ConfigurationError, match=r"register\(\) has no argument 'densty' \(did you mean 'density'\?\)"):
+        register(ddp(net()), densty=0.1)
     with pytest.raises(ConfigurationError, match=r"model is a Sequential: pass the DistributedDataParallel"):
         register(net())
 

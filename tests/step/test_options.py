@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 
 import pytest
+import torch
 import tritoncomm
-from tritoncomm import Dense, OkTopk, Recipe, ddp, fsdp
+from tritoncomm import ConfigurationError, Dense, OkTopk, Recipe, Warmup, ddp, fsdp
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
 
@@ -36,6 +37,47 @@ def test_entry_points_share_defaults(function: Callable) -> None:
     parameters = inspect.signature(function).parameters
     assert parameters["algo"].default == DEFAULT_ALGO
     assert parameters["density"].default == DEFAULT_DENSITY
+
+
+@pytest.mark.parametrize(
+    ("function", "own"),
+    [
+        (lambda **arguments: tritoncomm.wrap(torch.optim.SGD([torch.ones(3)], lr=0.1), **arguments), "max_grad_norm"),
+        (ddp.CommState, "process_group"),
+        (lambda **arguments: fsdp.register(torch.nn.Linear(2, 2), None, **arguments), "replicate_group"),
+    ],
+    ids=["wrap", "ddp.CommState", "fsdp.register"],
+)
+@pytest.mark.parametrize("algo", ["oktopk", OkTopk()])
+def test_unknown_keyword_is_named(function: Callable, own: str, algo: str | Recipe) -> None:
+    """The error names the unknown keyword, the closest name, the function's arguments and the recipe's fields."""
+    with pytest.raises(ConfigurationError) as caught:
+        function(algo=algo, densty=0.1, taus=3)
+    text = str(caught.value)
+    assert "has no argument 'densty' (did you mean 'density'?), 'taus'" in text
+    arguments, fields = text.split("its arguments are ")[1].split("; the fields of 'oktopk' are ")
+    assert {"algo", "density", "warmup_steps", "dense_below", own} <= set(arguments.split(", "))
+    assert "recipe_fields" not in arguments
+    assert {"repartition_every", "bucket_width"} <= set(fields.split(", "))
+
+
+def test_unknown_keyword_with_a_recipe_in_a_recipe() -> None:
+    """The fields of a recipe that contains another are its own."""
+    with pytest.raises(ConfigurationError, match=r"'step' \(did you mean 'steps'\?\).* are recipe, steps"):
+        ddp.CommState(algo=Warmup(recipe=OkTopk(), steps=3), step=2)
+    with pytest.raises(ConfigurationError, match="carries its own steps"):
+        ddp.CommState(algo=Warmup(recipe=OkTopk(), steps=3), steps=2)
+
+
+def test_unknown_keyword_with_automatic_method() -> None:
+    """With ``algo="auto"``, a typing error is named as such, and a field of a method is rejected as before."""
+    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
+    with pytest.raises(
+        ConfigurationError, match=r"wrap\(\) has no argument 'warmup' \(did you mean 'warmup_steps'\?\)"
+    ):
+        tritoncomm.wrap(optimizer, algo="auto", warmup=3)
+    with pytest.raises(ConfigurationError, match="leave out teams"):
+        tritoncomm.wrap(optimizer, algo="auto", teams=2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
@@ -79,11 +81,25 @@ def recipe(name: str, **fields: Any) -> Recipe:
     """
     if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigurationError(f"unknown algorithm {name!r}: choose one of {', '.join(algorithms())}")
-    kind = _BY_NAME[name]
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    unknown = sorted(set(fields) - set(known))
+    known = field_names(name)
+    unknown = set(fields) - set(known)
     if unknown:
         raise ConfigurationError(
-            f"{name!r} has no field {', '.join(map(repr, unknown))}: its fields are {', '.join(known)}"
+            f"{name!r} has no field {with_suggestions(unknown, known)}: its fields are {', '.join(known)}"
         )
-    return kind(**fields)
+    return _BY_NAME[name](**fields)
+
+
+def field_names(name: str) -> list[str]:
+    """Return the names of the fields of the recipe called ``name``."""
+    return [field.name for field in dataclasses.fields(_BY_NAME[name]) if field.init]
+
+
+def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return the ``unknown`` names, sorted and quoted, each with the name in ``known`` that it resembles, if any."""
+    known = list(known)
+    parts = []
+    for name in sorted(unknown):
+        close = difflib.get_close_matches(name, known, n=1)
+        parts.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
+    return ", ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +15,17 @@ from tritoncomm.planning.planner import recommend
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
+from tritoncomm.step.options import check_keywords
 
 logger = logging.getLogger("tritoncomm")
 
 
 def automatic_recipe(
-    optimizer: torch.optim.Optimizer, density: float, group: dist.ProcessGroup | None, fields: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    density: float,
+    group: dist.ProcessGroup | None,
+    fields: dict[str, Any],
+    function: Callable[..., Any],
 ) -> Recipe:
     """Return the recipe that the planner recommends for the measured network and this model.
 
@@ -31,11 +37,13 @@ def automatic_recipe(
         density: Fraction of entries to deliver, in (0, 1].
         group: Process group to measure. None is the default group.
         fields: Further recipe fields that the user passed. They must be empty, because a field belongs to one method.
+        function: The function that the user called. Errors list its arguments.
 
     Raises:
         ConfigurationError: ``fields`` is not empty, or ``density`` is out of range.
         ConfigMismatchError: Another rank passed a different algorithm, density or number of elements.
     """
+    check_keywords(function, "auto", fields)
     if fields:
         named = ", ".join(sorted(fields))
         raise ConfigurationError(

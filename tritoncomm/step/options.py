@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Algorithm, Dense, Hierarchical, Recipe, Warmup, recipe
+from tritoncomm.algorithms import (
+    Algorithm,
+    Dense,
+    Hierarchical,
+    Recipe,
+    Warmup,
+    algorithms,
+    field_names,
+    recipe,
+    with_suggestions,
+)
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.step import setup_checks
@@ -86,6 +99,8 @@ def resolve_recipe(
     fields: dict[str, Any],
     node_group: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
+    *,
+    function: Callable[..., Any],
 ) -> Recipe:
     """Return the recipe that the arguments of ``wrap`` describe.
 
@@ -96,10 +111,12 @@ def resolve_recipe(
         fields: Further fields of the recipe.
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
         group: Process group of the exchange. None is the default group.
+        function: The function that the user called. Errors list its arguments.
 
     Raises:
         ConfigurationError: An argument is invalid.
     """
+    check_keywords(function, algo, fields)
     if not isinstance(algo, Recipe):
         chosen = recipe(algo, density=density, **fields)
     else:
@@ -108,6 +125,33 @@ def resolve_recipe(
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
     return with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
+
+
+def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a keyword is neither an argument nor a field of the recipe.
+
+    Args:
+        function: The function that the user called. It collects keywords that are not its arguments.
+        algo: Its argument ``algo``. ``"auto"`` has the fields of all methods. An unknown name is not checked here.
+        given: The collected keywords.
+    """
+    if isinstance(algo, Recipe):
+        name, known = algo.name, [field.name for field in dataclasses.fields(algo)]
+    elif algo == "auto":
+        name, known = algo, list(dict.fromkeys(chain(*map(field_names, algorithms()))))
+    elif algo in algorithms():
+        name, known = algo, field_names(algo)
+    else:
+        return
+    parameters = inspect.signature(function).parameters.values()
+    arguments = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    fields = [field for field in known if field not in arguments]
+    unknown = set(given) - set(fields)
+    if unknown:
+        raise ConfigurationError(
+            f"{function.__name__}() has no argument {with_suggestions(unknown, [*arguments, *fields])}: its arguments "
+            f"are {', '.join(arguments)}; the fields of {name!r} are {', '.join(fields)}"
+        )
 
 
 def with_warmup_and_nodes(
