@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import tritoncomm
@@ -51,6 +52,17 @@ def test_documented_simulation_runs() -> None:
     names: dict[str, object] = {}
     exec(code.replace("1_000_000", "1_000").replace("64", "7"), names)  # noqa: S102 - our own page
     assert len(names["means"]) == 7
+
+
+def test_tracing_is_switched_on_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block on the page traces if the variable is set, and trains in any case."""
+    _, switch, _ = blocks("docs/how-to/trace.md")
+    trained: list[int] = []
+    exec(switch, {"tritoncomm": tritoncomm, "train": trained.append})  # noqa: S102 - our own page
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace.json"))
+    exec(switch, {"tritoncomm": tritoncomm, "train": trained.append})  # noqa: S102 - our own page
+    assert trained == [3, 3]
+    assert [file.name for file in tmp_path.iterdir()] == ["trace-rank-0.json"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "kernels/README.md"])

@@ -22,7 +22,7 @@ from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
-from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table
+from tritoncomm.planning.comparison import Row, Source, compare_methods, picture, table, timeline
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
@@ -154,12 +154,20 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument(
         "--plot", type=_writable, metavar="FILE", help="write a PNG to this file (requires matplotlib)"
     )
+    simulate.add_argument(
+        "--trace", type=_writable, metavar="FILE", help="write a timeline of a single method, for Perfetto"
+    )
     simulate.set_defaults(run=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
     recipes = [replace(planner.at(name, options.density), **fields) for name, fields in methods]
+    if options.trace and len(recipes) * len(options.workers) != 1:
+        raise ConfigurationError(
+            f"--trace writes the timeline of one method and one number of workers, got {len(recipes)} methods and "
+            f"{len(options.workers)} numbers of workers: choose them with --algo and --workers"
+        )
     rows: list[Row] = []
     for row in compare_methods(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
@@ -176,6 +184,11 @@ def _simulate(options: argparse.Namespace) -> int:
     print(table(rows, options.link))
     if options.plot:
         picture(rows, options.plot)
+    if options.trace:
+        timeline(
+            recipes[0], rows[0].workers, rows[0].simulated, options.link, _source(options.gradients), options.trace,
+            steps=options.steps,
+        )  # fmt: skip
     return 0
 
 

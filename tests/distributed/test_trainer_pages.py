@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     ("page", "needs", "launcher"),
     [
         ("torchrun", "torch", TORCHRUN),
+        ("trace", "torch", TORCHRUN),
         ("ddp", "torch", TORCHRUN),
         ("fsdp", "torch", TORCHRUN),
         ("accelerate", "accelerate", TORCHRUN),
@@ -30,7 +32,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
         ("lightning", "lightning", []),  # starts its second process itself
     ],
 )
-def test_page_runs_as_printed(page: str, needs: str, launcher: list[str], tmp_path: Path) -> None:
+def test_page_runs_as_printed(
+    page: str, needs: str, launcher: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both ranks finish and report an exchange that sent data."""
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed: tox -e trainers has it")
@@ -47,6 +51,19 @@ def test_page_runs_as_printed(page: str, needs: str, launcher: list[str], tmp_pa
     assert sorted(reported) == ["0", "1"], done.stdout
     for text in reported.values():
         assert not re.search(r"\b0 bytes|\b0\.000 delivered|loss nan", text), text
+    if page == "trace":
+        monkeypatch.chdir(tmp_path)
+        _check_traces()
+
+
+def _check_traces() -> None:
+    """Both ranks traced three steps, and the code on the page merges their files."""
+    *_, merge = blocks("docs/how-to/trace.md")
+    exec(merge, {})  # noqa: S102 - our own page
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {(e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X"} == {
+        (rank, step) for rank in range(2) for step in (21, 22, 23)
+    }
 
 
 def test_accelerate_prepares_a_wrapped_optimizer() -> None:

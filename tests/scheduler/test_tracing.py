@@ -12,6 +12,7 @@ import training_workers
 import tritoncomm
 from helpers import run_workers
 from tritoncomm import SimulatedWorld
+from tritoncomm.__main__ import main
 from tritoncomm.scheduler.cost import Link
 
 
@@ -37,6 +38,23 @@ def test_trace_of_a_simulation(tmp_path: Path) -> None:
         ]
         assert sum(e["args"]["bytes"] for e in messages) == sum(t.bytes for t in point_to_point)
     assert 1e-6 * max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(max(world.clock.now))
+
+
+def test_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``simulate --trace`` writes the timeline of one method, in the virtual time that the table shows."""
+    file, figures = tmp_path / "trace.json", tmp_path / "rows.json"
+    arguments = ["simulate", "--numel", "5e3", "--steps", "2", "--trace", str(file)]
+    assert main([*arguments, "--algo", "oktopk", "--workers", "3", "--json", str(figures)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2}
+    (row,) = json.loads(figures.read_text())
+    spans = [event for event in events if event["ph"] == "X"]
+    (start,) = {min(e["ts"] for e in spans if e["pid"] == rank) for rank in range(3)}
+    assert start == 0
+    assert max(e["ts"] + e["dur"] for e in spans) >= 1e3 * row["milliseconds"] > 0
+    for wrong in (["--algo", "oktopk", "spardl", "--workers", "3"], ["--algo", "oktopk", "--workers", "2,3"]):
+        assert main([*arguments, *wrong]) == 2
+        assert "--trace writes the timeline of one method and one number of workers" in capsys.readouterr().err
 
 
 def _is_round(spans: list[dict], phase: str, collectives: tuple[str, ...]) -> bool:
