@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,26 @@ def _check_traces() -> None:
     assert {(e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X"} == {
         (rank, step) for rank in range(2) for step in (21, 22, 23)
     }
+
+
+def test_ray_page_trains_and_resumes(tmp_path: Path) -> None:
+    """With stand-ins for Ray, the script trains, reports checkpoints of both ranks, and resumes from the last one."""
+    (code,) = blocks("docs/how-to/ray-train.md")
+    (tmp_path / "train.py").write_text("import ray_stand_in\n\nray_stand_in.install()\n" + code)
+    shutil.copy(Path(__file__).with_name("ray_stand_in.py"), tmp_path)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    for first in (0, 40):
+        done = subprocess.run(  # noqa: S603 - our own page
+            [sys.executable, *TORCHRUN, "train.py"],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        reported = dict(
+            re.findall(rf"rank (\d) from step {first}: loss ([\d.]+, [1-9]\d*) bytes per step", done.stdout)
+        )
+        assert sorted(reported) == ["0", "1"], done.stdout
+    saved = [file.name for file in (tmp_path / "storage/checkpoint-000003").iterdir()]
+    assert sorted(saved) == ["model.pt", "rank-0-of-2.pt", "rank-1-of-2.pt"]
 
 
 def test_accelerate_prepares_a_wrapped_optimizer() -> None:

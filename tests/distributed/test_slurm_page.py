@@ -1,0 +1,85 @@
+"""The job and the script of the SLURM page run as printed, with stand-ins for the commands of SLURM."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT, blocks
+
+# Starts the command behind srun's options once per node, on this machine.
+SRUN = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+for node in $(seq "$SLURM_JOB_NUM_NODES"); do "$@" & tasks+=($!); done
+for task in "${tasks[@]}"; do wait "$task" || code=1; done
+exit "${code:-0}"
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1 $2" = "show hostnames" ]; then echo localhost; else echo "$@" >> requeued; fi
+"""
+TORCHRUN = f"""#!/bin/bash
+exec {sys.executable} -m torch.distributed.run "$@"
+"""
+
+
+def _job() -> int:
+    """Return the number of a job whose port is free."""
+    while True:
+        job = random.randrange(1_000_000)  # noqa: S311 - any number
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 20_000 + job % 10_000)):
+                return job
+
+
+def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.CompletedProcess[str]:
+    """Run the job of the page in ``folder``, after so many restarts."""
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (script,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/slurm.md").read_text(), flags=re.DOTALL)
+    (folder / "train.sbatch").write_text(script)
+    environment = os.environ | {
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
+        "SLURM_JOB_ID": str(_job()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_PER_TASK": "2",
+    }  # fmt: skip
+    if restarts is not None:
+        environment["SLURM_RESTART_COUNT"] = str(restarts)
+    return subprocess.run(
+        ["/bin/bash", "train.sbatch"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="the job is a bash script")
+def test_job_trains_and_resumes(tmp_path: Path) -> None:
+    """Two nodes of two ranks train and save. The job that follows resumes behind the last checkpoint."""
+    (code,) = blocks("docs/how-to/slurm.md")
+    (tmp_path / "train.py").write_text(code.replace("STEPS, SAVE_EVERY = 40, 10", "STEPS, SAVE_EVERY = 14, 5"))
+    for restarts, first in ((None, 0), (1, 10)):
+        done = _submit(tmp_path, restarts)
+        assert done.returncode == 0, done.stderr
+        reported = dict(
+            re.findall(rf"rank (\d) from step {first}: loss ([\d.]+, [1-9]\d*) bytes per step", done.stdout)
+        )
+        assert sorted(reported) == ["0", "1", "2", "3"], done.stdout
+    assert len(list((tmp_path / "checkpoints/step-000009").glob("rank-*-of-4.pt"))) == 4
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="the job is a bash script")
+@pytest.mark.parametrize(("restarts", "requeued"), [(None, True), (2, True), (3, False)])
+def test_failed_job_is_requeued(tmp_path: Path, restarts: int | None, requeued: bool) -> None:
+    """A job whose script fails is requeued three times, and reports the failure in any case."""
+    done = _submit(tmp_path, restarts, srun="#!/bin/bash\nexit 1\n")
+    assert done.returncode == 1
+    assert (tmp_path / "requeued").exists() == requeued
