@@ -2,6 +2,7 @@
 
 from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
+from tritoncomm_kernels.adam_many import AdamMany, AdamStates, root_mean_squares
 from tritoncomm_kernels.compact import (
     Selection,
     accumulate_and_select,
@@ -35,7 +36,9 @@ from tritoncomm_kernels.workspace import Workspace
 
 __all__ = [
     "AdamControl",
+    "AdamMany",
     "AdamState",
+    "AdamStates",
     "Marks",
     "Selection",
     "Workspace",
@@ -56,6 +59,7 @@ __all__ = [
     "merge",
     "rebalance",
     "root_mean_square",
+    "root_mean_squares",
     "scatter_add",
     "scatter_add_lists",
     "select",

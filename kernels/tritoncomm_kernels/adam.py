@@ -125,7 +125,7 @@ def adam_update(
     plain = all(t.dtype in GRADIENT_DTYPES and t.is_contiguous() for t in floats) and state.last.is_contiguous()
     if plain and triton_runs(parameter):
         torch.autograd.graph.increment_version(parameter)
-        tables = _tables(control.betas, torch.float32, parameter.device)
+        tables = beta_tables(control.betas, torch.float32, parameter.device)
         kernel("adam_triton").update(
             parameter, gradient, state.first, state.second, state.maximum, state.last, state.param_rms, indices,
             control.scalars, tables, maximize=control.maximize, coupled=control.coupled, limited=control.limited,
@@ -177,7 +177,7 @@ def _update(
     """Reference of :func:`adam_update`, in torch operators with one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
     _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
-    tables = _tables(control.betas, at.dtype, parameter.device)
+    tables = beta_tables(control.betas, at.dtype, parameter.device)
     steps = control.scalars[0].to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
     waited = tau.to(at.dtype)
@@ -188,9 +188,9 @@ def _update(
     if control.coupled:
         mean = mean + decay * values
     delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
-    power, complement = _powers(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
+    power, complement = decays(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
     first = power * at.read(state.first) + complement * mean
-    power, complement = _powers(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
+    power, complement = decays(tau, tables[2], tables[3]) if delayed else tables[2:, 0]
     second = power * at.read(state.second) + complement * (mean * mean)
     at.write(state.first, first)
     at.write(state.second, second)
@@ -236,7 +236,7 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(top.isfinite(), top * _square_root(mean), math.nan).to(torch.float32)
 
 
-def _powers(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decays(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(beta^tau, 1 - beta^tau)``, built from the lowest bit of tau upwards."""
     power = torch.ones(tau.shape, dtype=powers.dtype, device=tau.device)
     complement = torch.zeros_like(power)
@@ -257,7 +257,7 @@ def _square_root(values: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def beta_tables(betas: tuple[float, float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return ``[4, POWERS]``: beta1^(2^i), 1 - beta1^(2^i), and the same for beta2, computed in double precision."""
     rows = [row for beta in betas for row in _squares(beta)]
     return torch.tensor(rows, dtype=torch.float64).to(device, dtype)

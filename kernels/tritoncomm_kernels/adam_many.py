@@ -1,0 +1,326 @@
+"""Adam update of many tensors at once, with the bits of one :func:`tritoncomm_kernels.adam_update` per tensor.
+
+A model has many small tensors. Updating them one by one costs more in calls than in arithmetic. Here the delivered
+entries of several tensors are read into one flat vector, updated, and written back. The bounds of the tensors in that
+vector are kept, because the limit on a tensor's change needs a sum over each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from operator import is_
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tritoncomm_kernels.adam import (
+    FINE,
+    LARGEST_SQUARE,
+    AdamControl,
+    AdamState,
+    adam_update,
+    beta_tables,
+    decays,
+    root_mean_square,
+)
+from tritoncomm_kernels.checks import GRADIENT_DTYPES
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+
+# Entries that are updated together. Smaller parts cost more calls. In larger ones, the memory that the entries were
+# read from has left the cache when they are written.
+_PART = 1 << 14
+_LOOKED_UP = 1 << 16  # shorter delays are looked up in a table of at most 1.3 MB
+_SMALL = 1 << 14  # elements below which root mean squares are computed together
+
+_Array = npt.NDArray[Any]
+_Indices = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class AdamStates:
+    """States of many parameters: the fields of :class:`AdamState`, each with one tensor per parameter."""
+
+    first: Sequence[torch.Tensor]
+    second: Sequence[torch.Tensor]
+    last: Sequence[torch.Tensor]
+    param_rms: Sequence[torch.Tensor]
+    maximum: Sequence[torch.Tensor] | None = None
+
+    def at(self, position: int) -> AdamState:
+        """Return the state of one parameter."""
+        maximum = None if self.maximum is None else self.maximum[position]
+        first, second, last, rms = (held[position] for held in (self.first, self.second, self.last, self.param_rms))
+        return AdamState(first, second, last, rms, maximum)
+
+    def columns(self) -> list[Sequence[torch.Tensor]]:
+        """Return the fields that there are, ``maximum`` last."""
+        return [self.first, self.second, self.last, self.param_rms, *([] if self.maximum is None else [self.maximum])]
+
+
+class AdamMany:
+    """Adam updates of the same ``parameters`` with the same ``states``, step after step.
+
+    The tensors are checked and prepared once. If a tensor is replaced or its memory moves, :meth:`holds` returns False,
+    and a new object is needed. All tensors must be on one device, and ``param_rms`` must be of shape ``[]``.
+
+    Contiguous fp32 tensors are updated together, with the Triton kernel those of any supported dtype. Others are
+    updated one by one. Raises ``ValueError`` if a state does not have the shape and device of its parameter.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], states: AdamStates) -> None:
+        self._columns = [list(parameters), *map(list, states.columns())]
+        self._states = states
+        if any(len(column) != len(parameters) for column in self._columns):
+            raise ValueError(f"states must have one tensor in each field for each of {len(parameters)} parameters")
+        for parameter, first, second, last, _, *maximum in zip(*self._columns, strict=True):
+            for tensor in (first, second, last, *maximum):
+                if tensor.shape != parameter.shape or tensor.device != parameters[0].device:
+                    raise ValueError(
+                        f"a state has shape {tuple(tensor.shape)} on {tensor.device}: "
+                        f"expected {tuple(parameter.shape)} on {parameters[0].device}, like the parameter"
+                    )
+        self._addresses = self._present_addresses()
+        together: dict[torch.dtype, list[int]] = {dtype: [] for dtype in GRADIENT_DTYPES}
+        for position, (parameter, first, second, last, _, *maximum) in enumerate(zip(*self._columns, strict=True)):
+            floats = (parameter, first, second, *maximum)
+            alike = len({tensor.dtype for tensor in floats}) == 1 and last.dtype == torch.int32
+            if alike and parameter.dtype in together and all(t.is_contiguous() for t in (*floats, last)):
+                together[parameter.dtype].append(position)
+        self._groups = [
+            _Group(dtype, positions, [[column[i] for i in positions] for column in self._columns])
+            for dtype, positions in together.items()
+            if positions
+        ]
+        grouped = {position for group in self._groups for position in group.positions}
+        self._others = [position for position in range(len(parameters)) if position not in grouped]
+
+    def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates) -> bool:
+        """Return True if these are the tensors of this object, in the same memory."""
+        columns = [parameters, *states.columns()]
+        return (
+            len(columns) == len(self._columns)
+            and all(len(now) == len(then) for now, then in zip(columns, self._columns, strict=True))
+            and all(all(map(is_, now, then)) for now, then in zip(columns, self._columns, strict=True))
+            and self._addresses == self._present_addresses()
+        )
+
+    def _present_addresses(self) -> list[list[int]]:
+        return [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
+
+    def update(
+        self, gradients: Sequence[torch.Tensor], control: AdamControl, indices: _Indices, *, keep: float = 1.0
+    ) -> None:
+        """Multiply the parameters by ``keep``, then apply one Adam step to the delivered coordinates, in place.
+
+        ``gradients`` and ``indices`` have one item per parameter. ``keep`` is the factor of decoupled weight decay.
+        ``indices`` are those of :func:`adam_update`, and None means all coordinates. Here they must ascend. On the CPU,
+        an index outside its parameter raises ``ValueError`` before any value changes. The Triton kernel ignores it.
+        """
+        for parameter, gradient in zip(self._columns[0], gradients, strict=True):
+            if gradient.shape != parameter.shape:
+                raise ValueError(f"a gradient has shape {tuple(gradient.shape)}, expected {tuple(parameter.shape)}")
+        others = list(self._others)
+        for group in self._groups:
+            own = [gradients[i] for i in group.positions]
+            where = [indices[i] for i in group.positions]
+            if any(gradient.dtype != group.dtype for gradient in own):
+                others += group.positions
+            elif triton_runs(own[0]):
+                group.launch(own, control, where, keep)
+            elif group.dtype == torch.float32 and own[0].device.type == "cpu":
+                group.update(own, control, where, keep)
+            else:
+                others += group.positions
+        for position in others:
+            parameter = self._columns[0][position]
+            if keep != 1:
+                parameter.mul_(keep)
+            adam_update(parameter, gradients[position], self._states.at(position), control, indices[position])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Contiguous parameters of one dtype, and their states. ``columns`` are those of :class:`AdamMany`."""
+
+    dtype: torch.dtype
+    positions: list[int]
+    columns: list[list[torch.Tensor]]
+
+    @cached_property
+    def arrays(self) -> list[list[_Array]]:
+        """The memory of ``columns`` as flat numpy arrays."""
+        return [[tensor.numpy(force=True).reshape(-1) for tensor in column] for column in self.columns]
+
+    def launch(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
+        """Update with the Triton kernel."""
+        parameters, *states = self.columns
+        if keep != 1:
+            torch._foreach_mul_(parameters, keep)  # noqa: SLF001 - as torch's optimizers do
+        torch.autograd.graph.increment_version(parameters)
+        kernel("adam_triton").update_many(
+            parameters, [gradient.contiguous() for gradient in gradients], *states, indices, control.scalars,
+            beta_tables(control.betas, torch.float32, parameters[0].device),
+            maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+        )  # fmt: skip
+
+    def update(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
+        """Update with numpy: the reference for fp32 on the CPU."""
+        parameters = self.arrays[0]
+        where = [None if at is None else at.numpy() for at in indices]
+        for position, array, at in zip(self.positions, parameters, where, strict=True):
+            if at is not None and at.size and (at[0] < 0 or at[-1] >= array.size):
+                raise ValueError(f"indices[{position}] has an index outside [0, {array.size})")
+        torch.autograd.graph.increment_version(self.columns[0])
+        arrays = [*self.arrays, [gradient.numpy(force=True).reshape(-1) for gradient in gradients]]
+        counts = [array.size if at is None else at.size for array, at in zip(parameters, where, strict=True)]
+        with np.errstate(all="ignore"):
+            for part in _parts(counts, _PART):
+                own = [column[part] for column in arrays]
+                _Part(where[part], [0, *accumulate(counts[part])], control).update(own, keep)
+
+
+def _parts(counts: Sequence[int], size: int) -> list[slice]:
+    """Return consecutive ranges of tensors. Each ends with the tensor that reaches ``size`` entries in total."""
+    parts, start, waiting = [], 0, 0
+    for stop, count in enumerate(counts, 1):
+        waiting += count
+        if waiting >= size or stop == len(counts):
+            parts.append(slice(start, stop))
+            start, waiting = stop, 0
+    return parts
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The delivered coordinates of several tensors as one flat vector, in which ``bounds`` separate the tensors."""
+
+    where: list[_Array | None]
+    bounds: list[int]
+    control: AdamControl
+
+    def update(self, arrays: list[list[_Array]], keep: float) -> None:
+        """Update the ``arrays``: parameters, first, second, last, param_rms, maximum if there is one, and gradients."""
+        parameters, firsts, seconds, lasts, param_rms, *maxima, gradients = arrays
+        scalars = self.control.scalars.numpy()
+        steps = np.int32(scalars[0])
+        rate, root, epsilon, limit, decay, walk, fine, change = scalars[1:].astype(np.float32)
+        values = self._read(parameters, None if keep == 1 else np.float32(keep))
+        if not values.size:
+            return
+        tau = np.maximum(steps - self._read(lasts), 1)
+        mean = self._read(gradients)
+        mean /= tau.astype(np.float32)
+        if self.control.maximize:
+            np.negative(mean, out=mean)
+        if self.control.coupled:
+            mean += decay * values
+        power1, complement1, power2, complement2, factor = _of_delay(tau, self.control.betas, limit, walk)
+        first = self._read(firsts)
+        first *= power1
+        first += complement1 * mean
+        self._write(firsts, first)
+        second = self._read(seconds)
+        second *= power2
+        mean *= mean
+        second += complement2 * mean
+        self._write(seconds, second)
+        for last, at in zip(lasts, self.where, strict=True):
+            last[... if at is None else at] = steps
+        for maximum in maxima:
+            second = np.maximum(self._read(maximum), second)
+            self._write(maximum, second)
+        move = np.sqrt(second)  # the next three lines make it the move of one dense step
+        move /= root
+        move += epsilon
+        np.divide(first, move, out=move)
+        if self.control.limited:
+            self._limit(factor, factor * move * fine, change * np.concatenate(param_rms), parameters)
+        move *= factor
+        move *= rate
+        values -= move
+        self._write(parameters, values)
+
+    def _read(self, arrays: list[_Array], keep: np.float32 | None = None) -> _Array:
+        """Return the delivered entries of ``arrays``, after all entries have been multiplied by ``keep``."""
+        values = np.empty(self.bounds[-1], arrays[0].dtype)
+        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
+            if keep is not None:
+                np.multiply(array, keep, out=array)  # here, because it brings the entries into the cache
+            if at is None:
+                values[start:stop] = array
+            else:  # the indices have been checked: "wrap" changes none, and is the fastest mode
+                array.take(at, None, values[start:stop], "wrap")
+        return values
+
+    def _write(self, arrays: list[_Array], values: _Array) -> None:
+        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
+            array[... if at is None else at] = values[start:stop]
+
+    def _limit(self, factor: _Array, moves: _Array, reach: _Array, parameters: list[_Array]) -> None:
+        """Shrink the ``factor`` of tensors that would move further than ``reach``. See :meth:`AdamControl.of`."""
+        moves *= moves
+        np.fmin(moves, np.float32(LARGEST_SQUARE), out=moves)  # NaN counts as the largest
+        some = [i for i, (start, stop) in enumerate(pairwise(self.bounds)) if start < stop]  # reduceat needs an entry
+        totals = np.add.reduceat(moves.astype(np.int64), [self.bounds[i] for i in some])
+        sizes = np.array([parameters[i].size for i in some], np.float32)
+        length = np.sqrt(totals.astype(np.float32) / sizes)
+        reach = np.where(reach > FINE, reach, np.float32(FINE))[some]  # at least one learning rate, also if it is NaN
+        for i in np.flatnonzero(length > reach):
+            own = factor[self.bounds[some[i]] : self.bounds[some[i] + 1]]
+            own *= reach[i] / length[i]
+            np.maximum(own, 1, out=own)
+
+
+def _of_delay(tau: _Array, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
+    """Return ``beta^tau`` and ``1 - beta^tau`` for both betas, and the factor of a delivery after ``tau`` steps."""
+    longest = int(tau.max())
+    if longest >= _LOOKED_UP:
+        return _compute_of_delay(tau, betas, limit, walk)
+    table, at = _table(longest.bit_length(), betas, limit, walk), tau.astype(np.int64)
+    return [row.take(at, None, np.empty(tau.size, np.float32), "wrap") for row in table]
+
+
+@lru_cache(maxsize=64)
+def _table(bits: int, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
+    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas, limit, walk)
+
+
+def _compute_of_delay(tau: _Array, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
+    delays, waited = torch.from_numpy(tau), tau.astype(np.float32)
+    tables = beta_tables(betas, torch.float32, delays.device)
+    rows = *decays(delays, tables[0], tables[1]), *decays(delays, tables[2], tables[3])
+    return [*(row.numpy() for row in rows), np.minimum(np.minimum(waited, limit), walk * np.sqrt(waited))]
+
+
+def root_mean_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return :func:`root_mean_square` of each tensor. Small fp32 tensors on the CPU are computed together."""
+    found: dict[int, torch.Tensor] = {}
+    small = [
+        i
+        for i, tensor in enumerate(tensors)
+        if tensor.numel() < _SMALL and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    ]
+    for part in _parts([tensors[i].numel() for i in small], _PART):
+        results = _root_mean_squares([tensors[i].numpy(force=True).reshape(-1) for i in small[part]])
+        found.update(zip(small[part], torch.from_numpy(results), strict=True))
+    return [found[i] if i in found else root_mean_square(tensor) for i, tensor in enumerate(tensors)]
+
+
+def _root_mean_squares(arrays: list[_Array]) -> _Array:
+    """Return :func:`root_mean_square` of fp32 ``arrays``, none of which is empty."""
+    sizes = [array.size for array in arrays]
+    starts, flat = [0, *accumulate(sizes[:-1])], np.concatenate(arrays)
+    with np.errstate(all="ignore"):
+        top = np.maximum(np.maximum.reduceat(np.abs(flat), starts), np.finfo(np.float32).tiny)
+        flat /= np.repeat(top, sizes)
+        flat *= flat
+        flat *= np.float32(2.0**24)
+        totals = np.add.reduceat(flat.astype(np.int32), starts, dtype=np.int64)
+        mean = totals.astype(np.float32) / np.array([size * 2.0**24 for size in sizes], np.float32)
+        return np.where(np.isfinite(top), top * np.sqrt(mean), np.float32(math.nan))
