@@ -226,7 +226,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         broadcast_parameters: bool = False,
         hook: HookState | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options)
+        self._bind(optimizer, recipe, options, process_group)
         self._hook = hook
         self._exchange = self._build(process_group)
         setup_checks.warn_about_lost_residual(optimizer)
@@ -239,14 +239,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
 
-    def _bind(self, optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> None:
+    def _bind(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        options: WrapOptions,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
         self.optimizer = optimizer
         # Not super().__init__(): parameters and state stay those of the original optimizer. Like unpickling, this
         # initializes only hooks and profiling.
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe))
+        self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe), group=process_group)
         self._optimizer_step.check()
         self._step_state = StepState()
 
@@ -318,7 +324,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        self._bind(state["optimizer"], state["recipe"], state["options"])
+        self._bind(state["optimizer"], state["recipe"], state["options"], group)
         self._hook = None
         self._exchange = self._build(group)
         self._vector.feedback = exchange_state.loaded(self._exchange, state["exchange"])

@@ -12,14 +12,16 @@ The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import AdamControl, AdamState, adam_update, root_mean_square
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.shards import local, local_gradient, one_per_shard
+from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
 # underestimated. The first 20 steps update it every time, because weights may start at zero.
@@ -29,8 +31,17 @@ _UNSUPPORTED = ("capturable", "differentiable")
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for ``Adam`` and ``AdamW``, but not for subclasses, which may change the step."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
+    adam = torch.optim.Adam, torch.optim.AdamW
+    return isinstance(optimizer, adam) and any(_written(type(optimizer)) is _written(cls) for cls in adam)
+
+
+def _written(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``step`` as its author wrote it. torch wraps it, for each class again that is instantiated first."""
+    step: Callable[..., Any] = cls.step
+    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer" and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,10 @@ class StalenessAwareAdam:
     entries. ``last_delivered`` (int32, shaped like the parameter) is the step of each coordinate's last delivery.
     ``last_aware`` is the last step that this class took. ``param_rms`` (fp32) is the root mean square of the parameter,
     updated every 20 steps.
+
+    A DTensor is updated as its local shard, which counts as a tensor of its own. Nothing is communicated. Its entries
+    are DTensors of the same placements. Its ``param_rms`` has one value per index of each sharded dimension, which can
+    be sharded again when a checkpoint is loaded with other ranks. All values in a shard are equal, until then.
 
     A delivery after tau steps counts for up to tau dense steps: it catches up. Three limits shorten this, but never to
     less than one dense step. If every coordinate is delivered in every step, the result is torch's own up to rounding.
@@ -62,6 +77,16 @@ class StalenessAwareAdam:
     max_sqrt_staleness: float = 3.0
     max_relative_update: float = 0.2
     bias_correction: bool = True
+    # The prepared updates of the last step. They are used again while the tensors stay the same.
+    _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
+    fits = staticmethod(is_adam)
+
+    @classmethod
+    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> StalenessAwareAdam:
+        """Return the step of ``optimizer`` with the options of ``wrap``."""
+        return cls(optimizer, options.max_catch_up, max_relative_update=options.max_relative_update)
 
     def __post_init__(self) -> None:
         for name, least in (("max_catch_up", 1), ("max_sqrt_staleness", 1), ("max_relative_update", 0)):
@@ -85,40 +110,71 @@ class StalenessAwareAdam:
 
         Args:
             parameters: Parameters to update. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter. None means all.
+            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
+                shard if it is a DTensor. None means all.
         """
         self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
+        before = list(self._prepared)
+        self._prepared.clear()
         for group in self.optimizer.param_groups:
-            controls: dict[tuple[int, torch.device], AdamControl] = {}
+            # Parameters of a group are updated together if they are at the same step, which is the rule.
+            alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
             for parameter in group["params"]:
                 if id(parameter) in where and parameter.grad is not None and parameter.numel():
-                    self._update(group, parameter, where[id(parameter)], controls)
+                    state = self._state(group, parameter)
+                    alike.setdefault((int(state["step"].item()), parameter.device), []).append(parameter)
+            for (steps, _), together in alike.items():
+                states = [self.optimizer.state[parameter] for parameter in together]
+                self._renew_rms(together, states, steps)
+                _count(states)
+                self._update(group, together, steps + 1, where, before)
 
     def _update(
         self,
         group: dict[str, Any],
-        parameter: torch.Tensor,
-        indices: torch.Tensor | None,
-        controls: dict[tuple[int, torch.device], AdamControl],
+        parameters: list[torch.Tensor],
+        steps: int,
+        where: dict[int, torch.Tensor | None],
+        before: list[AdamMany],
     ) -> None:
-        state = self._state(group, parameter)
-        state["step"] += 1
-        state["last_aware"] = state["step"].clone()
+        parameters = [parameter for parameter in parameters if local(parameter).numel()]  # a shard may be empty
+        if not parameters:
+            return
+        shards = [local(parameter) for parameter in parameters]
+        states = [self.optimizer.state[parameter] for parameter in parameters]
+        columns = AdamStates(
+            *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq", "last_delivered")),
+            [_first(state["param_rms"]) for state in states],
+            [local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
+        )
+        prepared = next((many for many in before if many.holds(shards, columns)), None) or AdamMany(shards, columns)
+        self._prepared.append(prepared)
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
-        if decoupled and decay:
-            parameter.mul_(1 - learning_rate * decay)
-        if indices is not None and indices.numel() == 0:
-            return
-        assert parameter.grad is not None
-        at = int(state["step"]), parameter.device
-        if at not in controls:  # one copy to the device for all parameters of a group
-            coupled = 0.0 if decoupled else decay
-            controls[at] = self._control(group, *at, learning_rate, coupled)
-        maximum = state["max_exp_avg_sq"] if group["amsgrad"] else None
-        tensors = AdamState(state["exp_avg"], state["exp_avg_sq"], state["last_delivered"], state["param_rms"], maximum)
-        adam_update(parameter, parameter.grad, tensors, controls[at], indices)
+        prepared.update(
+            [local_gradient(parameter) for parameter in parameters],
+            self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
+            [where[id(parameter)] for parameter in parameters],
+            keep=1 - learning_rate * decay if decoupled else 1.0,
+        )
+
+    def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
+        """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
+        due = step < _UPDATE_RMS_EVERY or step % _UPDATE_RMS_EVERY == 0
+        found = [
+            (parameter, state)
+            for parameter, state in zip(parameters, states, strict=True)
+            if due or "param_rms" not in state
+        ]
+        shards = [local(parameter) for parameter, _ in found]
+        measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
+        for (parameter, state), shard in zip(found, shards, strict=True):
+            value = next(measured) if shard.numel() else torch.zeros((), device=shard.device)
+            if "param_rms" in state:
+                local(state["param_rms"]).copy_(value)
+            else:
+                state["param_rms"] = one_per_shard(parameter, value)
 
     def _control(
         self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float, coupled: float
@@ -147,6 +203,7 @@ class StalenessAwareAdam:
         return self.bias_correction
 
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``parameter``, complete except for ``param_rms``."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -161,13 +218,40 @@ class StalenessAwareAdam:
             state.pop("param_rms", None)
             if last.element_size() >= _EXACT:
                 state["last_delivered"] = last.to(torch.int32)
-        if "last_delivered" not in state or state["last_aware"] != state["step"]:
+        if "last_delivered" not in state or state["last_aware"].item() != state["step"].item():
             # The original optimizer took the last step by itself. It steps every coordinate.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
+            state["last_aware"] = state["step"].clone()
             state.pop("param_rms", None)
-        step = int(state["step"])
-        if "param_rms" not in state:
-            state["param_rms"] = root_mean_square(parameter)
-        elif step < _UPDATE_RMS_EVERY or step % _UPDATE_RMS_EVERY == 0:
-            state["param_rms"].copy_(root_mean_square(parameter))
+        elif state["last_aware"].dtype != state["step"].dtype:
+            state["last_aware"] = state["step"].clone()
         return state
+
+    @staticmethod
+    def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``.
+
+        The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
+        """
+        for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                saved = state_dict["state"].get(key, {})
+                if "last_delivered" in saved:
+                    state = optimizer.state[parameter]
+                    state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
+                    state["last_aware"] = saved["last_aware"].clone()
+                    if "param_rms" in saved:
+                        state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
+
+
+def _count(states: list[dict[str, Any]]) -> None:
+    """Count a step in ``states``, which are at the same step."""
+    counted = states[0]["step"] + 1
+    for name in ("step", "last_aware"):
+        torch._foreach_copy_([state[name] for state in states], [counted] * len(states))  # noqa: SLF001
+
+
+def _first(param_rms: torch.Tensor) -> torch.Tensor:
+    """Return ``param_rms`` of the local shard. The values of a DTensor differ after resharding: return its first."""
+    shard = local(param_rms)
+    return shard if shard is param_rms else shard.reshape(-1)[:1]

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.adam import StalenessAwareAdam, is_adam
+from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import local_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
-
-logger = logging.getLogger("tritoncomm")
-
-# Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
-_LINEAR = (torch.optim.SGD,)
-
-
-def is_linear(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the update of ``optimizer`` is linear in the gradient."""
-    return isinstance(optimizer, _LINEAR)
-
 
 # Not torch.compiler.disable, which imports the compiler even if it is not used.
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -62,7 +51,7 @@ class StepState:
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
     """Return True if ``optimizer`` takes the staleness-aware step."""
-    return options.staleness == "aware" and is_adam(optimizer)
+    return options.staleness == "aware" and find_rule(optimizer) is not None
 
 
 def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
@@ -75,37 +64,40 @@ def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options:
 
 
 class OptimizerStep:
-    """The step of ``optimizer``: its own step, or the staleness-aware step for Adam and AdamW.
+    """The step of ``optimizer``: its own step, or the staleness-aware step for its type.
 
     Args:
         optimizer: The original optimizer.
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
+        group: Process group whose first rank logs warnings. None is the default group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, delayed: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: WrapOptions,
+        *,
+        delayed: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self._max_grad_norm = options.max_grad_norm
-        self._adam: StalenessAwareAdam | None = None
+        self._aware: AwareStep | None = None
         self.alone = False  # a single worker, to which every entry is delivered in every step
         self.grad_norm = 0.0
         if not delayed or options.staleness == "off":
             return
-        if takes_aware_step(optimizer, options):
-            self._adam = StalenessAwareAdam(
-                optimizer, options.max_catch_up, max_relative_update=options.max_relative_update
-            )
-        elif not isinstance(optimizer, _LINEAR):
-            logger.warning(
-                "%s is not staleness-aware: it treats a sum of delayed gradients as one gradient. Expect a higher loss "
-                "than with a dense exchange. The gap grows as the density falls",
-                type(optimizer).__name__,
-            )
+        rule = find_rule(optimizer)
+        if rule is not None:
+            self._aware = rule.from_options(optimizer, options)
+        else:
+            log_missing_rule(optimizer, group)
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-        if self._adam is not None:
-            self._adam.check_options()
+        if self._aware is not None:
+            self._aware.check_options()
 
     def step(self, delivered: Sequence[Delivered], *, clip: bool = True) -> None:
         """Update the parameters from ``.grad``.
@@ -167,10 +159,10 @@ class OptimizerStep:
         # they have run for the wrapped optimizer. Learning rate schedulers look for this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
         _run(self.optimizer._optimizer_step_pre_hooks.values(), self.optimizer)  # noqa: SLF001
-        if self._adam is None or self.alone:
+        if self._aware is None or self.alone:
             _step_below_hooks(self.optimizer)
         else:
-            self._adam.step([parameter for parameter, _ in delivered], [indices for _, indices in delivered])
+            self._aware.step([parameter for parameter, _ in delivered], [indices for _, indices in delivered])
         _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
 
     def restore(self, state_dict: dict[str, Any]) -> None:
@@ -178,15 +170,9 @@ class OptimizerStep:
 
         The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
         """
-        for saved_group, group in zip(state_dict["param_groups"], self.optimizer.param_groups, strict=True):
-            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
-                saved = state_dict["state"].get(key, {})
-                if "last_delivered" in saved:
-                    state = self.optimizer.state[parameter]
-                    state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
-                    state["last_aware"] = saved["last_aware"].clone()
-                    if "param_rms" in saved:
-                        state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
+        rule = find_rule(self.optimizer)
+        if rule is not None:
+            rule.restore(self.optimizer, state_dict)
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
