@@ -20,7 +20,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.shards import local, local_gradient, one_per_shard
+from tritoncomm.step.shards import local, local_gradients, one_per_shard
 from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -138,22 +138,23 @@ class StalenessAwareAdam:
         where: dict[int, torch.Tensor | None],
         before: list[AdamMany],
     ) -> None:
-        parameters = [parameter for parameter in parameters if local(parameter).numel()]  # a shard may be empty
-        if not parameters:
+        parameters = [p for p, shard in zip(parameters, local(parameters), strict=True) if shard.numel()]
+        if not parameters:  # all shards of this rank are empty
             return
-        shards = [local(parameter) for parameter in parameters]
+        shards = local(parameters)
         states = [self.optimizer.state[parameter] for parameter in parameters]
         columns = AdamStates(
-            *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq", "last_delivered")),
-            [_first(state["param_rms"]) for state in states],
-            [local(state["max_exp_avg_sq"]) for state in states] if group["amsgrad"] else None,
+            *(local([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq", "last_delivered")),
+            # The values of a shard may differ after resharding: its first is used.
+            [held if held.dim() == 0 else held[:1] for held in local([state["param_rms"] for state in states])],
+            local([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
         )
         prepared = next((many for many in before if many.holds(shards, columns)), None) or AdamMany(shards, columns)
         self._prepared.append(prepared)
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         prepared.update(
-            [local_gradient(parameter) for parameter in parameters],
+            local_gradients(parameters),
             self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
             [where[id(parameter)] for parameter in parameters],
             keep=1 - learning_rate * decay if decoupled else 1.0,
@@ -167,12 +168,12 @@ class StalenessAwareAdam:
             for parameter, state in zip(parameters, states, strict=True)
             if due or "param_rms" not in state
         ]
-        shards = [local(parameter) for parameter, _ in found]
+        shards = local([parameter for parameter, _ in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
         for (parameter, state), shard in zip(found, shards, strict=True):
             value = next(measured) if shard.numel() else torch.zeros((), device=shard.device)
             if "param_rms" in state:
-                local(state["param_rms"]).copy_(value)
+                local([state["param_rms"]])[0].copy_(value)
             else:
                 state["param_rms"] = one_per_shard(parameter, value)
 
@@ -249,9 +250,3 @@ def _count(states: list[dict[str, Any]]) -> None:
     counted = states[0]["step"] + 1
     for name in ("step", "last_aware"):
         torch._foreach_copy_([state[name] for state in states], [counted] * len(states))  # noqa: SLF001
-
-
-def _first(param_rms: torch.Tensor) -> torch.Tensor:
-    """Return ``param_rms`` of the local shard. The values of a DTensor differ after resharding: return its first."""
-    shard = local(param_rms)
-    return shard if shard is param_rms else shard.reshape(-1)[:1]

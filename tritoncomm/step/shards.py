@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,19 +10,20 @@ import torch
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """Return the local shard of a DTensor, which shares its memory. Return any other tensor unchanged."""
-    found: torch.Tensor = tensor.to_local() if type(tensor) not in _PLAIN and hasattr(tensor, "to_local") else tensor
-    return found
+def local(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the local shards of DTensors, which share their memory, and all other tensors unchanged."""
+    return [
+        tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local() for tensor in tensors
+    ]
 
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of ``parameter.grad``, after redistributing it to the placements of the parameter."""
-    gradient: Any = parameter.grad
-    if type(gradient) not in _PLAIN and hasattr(gradient, "placements"):
-        placements = parameter.placements  # type: ignore[attr-defined]
-        gradient = gradient if gradient.placements == placements else gradient.redistribute(placements=placements)
-    return local(gradient)
+def local_gradients(parameters: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the local shards of ``.grad``, after redistributing each to the placements of its parameter."""
+    gradients = [parameter.grad for parameter in parameters]
+    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if type(gradient) not in _PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
+            gradients[i] = gradient.redistribute(placements=parameter.placements)
+    return local(gradients)
 
 
 def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
