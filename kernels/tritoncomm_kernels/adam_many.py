@@ -159,12 +159,16 @@ class _Group:
 
     def launch(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
         """Update with the Triton kernel."""
-        parameters, *states = self.columns
-        if keep != 1:
+        parameters, first, second, last, param_rms, *maximum = self.columns
+        if keep != 1 and self.dtype == torch.float16:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
+            for parameter in parameters:
+                parameter.mul_(keep)
+        elif keep != 1:
             torch._foreach_mul_(parameters, keep)  # noqa: SLF001 - as torch's optimizers do
         torch.autograd.graph.increment_version(parameters)
         kernel("adam_triton").update_many(
-            parameters, [gradient.contiguous() for gradient in gradients], *states, indices, control.scalars,
+            parameters, [gradient.contiguous() for gradient in gradients], first, second, last, param_rms,
+            maximum[0] if maximum else None, indices, control.scalars,
             beta_tables(control.betas, torch.float32, parameters[0].device),
             maximize=control.maximize, coupled=control.coupled, limited=control.limited,
         )  # fmt: skip

@@ -1,10 +1,13 @@
 """Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
 
-There are two kernels, because the limit for one coordinate depends on the distance that its whole tensor would move.
+There are two kernels, for one tensor and for many, because the limit for one coordinate depends on the distance that its whole tensor would move.
 The first kernel sums that distance. The second computes the moves again and applies them. Only the sum is stored in
 between.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +15,7 @@ import triton.language as tl
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
 
+COLUMNS = 10  # int64 numbers per tensor in the table of the kernels for many tensors
 BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
 
 
@@ -126,6 +130,75 @@ def adam_kernel(
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
 
 
+@triton.jit
+def _delivered_of(table_ptr, blocks_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the row of this program's tensor, its coordinates, and a mask of those inside the tensor."""
+    row_ptr = table_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)) * COLUMNS
+    lane = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    indices = tl.load(row_ptr + 7)
+    count = tl.load(row_ptr + 8)
+    n = tl.load(row_ptr + 9)
+    listed = tl.where(indices == 0, 0, count)  # an address of 0 means all coordinates
+    at = tl.load(indices.to(tl.pointer_type(tl.int64)) + lane, mask=lane < listed, other=-1)
+    at = tl.where(lane < listed, at, lane)
+    inside = (lane < count) & (at >= 0) & (at < n)
+    return row_ptr, at, inside
+
+
+@triton.jit
+def length_many_kernel(
+    table_ptr, blocks_ptr, control_ptr, tables_ptr, total_ptr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has one sum per tensor."""
+    row_ptr, at, inside = _delivered_of(table_ptr, blocks_ptr, COLUMNS, BLOCK)
+    _, _, _, move, factor = _step(
+        tl.load(row_ptr).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)),
+        tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE)),
+        tl.load(row_ptr + 6).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 4).to(tl.pointer_type(tl.int32)),
+        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
+    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    square = distance * distance
+    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
+    total = tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0)
+    tl.atomic_add(total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)), total, sem="relaxed")
+
+
+@triton.jit
+def adam_many_kernel(
+    table_ptr, blocks_ptr, control_ptr, tables_ptr, total_ptr,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors."""
+    row_ptr, at, inside = _delivered_of(table_ptr, blocks_ptr, COLUMNS, BLOCK)
+    parameter_ptr = tl.load(row_ptr).to(tl.pointer_type(DTYPE))
+    first_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE))
+    second_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE))
+    last_ptr = tl.load(row_ptr + 4).to(tl.pointer_type(tl.int32))
+    maximum_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(DTYPE))
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    first, second, largest, move, factor = _step(
+        parameter_ptr, tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)), first_ptr, second_ptr, maximum_ptr, last_ptr,
+        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
+    tl.debug_barrier()  # the stores may use other threads than the loads
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    if AMSGRAD:
+        tl.store(maximum_ptr + at, largest, mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)))
+    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+    total = tl.load(total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)))
+    length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), tl.load(row_ptr + 9).to(tl.float32)))
+    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+
+
 def update(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
@@ -161,4 +234,55 @@ def update(
             *tensors, param_rms, count, n,
             EVERY=indices is None, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
             POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def update_many(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    last: Sequence[torch.Tensor],
+    param_rms: Sequence[torch.Tensor],
+    maximum: Sequence[torch.Tensor] | None,
+    indices: Sequence[torch.Tensor | None],
+    control: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    maximize: bool,
+    coupled: bool,
+    limited: bool,
+    block: int = BLOCK,
+) -> None:
+    """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
+
+    One copy to the device holds the table of addresses and the list of blocks: ``[tensors, COLUMNS]`` and
+    ``[blocks, 2]``, int64. A block is a tensor's number and the block's number in that tensor.
+    """
+    device = parameters[0].device
+    columns = [parameters, gradients, first, second, last, param_rms, maximum or [None] * len(parameters), indices]
+    table = np.zeros((len(parameters), COLUMNS), np.int64)
+    for number, column in enumerate(columns):
+        table[:, number] = [0 if tensor is None else tensor.data_ptr() for tensor in column]
+    table[:, 9] = [parameter.numel() for parameter in parameters]
+    table[:, 8] = [n if at is None else at.numel() for n, at in zip(table[:, 9], indices, strict=True)]
+    blocks = [(i, j) for i, count in enumerate(table[:, 8].tolist()) for j in range(triton.cdiv(count, block))]
+    if not blocks:
+        return
+    host = torch.from_numpy(np.concatenate([table.reshape(-1), np.array(blocks, np.int64).reshape(-1)]))
+    on_device = host.to(device, non_blocking=True)
+    total = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+    arguments = on_device, on_device[table.size :], control, tables, total
+    dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
+    with on_device_of(parameters[0]):
+        if limited:
+            length_many_kernel[(len(blocks),)](
+                *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
+                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, COLUMNS=COLUMNS, BLOCK=block,
+                num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+        adam_many_kernel[(len(blocks),)](
+            *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
+            POWERS=tables.numel() // 4, FINE=FINE, COLUMNS=COLUMNS, BLOCK=block, num_warps=WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip

@@ -48,7 +48,7 @@ FLOAT_POINTERS = (
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
     **dict.fromkeys(FLOAT_POINTERS, "*fp32"),
-    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr", "total_ptr"), "*i64"),
+    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr", "total_ptr", "table_ptr", "blocks_ptr"), "*i64"),
     "control_ptr": "*fp64",
 }
 
@@ -241,9 +241,25 @@ def others() -> list[Case]:
         )
         for half, every in (("bf16", False), ("fp16", True))
     ]
+    plain_many = plain | {"COLUMNS": adam_triton.COLUMNS}
+    options_many = plain_many | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
+    many = [
+        Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
+        for name, kernel, own in (
+            ("adam of many", adam_triton.adam_many_kernel, step),
+            ("adam's length of many", adam_triton.length_many_kernel, length),
+        )
+        for suffix, chosen, dtype in (
+            ("", plain_many, tl.float32),
+            (", all options", options_many, tl.float32),
+            (", bf16", plain_many, tl.bfloat16),
+            (", fp16", plain_many, tl.float16),
+        )
+    ]
     return [
         *rules,
         *halves,
+        *many,
         Case("adam", adam_triton.adam_kernel, plain | step | {"EVERY": False}, **size),
         Case("adam, all options", adam_triton.adam_kernel, options | step, **size),
         Case("adam's length", adam_triton.length_kernel, plain | length | {"EVERY": False}, **size),

@@ -47,14 +47,14 @@ def test_register_ceilings(name: str) -> None:
     assert compiled(name, "sm_90").registers <= ceilings[name]
 
 
-@pytest.mark.parametrize("name", ["gather and clear", "top-k emit", "expand", "adam"])
+@pytest.mark.parametrize("name", ["gather and clear", "top-k emit", "expand", "adam", "adam of many"])
 def test_barrier_before_clearing(name: str) -> None:
     """Loads and stores of one address may be in different threads, so the kernel has a barrier between them."""
     lines = compiled(name, "sm_90").ir.splitlines()
     loads, stores, barriers = (
         [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
     )
-    first = stores[0] if name == "adam" else stores[-1]  # Adam updates all values that it reads
+    first = stores[0] if name.startswith("adam") else stores[-1]  # Adam updates all values that it reads
     assert any(any(load < barrier for load in loads) and barrier < first for barrier in barriers)
 
 
@@ -79,7 +79,7 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    for module in ("accumulate", "adam", "compact", "expand", "mark", "rebalance", "scatter", "threshold"):
+    for module in ("accumulate", "adam", "adam_many", "compact", "expand", "mark", "rebalance", "scatter", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -121,6 +121,10 @@ def everything() -> None:
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=x.device
     )
     kernels.adam_update(out, g, kernels.AdamState(x, g.clone(), indices, torch.ones(1)), control, indices.long()[:3])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        floats = [[torch.ones(n, dtype=dtype)] for _ in range(4)]
+        states = kernels.AdamStates(floats[0], floats[1], [indices], [torch.ones(())])
+        kernels.AdamMany(floats[2], states).update(floats[3], control, [indices.long()[:3]])
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])
@@ -146,7 +150,7 @@ def test_fused_multiply_adds_are_explicit(name: str) -> None:
     assert plain == fused > 0
 
 
-@pytest.mark.parametrize("name", ["sum lists", "add list", "adam"])
+@pytest.mark.parametrize("name", ["sum lists", "add list", "adam", "adam of many"])
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""
     assert "fma.rn.f32" not in compiled(name, "sm_90").text

@@ -106,6 +106,15 @@ SCATTERING = {
     "NaN left out of sums": Mutant(
         "adam", "LARGEST_SQUARE, square, LARGEST_SQUARE", "LARGEST_SQUARE, square, 0.0", scatter.test_adam
     ),
+    "sums of many in one": Mutant(
+        "adam",
+        "total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)), total,",
+        "total_ptr, total,",
+        scatter.test_adam_many,
+    ),
+    "blocks of many repeated": Mutant(
+        "adam", "tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
+    ),
     "no limit on walking": Mutant(
         "adam",
         "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))",
@@ -150,7 +159,7 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    for user in ("accumulate", "adam", "expand", "mark", "rebalance", "scatter", "threshold"):
+    for user in ("accumulate", "adam", "adam_many", "expand", "mark", "rebalance", "scatter", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
     for tests in (select, scatter):

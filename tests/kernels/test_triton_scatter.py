@@ -278,3 +278,49 @@ def test_adam(
         return [bits(t) for t in (parameter, gradient, first, second, maximum, state.last)]
 
     agree(call, device)
+
+
+@given(st.lists(st.sampled_from([0, 1, 33, 512, 700]), min_size=1, max_size=4), seeds, st.booleans(), st.data())
+@many
+def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:
+    """Many tensors equal the reference, which equals one update per tensor."""
+    maximize, steps = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
+    decay, keep = data.draw(st.sampled_from([0.0, 0.1])), data.draw(st.sampled_from([1.0, 0.999]))
+    change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
+    rms = [data.draw(st.sampled_from([0.0, 0.01, 0.4, 3.0, math.inf, math.nan])) for _ in sizes]
+    small = data.draw(st.sampled_from([1.0, 1e-12]))
+    generator = torch.Generator().manual_seed(seed)
+    lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
+    shares = [data.draw(st.sampled_from([None, 0.0, 0.3])) for _ in sizes]
+    chances = [torch.rand(n, generator=generator) for n in sizes]
+    listed = [
+        None if share is None else (chance < share).nonzero().squeeze(1)
+        for chance, share in zip(chances, shares, strict=True)
+    ]
+    half = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no bf16
+    dtype = data.draw(st.sampled_from([torch.float32, half]))
+
+    def call(guarded: Guarded, *, together: bool = True) -> list[list[int]]:
+        floats = [[drawn("heavy", n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(5)]
+        floats[3:] = [[small * values.abs() for values in column] for column in floats[3:]]
+        floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
+        parameters, gradients, first, second, maximum = floats
+        last = [guarded.of(held) for held in lasts]
+        param_rms = [torch.tensor(size, device=device) for size in rms]
+        states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
+        control = kernels.AdamControl.of(
+            steps=steps, learning_rate=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_catch_up=20,
+            max_relative_update=change, device=parameters[0].device, coupled_decay=decay, maximize=maximize,
+        )  # fmt: skip
+        where = [None if at is None else at.to(device) for at in listed]
+        if together:
+            kernels.AdamMany(parameters, states).update(gradients, control, where, keep=keep)
+        else:
+            for i, parameter in enumerate(parameters):
+                parameter.mul_(keep)
+                kernels.adam_update(parameter, gradients[i], states.at(i), control, where[i])
+        return [bits(tensor) for column in (*floats, last) for tensor in column]
+
+    together = agree(call, device)
+    with kernels_from("torch"):
+        assert call(Guarded(device), together=False) == together
