@@ -17,6 +17,7 @@ from tritoncomm_kernels.dispatch import on_device_of
 
 COLUMNS = 10  # int64 numbers per tensor in the table of the kernels for many tensors
 BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
+MANY = 256  # block of the kernels for many tensors: 512 would spill on sm_90 with all options on, under Triton 3.6
 
 
 @triton.jit
@@ -252,7 +253,7 @@ def update_many(
     maximize: bool,
     coupled: bool,
     limited: bool,
-    block: int = BLOCK,
+    block: int = MANY,
 ) -> None:
     """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
 

@@ -241,10 +241,10 @@ def others() -> list[Case]:
         )
         for half, every in (("bf16", False), ("fp16", True))
     ]
-    plain_many = plain | {"COLUMNS": adam_triton.COLUMNS}
+    plain_many = plain | {"COLUMNS": adam_triton.COLUMNS, "BLOCK": adam_triton.MANY}
     options_many = plain_many | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
     many = [
-        Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.BLOCK)
+        Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.MANY)
         for name, kernel, own in (
             ("adam of many", adam_triton.adam_many_kernel, step),
             ("adam's length of many", adam_triton.length_many_kernel, length),

@@ -1,0 +1,162 @@
+"""The Adam update of many tensors equals one update per tensor, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import bits, cases, drawn, kernels_from
+
+import tritoncomm_kernels as kernels
+
+SIZES = [0, 1, 33, 700, 20_000]  # the last one alone fills a part
+KINDS = ("fp32", "fp32", "fp32", "half", "double", "strided")
+DTYPES = {"half": torch.bfloat16, "double": torch.float64}
+
+
+def tensor(kind: str, n: int, seed: int, *, positive: bool = False) -> torch.Tensor:
+    """Return ``n`` values of a kind of tensor, a quarter of them special if the seed is a multiple of 4."""
+    values = drawn("special" if seed % 4 == 0 else "heavy", n, seed)
+    values = (values.abs() if positive else values).to(DTYPES.get(kind, torch.float32))
+    if kind != "strided":
+        return values
+    held = torch.zeros(2 * n, dtype=values.dtype)[::2]
+    return held.copy_(values)
+
+
+def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, steps: int) -> kernels.AdamStates:
+    """Return states of parameters of these sizes and kinds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def column(i: int) -> list[torch.Tensor]:
+        return [
+            tensor(kind, n, seed + 10 * j + i, positive=i > 1)
+            for j, (kind, n) in enumerate(zip(kinds, sizes, strict=True))
+        ]
+
+    last = [torch.randint(0, steps, (n,), generator=generator, dtype=torch.int32) for n in sizes]
+    rms = [torch.tensor([0.0, 0.01, 3.0, math.inf, math.nan][(seed + j) % 5]) for j in range(len(sizes))]
+    return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(KINDS), st.sampled_from([None, 0.0, 0.01, 1.0])), max_size=6),
+    st.integers(0, 2**20),
+    st.booleans(),
+    st.data(),
+)  # fmt: skip
+@cases(60)
+def test_equals_one_by_one(
+    tensors: list[tuple[int, str, float | None]], seed: int, amsgrad: bool, data: st.DataObject
+) -> None:
+    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays."""
+    sizes, kinds = [n for n, _, _ in tensors], [kind for _, kind, _ in tensors]
+    steps = data.draw(st.sampled_from([1, 2, 30, 1000, 70_000, 1_000_000]))
+    keep = data.draw(st.sampled_from([1.0, 0.999]))
+    control = kernels.AdamControl.of(
+        steps=steps,
+        learning_rate=data.draw(st.sampled_from([0.0, 0.01])),
+        betas=data.draw(st.sampled_from([(0.9, 0.999), (0.0, 0.95), (0.9999, 0.5)])),
+        epsilon=1e-8,
+        max_catch_up=data.draw(st.sampled_from([1.0, 20.0, math.inf])),
+        max_sqrt_staleness=data.draw(st.sampled_from([3.0, math.inf])),
+        max_relative_update=data.draw(st.sampled_from([0.0, 0.2, math.inf])),
+        device=torch.device("cpu"),
+        coupled_decay=data.draw(st.sampled_from([0.0, 0.1])),
+        maximize=data.draw(st.booleans()),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [tensor(kind, n, seed + 10 * j + 4) for j, (n, kind, _) in enumerate(tensors)]
+    delivered = [
+        None if share is None else (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
+        for n, _, share in tensors
+    ]
+    results = []
+    with kernels_from("torch"):
+        for together in (False, True):
+            parameters = [tensor(kind, n, seed + 10 * j) for j, (n, kind, _) in enumerate(tensors)]
+            state = states(sizes, kinds, seed, amsgrad=amsgrad, steps=steps)
+            if together:
+                kernels.AdamMany(parameters, state).update(gradients, control, delivered, keep=keep)
+            else:
+                for j, parameter in enumerate(parameters):
+                    parameter.mul_(keep)
+                    kernels.adam_update(parameter, gradients[j], state.at(j), control, delivered[j])
+            results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
+    assert results[0] == results[1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(SIZES[1:]), st.sampled_from(KINDS)), max_size=6), st.integers(0, 2**20))
+@cases(40)
+def test_root_mean_squares(tensors: list[tuple[int, str]], seed: int) -> None:
+    """Root mean squares of many tensors equal those of each."""
+    each = [tensor(kind, n, seed + j) for j, (n, kind) in enumerate(tensors)]
+    assert [bits(found) for found in kernels.root_mean_squares(each)] == [
+        bits(kernels.root_mean_square(one)) for one in each
+    ]
+
+
+def prepared() -> tuple[list[torch.Tensor], kernels.AdamStates]:
+    """Return two parameters and their states."""
+    return [torch.ones(4), torch.ones(3)], states([4, 3], ["fp32", "fp32"], 1, amsgrad=False, steps=1)
+
+
+def replace(tensors: list[torch.Tensor]) -> None:
+    """Replace a tensor."""
+    tensors[1] = tensors[1].clone()
+
+
+def move(tensors: list[torch.Tensor]) -> None:
+    """Replace the memory of a tensor, as ``module.to()`` does."""
+    tensors[1].data = tensors[1].clone()
+
+
+@pytest.mark.parametrize("change", [replace, move])
+@pytest.mark.parametrize("column", range(5))
+def test_changed_tensors_are_noticed(change: Callable[[list[torch.Tensor]], None], column: int) -> None:
+    """holds() returns False after a tensor was replaced or moved."""
+    parameters, state = prepared()
+    many = kernels.AdamMany(parameters, state)
+    assert many.holds(list(parameters), state)
+    assert not many.holds(parameters[:1], state)
+    change([parameters, *state.columns()][column])
+    assert not many.holds(parameters, state)
+
+
+def test_updates_count_as_in_place() -> None:
+    """Autograd notices that a parameter has changed."""
+    parameters, state = prepared()
+    versions = [parameter._version for parameter in parameters]
+    control = kernels.AdamControl.of(
+        steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
+    )
+    kernels.AdamMany(parameters, state).update([torch.ones(4), torch.ones(3)], control, [None, None])
+    assert all(parameter._version > version for parameter, version in zip(parameters, versions, strict=True))
+
+
+@pytest.mark.parametrize("at", [[-1, 2], [0, 3]])
+def test_wrong_indices_change_nothing(at: list[int]) -> None:
+    """An index outside its parameter raises an error, and no tensor has changed."""
+    parameters, state = prepared()
+    control = kernels.AdamControl.of(
+        steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
+    )
+    many, before = kernels.AdamMany(parameters, state), [bits(parameter) for parameter in parameters]
+    with kernels_from("torch"), pytest.raises(ValueError, match=r"indices\[1\] has an index outside \[0, 3\)"):
+        many.update([torch.ones(4), torch.ones(3)], control, [None, torch.tensor(at)], keep=0.5)
+    assert [bits(parameter) for parameter in parameters] == before
+
+
+def test_wrong_shapes_are_rejected() -> None:
+    """Missing states, and states or gradients of other shapes, are rejected."""
+    parameters, state = prepared()
+    with pytest.raises(ValueError, match="one tensor in each field for each of 1 parameters"):
+        kernels.AdamMany(parameters[:1], state)
+    with pytest.raises(ValueError, match=r"a state has shape \(4,\) on cpu: expected \(3,\) on cpu"):
+        kernels.AdamMany(parameters[::-1], state)
+    with pytest.raises(ValueError, match=r"a gradient has shape \(3,\), expected \(4,\)"):
+        kernels.AdamMany(parameters, state).update(parameters[::-1], None, [None, None])
