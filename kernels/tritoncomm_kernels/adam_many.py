@@ -164,7 +164,7 @@ class _Group:
             for parameter in parameters:
                 parameter.mul_(keep)
         elif keep != 1:
-            torch._foreach_mul_(parameters, keep)  # noqa: SLF001 - as torch's optimizers do
+            torch._foreach_mul_(parameters, keep)
         torch.autograd.graph.increment_version(parameters)
         kernel("adam_triton").update_many(
             parameters, [gradient.contiguous() for gradient in gradients], first, second, last, param_rms,
@@ -327,4 +327,5 @@ def _root_mean_squares(arrays: list[_Array]) -> _Array:
         flat *= np.float32(2.0**24)
         totals = np.add.reduceat(flat.astype(np.int32), starts, dtype=np.int64)
         mean = totals.astype(np.float32) / np.array([size * 2.0**24 for size in sizes], np.float32)
-        return np.where(np.isfinite(top), top * np.sqrt(mean), np.float32(math.nan))
+        found: _Array = np.where(np.isfinite(top), top * np.sqrt(mean), np.float32(math.nan))
+        return found

@@ -1,8 +1,8 @@
 """Kernels of :mod:`tritoncomm_kernels.adam`: gather, update and scatter over the delivered coordinates.
 
-There are two kernels, for one tensor and for many, because the limit for one coordinate depends on the distance that its whole tensor would move.
+There are two kernels, because the limit for one coordinate depends on the distance that its whole tensor would move.
 The first kernel sums that distance. The second computes the moves again and applies them. Only the sum is stored in
-between.
+between. Both exist for one tensor and for many. Those for many find the tensors through a table of addresses.
 """
 
 from collections.abc import Sequence
@@ -152,7 +152,7 @@ def length_many_kernel(
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has one sum per tensor."""
+    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each."""
     row_ptr, at, inside = _delivered_of(table_ptr, blocks_ptr, COLUMNS, BLOCK)
     _, _, _, move, factor = _step(
         tl.load(row_ptr).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)),
@@ -261,7 +261,9 @@ def update_many(
     ``[blocks, 2]``, int64. A block is a tensor's number and the block's number in that tensor.
     """
     device = parameters[0].device
-    columns = [parameters, gradients, first, second, last, param_rms, maximum or [None] * len(parameters), indices]
+    maxima = [None] * len(parameters) if maximum is None else maximum
+    columns: list[Sequence[torch.Tensor | None]]
+    columns = [parameters, gradients, first, second, last, param_rms, maxima, indices]
     table = np.zeros((len(parameters), COLUMNS), np.int64)
     for number, column in enumerate(columns):
         table[:, number] = [0 if tensor is None else tensor.data_ptr() for tensor in column]

@@ -43,12 +43,15 @@ def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, step
     return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
 
 
+shares = st.sampled_from([None, 0.0, 0.01, 1.0])  # of the coordinates that are delivered
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(KINDS), st.sampled_from([None, 0.0, 0.01, 1.0])), max_size=6),
+    st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(KINDS), shares), max_size=6),
     st.integers(0, 2**20),
     st.booleans(),
     st.data(),
-)  # fmt: skip
+)
 @cases(60)
 def test_equals_one_by_one(
     tensors: list[tuple[int, str, float | None]], seed: int, amsgrad: bool, data: st.DataObject

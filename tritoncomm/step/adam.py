@@ -138,13 +138,17 @@ class StalenessAwareAdam:
         where: dict[int, torch.Tensor | None],
         before: list[AdamMany],
     ) -> None:
-        parameters = [p for p, shard in zip(parameters, local(parameters), strict=True) if shard.numel()]
-        if not parameters:  # all shards of this rank are empty
+        gradients, shards = local_gradients(parameters), local(parameters)  # all ranks redistribute all gradients
+        if not all(shard.numel() for shard in shards):  # this rank may have no part of a DTensor
+            filled = [i for i, shard in enumerate(shards) if shard.numel()]
+            parameters, gradients, shards = ([column[i] for i in filled] for column in (parameters, gradients, shards))
+        if not parameters:
             return
-        shards = local(parameters)
         states = [self.optimizer.state[parameter] for parameter in parameters]
         columns = AdamStates(
-            *(local([state[name] for state in states]) for name in ("exp_avg", "exp_avg_sq", "last_delivered")),
+            local([state["exp_avg"] for state in states]),
+            local([state["exp_avg_sq"] for state in states]),
+            local([state["last_delivered"] for state in states]),
             # The values of a shard may differ after resharding: its first is used.
             [held if held.dim() == 0 else held[:1] for held in local([state["param_rms"] for state in states])],
             local([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
@@ -154,7 +158,7 @@ class StalenessAwareAdam:
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
         prepared.update(
-            local_gradients(parameters),
+            gradients,
             self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
             [where[id(parameter)] for parameter in parameters],
             keep=1 - learning_rate * decay if decoupled else 1.0,
@@ -249,4 +253,4 @@ def _count(states: list[dict[str, Any]]) -> None:
     """Count a step in ``states``, which are at the same step."""
     counted = states[0]["step"] + 1
     for name in ("step", "last_aware"):
-        torch._foreach_copy_([state[name] for state in states], [counted] * len(states))  # noqa: SLF001
+        torch._foreach_copy_([state[name] for state in states], [counted] * len(states))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class AwareStep(Protocol):
         owned_entries: Names of the entries that the rule adds to the state of each parameter.
     """
 
-    owned_entries: tuple[str, ...]
+    owned_entries: ClassVar[tuple[str, ...]]
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer) -> bool:

@@ -36,9 +36,9 @@ def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     sharded = sorted({placement.dim for placement in getattr(parameter, "placements", ()) if hasattr(placement, "dim")})
     if not sharded:
         return value.clone()
-    from torch.distributed.tensor import zeros
+    # Imported with the first DTensor: importing it takes as long as the rest of this package.
+    from torch.distributed.tensor import zeros  # noqa: PLC0415
 
-    # A sharded dimension is the only one, or one of few, so its number changes.
     placements = [_renumbered(placement, sharded) for placement in parameter.placements]
     shape = [parameter.shape[dim] for dim in sharded]
     held = zeros(shape, dtype=value.dtype, device_mesh=parameter.device_mesh, placements=placements)

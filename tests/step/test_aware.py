@@ -1,0 +1,141 @@
+"""The contract of staleness-aware steps: which optimizers get one, and what is logged for the others."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.aware import RULES, find_rule
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass that does not override ``step``."""
+
+
+class WithDefaults(torch.optim.Adam):
+    """A subclass that overrides something else."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=0.1)
+
+
+class Overriding(torch.optim.AdamW):
+    """A subclass with its own step, which calls AdamW's."""
+
+    def step(self, closure=None):
+        """Take AdamW's step."""
+        return super().step(closure)
+
+
+class Below(Renamed):
+    """A subclass of a subclass."""
+
+
+def parameters() -> list[nn.Parameter]:
+    """Return one small parameter with a gradient."""
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    return [parameter]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, Renamed, WithDefaults, Below])
+def test_adam_and_plain_subclasses_have_a_rule(kind: type[torch.optim.Optimizer]) -> None:
+    """Adam, AdamW and subclasses that do not override ``step`` take the staleness-aware step."""
+    optimizer = kind(parameters())
+    assert find_rule(optimizer) is StalenessAwareAdam
+    wrapped = tritoncomm.wrap(optimizer, density=0.5)
+    wrapped.step()
+    assert set(StalenessAwareAdam.owned_entries) < set(wrapped.state[wrapped.param_groups[0]["params"][0]])
+
+
+@pytest.mark.parametrize("kind", [Overriding, torch.optim.NAdam, torch.optim.SGD, torch.optim.RMSprop])
+def test_other_steps_have_no_rule(kind: type[torch.optim.Optimizer]) -> None:
+    """An overridden ``step`` and other optimizers are left alone."""
+    assert find_rule(kind(parameters(), lr=0.1)) is None
+
+
+def test_subclass_is_found_before_and_after_torch_wraps_its_step() -> None:
+    """torch wraps the ``step`` of the class that is instantiated first. A scheduler wraps that of the instance."""
+    script = """
+import torch
+from tritoncomm.step.aware import find_rule
+class Renamed(torch.optim.AdamW): pass
+class Overriding(torch.optim.AdamW):
+    def step(self, closure=None): return super().step(closure)
+parameters = [torch.nn.Parameter(torch.ones(2))]
+first = {order}[0](parameters)
+for kind in {order}:
+    optimizer = kind(parameters)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    assert (find_rule(optimizer) is None) == (kind is Overriding), kind
+"""
+    for order in ("[Renamed, torch.optim.AdamW, Overriding]", "[Overriding, torch.optim.AdamW, Renamed]"):
+        subprocess.run([sys.executable, "-c", script.format(order=order)], check=True)  # noqa: S603
+
+
+def test_profiled_and_scheduled_optimizers_take_the_aware_step() -> None:
+    """A profile hook and a scheduler change neither the rule nor the result."""
+    results = []
+    for scheduled in (False, True):
+        (parameter,) = parameters()
+        optimizer = Renamed([parameter], lr=0.1)
+        if scheduled:
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        wrapped = tritoncomm.wrap(optimizer, density=0.5)
+        for _ in range(3):
+            parameter.grad = torch.ones(4)
+            wrapped.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+
+
+def test_rules_keep_the_contract() -> None:
+    """Every rule provides the operations of the contract, and its owned entries appear in the state."""
+    for rule in RULES:
+        assert all(callable(getattr(rule, name)) for name in ("fits", "from_options", "check_options", "step"))
+        assert callable(rule.restore)
+        assert rule.owned_entries
+
+
+def named(name: str) -> torch.optim.Optimizer:
+    """Return an optimizer whose class has ``name``."""
+    return type(name, (torch.optim.RMSprop,), {})(parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "gap"),
+    [
+        ("Muon", "ended 33 % above dense"),
+        ("Lion", "ended 31 % above dense"),
+        ("Adafactor", "ended 5 % above dense"),
+        ("AdamWScheduleFree", "ended 13 % above dense"),
+        ("Another", "ended 5 to 33 % above dense"),
+    ],
+)
+def test_warnings_have_a_figure_and_an_advice(name: str, gap: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning about an optimizer without a rule says what was measured, and what to do."""
+    with caplog.at_level(logging.INFO, logger="tritoncomm"):
+        tritoncomm.wrap(named(name))
+    (record,) = [record for record in caplog.records if "staleness-aware" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"{name} is not staleness-aware")
+    assert gap in record.getMessage()
+    assert "use AdamW, a higher density, or more dense warm-up steps" in record.getMessage()
+
+
+def test_sgd_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """SGD without momentum logs nothing. With momentum, the figures are logged as information."""
+    with caplog.at_level(logging.INFO, logger="tritoncomm"):
+        tritoncomm.wrap(torch.optim.SGD(parameters(), lr=0.1))
+        assert "staleness-aware" not in caplog.text
+        tritoncomm.wrap(torch.optim.SGD(parameters(), lr=0.1, momentum=0.9))
+    (record,) = [record for record in caplog.records if "staleness-aware" in record.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "4.5 % above dense, and 13 % above with gradients clipped" in record.getMessage()
