@@ -85,7 +85,8 @@ class AdamMany:
                         f"a state has shape {tuple(tensor.shape)} on {tensor.device}: "
                         f"expected {tuple(parameter.shape)} on {parameters[0].device}, like the parameter"
                     )
-        self._addresses = self._present_addresses()
+        self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
+        self._shapes = [parameter.shape for parameter in parameters]
         together: dict[torch.dtype, list[int]] = {dtype: [] for dtype in GRADIENT_DTYPES}
         for position, (parameter, first, second, last, _, *maximum) in enumerate(zip(*self._columns, strict=True)):
             floats = (parameter, first, second, *maximum)
@@ -103,15 +104,12 @@ class AdamMany:
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates) -> bool:
         """Return True if these are the tensors of this object, in the same memory."""
         columns = [parameters, *states.columns()]
-        return (
-            len(columns) == len(self._columns)
-            and all(len(now) == len(then) for now, then in zip(columns, self._columns, strict=True))
-            and all(all(map(is_, now, then)) for now, then in zip(columns, self._columns, strict=True))
-            and self._addresses == self._present_addresses()
-        )
-
-    def _present_addresses(self) -> list[list[int]]:
-        return [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
+        if [len(column) for column in columns] != [len(column) for column in self._columns]:
+            return False
+        # Views of param_rms may be new objects. Memory that this object refers to is not used for anything else.
+        views = states.param_rms
+        same = all(now is views or all(map(is_, now, then)) for now, then in zip(columns, self._columns, strict=True))
+        return same and self._addresses == [list(map(torch.Tensor.data_ptr, column)) for column in columns]
 
     def update(
         self, gradients: Sequence[torch.Tensor], control: AdamControl, indices: _Indices, *, keep: float = 1.0
@@ -122,9 +120,9 @@ class AdamMany:
         ``indices`` are those of :func:`adam_update`, and None means all coordinates. Here they must ascend. On the CPU,
         an index outside its parameter raises ``ValueError`` before any value changes. The Triton kernel ignores it.
         """
-        for parameter, gradient in zip(self._columns[0], gradients, strict=True):
-            if gradient.shape != parameter.shape:
-                raise ValueError(f"a gradient has shape {tuple(gradient.shape)}, expected {tuple(parameter.shape)}")
+        shapes = [gradient.shape for gradient in gradients]
+        if shapes != self._shapes:
+            raise ValueError(f"gradients have shapes {shapes}, expected {self._shapes}, like the parameters")
         others = list(self._others)
         for group in self._groups:
             own = [gradients[i] for i in group.positions]

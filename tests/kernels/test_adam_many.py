@@ -161,5 +161,5 @@ def test_wrong_shapes_are_rejected() -> None:
         kernels.AdamMany(parameters[:1], state)
     with pytest.raises(ValueError, match=r"a state has shape \(4,\) on cpu: expected \(3,\) on cpu"):
         kernels.AdamMany(parameters[::-1], state)
-    with pytest.raises(ValueError, match=r"a gradient has shape \(3,\), expected \(4,\)"):
+    with pytest.raises(ValueError, match=r"gradients have shapes .*3.*4.* expected"):
         kernels.AdamMany(parameters, state).update(parameters[::-1], None, [None, None])

@@ -30,12 +30,6 @@ _EXACT = 4  # bytes of a float type that holds any step count
 _UNSUPPORTED = ("capturable", "differentiable")
 
 
-def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
-    adam = torch.optim.Adam, torch.optim.AdamW
-    return isinstance(optimizer, adam) and any(_written(type(optimizer)) is _written(cls) for cls in adam)
-
-
 def _written(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """Return ``step`` as its author wrote it. torch wraps it, for each class again that is instantiated first."""
     step: Callable[..., Any] = cls.step
@@ -81,7 +75,12 @@ class StalenessAwareAdam:
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
-    fits = staticmethod(is_adam)
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True for ``Adam`` and ``AdamW``, and for subclasses that do not override ``step``."""
+        kinds = torch.optim.Adam, torch.optim.AdamW
+        return isinstance(optimizer, kinds) and _written(type(optimizer)) in map(_written, kinds)
 
     @classmethod
     def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> StalenessAwareAdam:
@@ -118,22 +117,23 @@ class StalenessAwareAdam:
         before = list(self._prepared)
         self._prepared.clear()
         for group in self.optimizer.param_groups:
-            # Parameters of a group are updated together if they are at the same step, which is the rule.
-            alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-            for parameter in group["params"]:
-                if id(parameter) in where and parameter.grad is not None and parameter.numel():
-                    state = self._state(group, parameter)
-                    alike.setdefault((int(state["step"].item()), parameter.device), []).append(parameter)
+            own = [p for p in group["params"] if id(p) in where and p.grad is not None and p.numel()]
+            states = [self._state(group, parameter) for parameter in own]
+            # Parameters are updated together if they are at the same step and on one device, as they usually are.
+            alike: dict[tuple[float, torch.device], list[int]] = {}
+            for i, (parameter, state) in enumerate(zip(own, states, strict=True)):
+                alike.setdefault((state["step"].item(), parameter.device), []).append(i)
             for (steps, _), together in alike.items():
-                states = [self.optimizer.state[parameter] for parameter in together]
-                self._renew_rms(together, states, steps)
-                _count(states)
-                self._update(group, together, steps + 1, where, before)
+                chosen = [own[i] for i in together], [states[i] for i in together]
+                self._renew_rms(*chosen, int(steps))
+                _count(chosen[1])
+                self._update(group, *chosen, int(steps) + 1, where, before)
 
     def _update(
         self,
         group: dict[str, Any],
         parameters: list[torch.Tensor],
+        states: list[dict[str, Any]],
         steps: int,
         where: dict[int, torch.Tensor | None],
         before: list[AdamMany],
@@ -141,10 +141,10 @@ class StalenessAwareAdam:
         gradients, shards = local_gradients(parameters), local(parameters)  # all ranks redistribute all gradients
         if not all(shard.numel() for shard in shards):  # this rank may have no part of a DTensor
             filled = [i for i, shard in enumerate(shards) if shard.numel()]
-            parameters, gradients, shards = ([column[i] for i in filled] for column in (parameters, gradients, shards))
+            parameters, states = [parameters[i] for i in filled], [states[i] for i in filled]
+            gradients, shards = [gradients[i] for i in filled], [shards[i] for i in filled]
         if not parameters:
             return
-        states = [self.optimizer.state[parameter] for parameter in parameters]
         columns = AdamStates(
             local([state["exp_avg"] for state in states]),
             local([state["exp_avg_sq"] for state in states]),
@@ -210,6 +210,13 @@ class StalenessAwareAdam:
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """Return the state of ``parameter``, complete except for ``param_rms``."""
         state: dict[str, Any] = self.optimizer.state[parameter]
+        last: torch.Tensor | None = state.get("last_delivered")
+        if last is None or last.dtype != torch.int32 or not _same(state["last_aware"], state["step"]):
+            self._repair(group, parameter, state)
+        return state
+
+    def _repair(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Complete ``state``, which is empty, or was last changed by the original optimizer."""
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -226,11 +233,8 @@ class StalenessAwareAdam:
         if "last_delivered" not in state or state["last_aware"].item() != state["step"].item():
             # The original optimizer took the last step by itself. It steps every coordinate.
             state["last_delivered"] = torch.full_like(parameter, int(state["step"]), dtype=torch.int32)
-            state["last_aware"] = state["step"].clone()
             state.pop("param_rms", None)
-        elif state["last_aware"].dtype != state["step"].dtype:
-            state["last_aware"] = state["step"].clone()
-        return state
+        state["last_aware"] = state["step"].clone()
 
     @staticmethod
     def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -249,8 +253,11 @@ class StalenessAwareAdam:
                         state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
 
 
+def _same(count: torch.Tensor, other: torch.Tensor) -> bool:
+    return count.dtype == other.dtype and count.item() == other.item()
+
+
 def _count(states: list[dict[str, Any]]) -> None:
     """Count a step in ``states``, which are at the same step."""
-    counted = states[0]["step"] + 1
-    for name in ("step", "last_aware"):
-        torch._foreach_copy_([state[name] for state in states], [counted] * len(states))
+    counts = [state[name] for name in ("step", "last_aware") for state in states]
+    torch._foreach_copy_(counts, [counts[0] + 1] * len(counts))

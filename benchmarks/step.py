@@ -1,0 +1,188 @@
+"""Milliseconds of one optimizer step: the staleness-aware step beside bare AdamW, and all of ``wrap``'s step.
+
+Every contender has a model of its own, and they take turns, step by step. Each therefore finds the caches filled with
+other data, as after a backward pass. Ratios are to the faster bare AdamW, of the medians. ``wrap`` runs as a single
+worker, and the time of its selection is subtracted. The last rows time imports in new processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.options import DENSE_BELOW
+
+from exchange import machine
+
+WARM_UP = 20  # steps that are not counted: param_rms is computed in each of them
+DELIVERIES = 8  # different sets of delivered coordinates, used in turn
+IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+
+
+def demo_model() -> list[nn.Parameter]:
+    """Return the parameters of the demo's model, with gradients."""
+    return with_gradients(list(ByteGPT(Shape()).parameters()))
+
+
+def equal_tensors(number: int, numel: int) -> list[nn.Parameter]:
+    """Return ``number`` matrices of ``numel`` values each, with gradients."""
+    return with_gradients([nn.Parameter(0.02 * torch.randn(numel // 1000, 1000)) for _ in range(number)])
+
+
+def with_gradients(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Give every parameter a gradient and return the parameters."""
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+def delivery(parameters: list[nn.Parameter], density: float) -> list[torch.Tensor | None]:
+    """Return random delivered coordinates of the large tensors. Those that ``wrap`` sends dense are None."""
+    return [
+        None
+        if parameter.dim() <= 1 or parameter.numel() < DENSE_BELOW
+        else torch.randperm(parameter.numel())[: max(1, int(density * parameter.numel()))].sort().values
+        for parameter in parameters
+    ]
+
+
+def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[str, Callable[[], float]]:
+    """Return functions that take one step each and return its seconds."""
+
+    def timed(step: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            start = time.perf_counter()
+            step()
+            return time.perf_counter() - start
+
+        return run
+
+    parameters = model()
+    aware = StalenessAwareAdam(torch.optim.AdamW(parameters))
+    deliveries = [delivery(parameters, density) for _ in range(DELIVERIES)]
+    taken = iter(range(1 << 30))
+    wrapped = tritoncomm.wrap(torch.optim.AdamW(model()), algo="topk_allgather", density=density)
+
+    def whole() -> float:
+        seconds = timed(wrapped.step)()
+        with_gradients(wrapped.param_groups[0]["params"])
+        return seconds - wrapped.metrics()["seconds_select"]
+
+    return {
+        "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
+        "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
+        "staleness-aware": timed(lambda: aware.step(parameters, deliveries[next(taken) % DELIVERIES])),
+        "wrap less selection": whole,
+    }
+
+
+def measure(case: str, runs: dict[str, Callable[[], float]], repetitions: int) -> list[dict[str, Any]]:
+    """Return a row per contender."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(WARM_UP + repetitions):
+        for name, run in runs.items():
+            taken = run()
+            if repetition >= WARM_UP:
+                seconds[name].append(taken)
+    faster = min(statistics.median(seconds[name]) for name in runs if name.startswith("AdamW"))
+    return [
+        {
+            "case": case,
+            "step": name,
+            "median_ms": statistics.median(taken) * 1e3,
+            "min_ms": min(taken) * 1e3,
+            "mean_ms": statistics.fmean(taken) * 1e3,
+            "ratio": statistics.median(taken) / faster,
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def imports(repetitions: int) -> list[dict[str, Any]]:
+    """Return the rows of imports. Their ratios are to ``import torch``."""
+    rows: list[dict[str, Any]] = []
+    taken: dict[str, list[float]] = {"torch": [], "tritoncomm": []}
+    for _ in range(repetitions):
+        for name, seconds in taken.items():
+            command = [sys.executable, "-c", IMPORT.format(name)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+            seconds.append(float(done.stdout))
+    for name, seconds in taken.items():
+        figures = {"median_ms": statistics.median(seconds) * 1e3, "min_ms": min(seconds) * 1e3}
+        figures |= {"mean_ms": statistics.fmean(seconds) * 1e3}
+        figures["ratio"] = statistics.median(seconds) / statistics.median(taken["torch"])
+        rows.append({"case": "import", "step": f"import {name}"} | figures)
+    return rows
+
+
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a bar chart of the ratios."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.use("agg")
+    figure = Figure(figsize=(8, 0.4 * len(rows) + 1))
+    axes = figure.subplots()
+    axes.barh([f"{row['case']}: {row['step']}" for row in rows], [row["ratio"] for row in rows])
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linewidth=0.8)
+    axes.set_xlabel("time relative to the faster bare AdamW, or to import torch")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Measure, print the table, and write the files that ``--json`` and ``--plot`` name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--numel", type=float, default=25e6, help="values of the larger model, in 100 tensors")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--repetitions", type=int, default=100, help="of the demo's model; a third of the larger one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.numel, options.repetitions = 4e5, 3
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    each = int(options.numel) // 100
+    cases = {
+        "demo, 53 tensors": (demo_model, options.repetitions),
+        f"{options.numel / 1e6:g} million, 100 tensors": (
+            lambda: equal_tensors(100, each),
+            max(1, options.repetitions // 3),
+        ),
+    }
+    load = os.getloadavg()[0]
+    print(f"one thread, density {options.density:.2%}, load of the machine {load:.1f}")
+    print(f"{'case':28}{'step':22}{'median ms':>10}{'min':>9}{'mean':>9}{'ratio':>7}")
+    rows: list[dict[str, Any]] = []
+    for case, (model, repetitions) in cases.items():
+        rows += measure(case, contenders(model, options.density), repetitions)
+    rows += imports(max(1, options.repetitions // 10))
+    for row in rows:
+        numbers = f"{row['median_ms']:10.3f}{row['min_ms']:9.3f}{row['mean_ms']:9.3f}{row['ratio']:7.2f}"
+        print(f"{row['case']:28}{row['step']:22}{numbers}")
+    if options.json:
+        settings = {"numel": int(options.numel), "density": options.density, "threads": 1, "load": load}
+        content = {"machine": machine(), "settings": settings, "step": rows}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot:
+        picture(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
