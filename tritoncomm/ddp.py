@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
 from tritoncomm.step import carry_over, setup_checks
+from tritoncomm.step.aware import is_linear
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
-from tritoncomm.step.optimizer_step import is_linear
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
     DENSE_BELOW,

@@ -74,6 +74,11 @@ _MEASURED_GAPS = {"Muon": "33 %", "Lion": "31 %", "ScheduleFree": "13 %", "Adafa
 _ADVICE = "use AdamW, a higher density, or more dense warm-up steps (warmup_steps)"
 
 
+def is_linear(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the update of ``optimizer`` is linear in the gradient."""
+    return isinstance(optimizer, _LINEAR)
+
+
 def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
     """Return the rule for ``optimizer``, or None if there is none for its type."""
     return next((rule for rule in RULES if rule.fits(optimizer)), None)
@@ -84,7 +89,7 @@ def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     if is_distributed() and dist.get_rank(group) != 0:
         return
     kind = type(optimizer).__name__
-    if isinstance(optimizer, _LINEAR):
+    if is_linear(optimizer):
         if any(options.get("momentum") for options in optimizer.param_groups):
             logger.info(
                 "%s with momentum is not staleness-aware. In 300 steps of a small GPT at a density of 1 %%, its loss "
