@@ -20,7 +20,6 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import local
 from tritoncomm.step.exchange import Delivered, GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -30,6 +29,7 @@ from tritoncomm.step.options import (
     check_timeout,
     resolve_recipe,
 )
+from tritoncomm.step.shards import local
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 

@@ -21,7 +21,6 @@ from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
-from tritoncomm.step.bucket import local
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import Delivered, GradientExchange
 from tritoncomm.step.hook_state import HookState, hook_of
@@ -37,6 +36,7 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
+from tritoncomm.step.shards import local
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 __all__ = ["SparseOptimizer", "wrap"]
@@ -150,9 +150,7 @@ def wrap(
             chosen = automatic_recipe(optimizer, density, group, recipe_fields, wrap)
             chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
         else:
-            chosen = resolve_recipe(
-                algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap
-            )
+            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap)
         if hook is not None and chosen != hook.recipe:
             raise ConfigurationError(
                 f"the model was registered with {hook.recipe!r}, wrap() was called with {chosen!r}: pass the settings "

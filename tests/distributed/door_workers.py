@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import ConfigurationError, NonFiniteError
 from tritoncomm.ddp import CommState, comm_hook, register
+from tritoncomm.step import carry_over
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 import laws
 
@@ -95,9 +97,6 @@ def several_buckets(rank: int, world_size: int, send) -> None:
 
 def buckets_keep_moments(rank: int, world_size: int, send) -> None:
     """A vector with new bounds takes over the moment of each tensor, and the scale in use."""
-    from tritoncomm.step import carry_over
-    from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
-
     options = ExchangeOptions(recipe=tritoncomm.TopkAllgather(density=0.5), by_update=True, alone=True)
     parameters = [nn.Parameter(torch.ones(3 + i, 4)) for i in range(4)]
     whole = VectorExchange(parameters, list("abcd"), options)
@@ -151,7 +150,7 @@ def registered_before(rank: int, world_size: int, send) -> None:
     loss_of(late, rank, 0).backward()
     with pytest.raises(ConfigurationError, match="before the first backward pass"):
         tritoncomm.wrap(adamw(late), model=late)
-    with pytest.raises(RuntimeError, match="copy optimizer.optimizer"):
+    with pytest.raises(RuntimeError, match=r"copy optimizer\.optimizer"):
         copy.deepcopy(optimizer)
 
 
@@ -408,8 +407,8 @@ def ddp_options(rank: int, world_size: int, send) -> None:
             optimizer.step()
         assert torch.equal(module[2].bias, kept)
         assert same_everywhere(flat(model))
+    model = ddp(net(), find_unused_parameters=True)
     with pytest.raises(ConfigurationError, match="find_unused_parameters=True: DDP discards"):
-        model = ddp(net(), find_unused_parameters=True)
         tritoncomm.wrap(adamw(model), model=model)
     model = ddp(net())
     optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)

@@ -146,8 +146,8 @@ def _opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any])
         ddp = nn.parallel.DistributedDataParallel(model)
         return ddp, options | {"model": ddp}
     if door == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - importing it takes a while
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (REPLICAS, world_size // REPLICAS), mesh_dim_names=("replicate", "shard"))
         for block in model.blocks:
@@ -178,7 +178,7 @@ def _write(recording: list[tuple[torch.Tensor, torch.Tensor]], path: Path, rank:
 
 
 @torch.no_grad()
-def _validate(model: ByteGPT, batches: list[torch.Tensor], rank: int, world_size: int) -> float:
+def _validate(model: nn.Module, batches: list[torch.Tensor], rank: int, world_size: int) -> float:
     """Return the mean validation loss. Each rank evaluates a part of the batches."""
     losses = [model(rows).item() for rows in batches[rank::world_size]]
     total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)

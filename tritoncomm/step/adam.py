@@ -20,7 +20,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.shards import local, local_gradients, one_per_shard
+from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
 from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -138,7 +138,9 @@ class StalenessAwareAdam:
         where: dict[int, torch.Tensor | None],
         before: list[AdamMany],
     ) -> None:
-        gradients, shards = local_gradients(parameters), local(parameters)  # all ranks redistribute all gradients
+        # All ranks redistribute all gradients.
+        gradients = [local_gradient(parameter) for parameter in parameters]
+        shards = local_shards(parameters)
         if not all(shard.numel() for shard in shards):  # this rank may have no part of a DTensor
             filled = [i for i, shard in enumerate(shards) if shard.numel()]
             parameters, states = [parameters[i] for i in filled], [states[i] for i in filled]
@@ -146,12 +148,12 @@ class StalenessAwareAdam:
         if not parameters:
             return
         columns = AdamStates(
-            local([state["exp_avg"] for state in states]),
-            local([state["exp_avg_sq"] for state in states]),
-            local([state["last_delivered"] for state in states]),
+            local_shards([state["exp_avg"] for state in states]),
+            local_shards([state["exp_avg_sq"] for state in states]),
+            local_shards([state["last_delivered"] for state in states]),
             # The values of a shard may differ after resharding: its first is used.
-            [held if held.dim() == 0 else held[:1] for held in local([state["param_rms"] for state in states])],
-            local([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
+            [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
+            local_shards([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
         )
         prepared = next((many for many in before if many.holds(shards, columns)), None) or AdamMany(shards, columns)
         self._prepared.append(prepared)
@@ -172,12 +174,12 @@ class StalenessAwareAdam:
             for parameter, state in zip(parameters, states, strict=True)
             if due or "param_rms" not in state
         ]
-        shards = local([parameter for parameter, _ in found])
+        shards = local_shards([parameter for parameter, _ in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
         for (parameter, state), shard in zip(found, shards, strict=True):
             value = next(measured) if shard.numel() else torch.zeros((), device=shard.device)
             if "param_rms" in state:
-                local([state["param_rms"]])[0].copy_(value)
+                local(state["param_rms"]).copy_(value)
             else:
                 state["param_rms"] = one_per_shard(parameter, value)
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.shards import local, local_gradient
 
 
 def split_by_size(
@@ -40,12 +41,7 @@ def split_by_size(
     )
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory. Other tensors are returned as they are."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of ``parameter.grad``, or None without a gradient.
 
     Raises:
@@ -59,11 +55,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
             f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}: "
             "only dense gradients are supported, use Embedding(sparse=False)"
         )
-    if hasattr(gradient, "placements"):
-        placements = parameter.placements  # type: ignore[attr-defined]
-        if gradient.placements != placements:  # sequence parallelism leaves partial sums
-            gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return local(gradient.detach())
+    return local_gradient(parameter).detach()
 
 
 class BucketLayout:
@@ -115,7 +107,7 @@ class BucketLayout:
     def gather(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero."""
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            gradient = local_gradient(parameter)
+            gradient = strided_gradient(parameter)
             if gradient is None:
                 part.zero_()
             else:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
-from tritoncomm.step.bucket import local_gradient
+from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
 
@@ -127,7 +127,7 @@ class OptimizerStep:
         finite = True
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                gradient = local_gradient(parameter)
+                gradient = strided_gradient(parameter)
                 if gradient is not None:
                     gradient.mul_(1.0 / float(scale))
                     finite &= bool(gradient.isfinite().all())

@@ -18,7 +18,8 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.bucket import BucketLayout, local
+from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.shards import local
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,20 +10,23 @@ import torch
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def local(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the local shards of DTensors, which share their memory, and all other tensors unchanged."""
-    return [
-        tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local() for tensor in tensors
-    ]
+def local(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, which shares its memory. Other tensors are returned unchanged."""
+    shard: torch.Tensor = tensor if type(tensor) in _PLAIN or not hasattr(tensor, "to_local") else tensor.to_local()
+    return shard
 
 
-def local_gradients(parameters: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the local shards of ``.grad``, after redistributing each to the placements of its parameter."""
-    gradients = [parameter.grad for parameter in parameters]
-    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-        if type(gradient) not in _PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
-            gradients[i] = gradient.redistribute(placements=parameter.placements)
-    return local(gradients)
+def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return :func:`local` of each tensor."""
+    return [local(tensor) for tensor in tensors]
+
+
+def local_gradient(parameter: Any) -> torch.Tensor:
+    """Return the local shard of ``.grad``, after redistributing it to the placements of the parameter."""
+    gradient = parameter.grad
+    if type(gradient) not in _PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
+        gradient = gradient.redistribute(placements=parameter.placements)  # sequence parallelism leaves partial sums
+    return local(gradient)
 
 
 def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
