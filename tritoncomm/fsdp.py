@@ -278,7 +278,10 @@ def register(
         for module, group in found:
             _check_group(module, group, replicate_group)
         if not found:
-            raise ConfigurationError("model has no sharded module: call fully_shard() first, or use tritoncomm.wrap()")
+            raise ConfigurationError(
+                "model has no sharded module: call fully_shard() first; for a plain or a tensor-parallel module, call "
+                "tritoncomm.wrap(optimizer, process_group=...) with the ranks that hold the same parameters"
+            )
     setup_checks.compare({"version": __version__}, None)
     reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
     if callable(reduce_unused):  # older releases reduce a shorter shard if a parameter is unused, which raises then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import door_workers
 import pytest
+import sharded_door_workers
 from helpers import run_workers, several
 
 
@@ -27,3 +28,19 @@ def test_ddp(situations: list) -> None:
 def test_one_bucket_equals_wrap() -> None:
     """DDP and ``wrap(model=)`` take the steps of ``wrap`` on the plain module."""
     run_workers(door_workers.one_bucket_equals_wrap, 2)
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [sharded_door_workers.hook_equals_step, sharded_door_workers.groups_of_parameters],
+        [sharded_door_workers.rejected_steps, sharded_door_workers.distributed_checkpoint],
+        [sharded_door_workers.mixed_precision, sharded_door_workers.tensor_parallel],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+def test_sharded(situations: list) -> None:
+    """Each situation passes with two replicas of two shards."""
+    done: list[str] = []
+    run_workers(several, 4, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]

@@ -1,0 +1,233 @@
+"""Worker processes of tests/distributed/test_doors.py: sharded models, two replicas of two shards each."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tritoncomm
+from door_workers import log_lines
+from fsdp_workers import Net, loss_of, mesh, sharded
+from helpers import same_everywhere
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tritoncomm import ConfigurationError, NonFiniteError, fsdp
+from tritoncomm.checkpoint import ResidualState
+
+import laws
+
+SETTINGS = {"density": 0.2, "dense_below": 0}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW with settings at which sparse steps matter."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def whole(model: nn.Module) -> list[int]:
+    """Return the bits of all parameters of this rank's shards."""
+    shards = [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return torch.cat([shard.reshape(-1) for shard in shards]).view(torch.int32).tolist()
+
+
+def agree(group: dist.ProcessGroup, value: object) -> bool:
+    """Whether all ranks of ``group`` have the same value."""
+    everybody = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, value, group=group)
+    return all(other == everybody[0] for other in everybody)
+
+
+def train(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, first: int, last: int) -> None:
+    """Take some steps."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def hook_equals_step(rank: int, world_size: int, send) -> None:
+    """With one parameter group, the hook of FSDP2 and ``wrap`` on the sharded model take the same steps to the bit."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    hooked, plain = fully_shard(Net(), mesh=grid["shard"]), fully_shard(Net(), mesh=grid["shard"])
+    first = tritoncomm.wrap(adamw(hooked), model=hooked, process_group=group, warmup_steps=2, **SETTINGS)
+    second = tritoncomm.wrap(adamw(plain), process_group=group, warmup_steps=2, **SETTINGS)
+    for step in range(25):  # past the first renewal of the scale
+        train(hooked, first, rank, step, step + 1)
+        train(plain, second, rank, step, step + 1)
+        assert whole(hooked) == whole(plain), step
+    assert agree(group, whole(hooked))
+    assert first.metrics()["density_delivered"] < 0.5
+    state = first.state[next(iter(hooked.parameters()))]
+    assert isinstance(state["exp_avg"], DTensor)
+    assert isinstance(state["last_delivered"], DTensor)
+    assert bool((state["last_delivered"].to_local() < 25).any())  # not every coordinate in every step
+    with pytest.raises(ConfigurationError, match="pass process_group="):
+        tritoncomm.wrap(adamw(net := fully_shard(Net(), mesh=grid["shard"])), model=net)
+    with pytest.raises(ConfigurationError, match=r"is a DTensor over ranks.*pass process_group="):
+        tritoncomm.wrap(adamw(fully_shard(Net(), mesh=grid["shard"])))
+    with pytest.raises(ConfigurationError, match=r"is a DTensor over ranks.*pass process_group="):
+        tritoncomm.wrap(adamw(fully_shard(Net(), mesh=grid)), process_group=group)  # FSDP averages over replicas itself
+
+
+def groups_of_parameters(rank: int, world_size: int, send) -> None:
+    """Several parameter groups, accumulation, clipping, a new density and a flush."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    model = sharded(Net(), grid["shard"])
+    optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=group, max_grad_norm=0.5, **SETTINGS)
+    assert len(optimizer._exchange.vectors) > 2
+    for step in range(6):
+        optimizer.zero_grad()
+        for micro in range(2):
+            if step % 2:  # without this switch each micro-batch is exchanged, and the step uses the entries of both
+                model.set_requires_gradient_sync(micro == 1)
+            loss_of(model, rank, 2 * step + micro).backward()
+        model.set_requires_gradient_sync(True)
+        optimizer.step()
+        assert agree(group, whole(model))
+    assert optimizer.metrics()["steps"] == 9
+    assert same_everywhere(optimizer.metrics()["grad_norm"])
+    optimizer.set_density(0.6)
+    train(model, optimizer, rank, 20, 22)
+    assert 0.5 < optimizer.metrics()["density_delivered"] < 0.9
+    before = whole(model)
+    optimizer.flush()
+    assert whole(model) != before
+    assert optimizer.metrics()["residual_norm"] == 0
+    assert agree(group, whole(model))
+    train(model, optimizer, rank, 22, 24)
+    with pytest.raises(ConfigurationError, match="a sharded model cannot change its groups"):
+        optimizer.reset_process_group()
+
+
+def rejected_steps(rank: int, world_size: int, send) -> None:
+    """A NaN on one rank skips the step of all shards and replicas, or raises on all. Nothing else changes."""
+    for hook in (True, False):
+        for policy in ("skip", "raise", "zero"):
+            grid = mesh()
+            group = grid["replicate"].get_group()
+            model = sharded(Net(), grid["shard"])
+            fields = {"model": model} if hook else {}
+            optimizer = tritoncomm.wrap(adamw(model), process_group=group, on_nonfinite=policy, **fields, **SETTINGS)
+            train(model, optimizer, rank, 0, 2)
+            before, pending = whole(model), copy.deepcopy(optimizer.state_dict()["tritoncomm"]["residuals"])
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, 2) * (float("nan") if rank == 1 and policy != "zero" else 1)
+            raises = (
+                pytest.raises(NonFiniteError, match="NaN or Inf in the gradients of rank")
+                if policy == "raise"
+                else nullcontext()
+            )
+            with log_lines(logging.WARNING) as lines, raises:
+                loss.backward()
+                optimizer.step()
+            assert (whole(model) == before) == (policy != "zero")
+            if policy != "zero":
+                now = optimizer.state_dict()["tritoncomm"]["residuals"]
+                pairs = zip(
+                    *(each.values() if isinstance(each, dict) else each for each in (pending, now)), strict=True
+                )
+                assert all(laws.same_bits(a, b) for a, b in pairs)
+                assert optimizer.metrics()["skipped_steps"] == 1
+            assert any("step skipped on all ranks" in line for line in lines) == (policy == "skip")
+            train(model, optimizer, rank, 3, 4)
+            assert all(p.to_local().isfinite().all() for p in model.parameters())
+
+
+def distributed_checkpoint(rank: int, world_size: int, send) -> None:
+    """``torch.distributed.checkpoint`` saves and loads the optimizer's state and the residuals, to the bit."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made() -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = sharded(Net(), grid["shard"])
+        return model, tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS)
+
+    model, optimizer = made()
+    train(model, optimizer, rank, 0, 7)
+    parts, states = get_state_dict(model, optimizer)
+    dcp.save({"model": parts, "optimizer": states, "residuals": ResidualState(optimizer)}, checkpoint_id=folder[0])
+    train(model, optimizer, rank, 7, 12)
+    again, resumed = made()
+    parts, states = get_state_dict(again, resumed)
+    content = {"model": parts, "optimizer": states, "residuals": ResidualState(resumed)}
+    dcp.load(content, checkpoint_id=folder[0])
+    set_state_dict(again, resumed, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    train(again, resumed, rank, 7, 12)
+    assert whole(again) == whole(model)
+
+
+def mixed_precision(rank: int, world_size: int, send) -> None:
+    """Parameters in bf16 keep an fp32 master copy, which the step updates, and replicas stay equal."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        model, exact = sharded(Net(), grid["shard"], mp_policy=policy), sharded(Net(), grid["shard"])
+        losses = []
+        for net in (model, exact):
+            optimizer = tritoncomm.wrap(adamw(net), model=net, process_group=group, **SETTINGS)
+            train(net, optimizer, rank, 0, 20)
+            losses.append(float(sum(loss_of(net, rank, step) for step in range(4)).detach()))
+            net.reshard()  # a forward pass alone leaves the parameters of the root whole
+        assert losses[0] == pytest.approx(losses[1], rel=0.15)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+        assert agree(group, whole(model))
+
+
+class Block(nn.Module):
+    """A norm and two linear layers, as tensor parallelism splits them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the block."""
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def tensor_parallel(rank: int, world_size: int, send) -> None:
+    """Tensor-parallel DTensors train with a data-parallel group, like the same block on one device."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model, reference = Block(), Block()
+    parallelize_module(model, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    data = grid["data"].get_group()
+    optimizer = tritoncomm.wrap(adamw(model), process_group=data, algo="topk_allgather", density=1.0)
+    plain = adamw(reference)
+    for step in range(5):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for replica in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + replica))
+            (reference(x).square().mean() / 2).backward()
+            if replica == grid["data"].get_local_rank():
+                model(x).square().mean().backward()
+        optimizer.step()
+        plain.step()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        full = p.full_tensor() if isinstance(p, DTensor) else p
+        assert torch.allclose(full, q, atol=1e-5), name
+    sparse = tritoncomm.wrap(adamw(model), process_group=data, **SETTINGS)
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(grid["data"].get_local_rank()))).sum().backward()
+    sparse.step()
+    assert agree(data, whole(model))
+    with pytest.raises(ConfigurationError, match=r"model has no sharded module.*tritoncomm\.wrap\(.*process_group"):
+        fsdp.register(model, data)
