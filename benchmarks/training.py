@@ -132,6 +132,8 @@ def digits(steps: int | None) -> Task:
     )  # fmt: skip
 
 
+# A function that clips the averaged gradients of the parameters of a layout.
+Clip = Callable[[BucketLayout, tritoncomm.SparseVector, torch.optim.Optimizer], None]
 TASKS = {"gpt": gpt, "digits": digits}
 
 
@@ -144,6 +146,8 @@ def train(
     max_relative_update: float = StalenessAwareAdam.max_relative_update,
     *,
     see_all: bool = False,
+    warmup: int | None = None,
+    clip: Clip | None = None,
 ) -> Outcome:
     """Train once and return the outcome.
 
@@ -155,6 +159,8 @@ def train(
         catch_up: ``max_catch_up`` of the staleness-aware step.
         max_relative_update: ``max_relative_update`` of the staleness-aware step.
         see_all: Replace every worker's gradient by the mean over workers. All workers then select by the same gradient.
+        warmup: Number of dense steps at the start. None is a share of 0.02 of all steps.
+        clip: Changes the averaged gradient before the step. None changes nothing.
     """
     torch.manual_seed(seed)
     model = task.model()
@@ -166,7 +172,7 @@ def train(
     adam = StalenessAwareAdam(optimizer, catch_up, max_relative_update=max_relative_update) if aware else None
     large, small = split_by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*large, *small])
-    warmup = int(task.steps * WARMUP_SHARE)
+    warmup = int(task.steps * WARMUP_SHARE) if warmup is None else warmup
     world: tritoncomm.SimulatedWorld | PowerSGDWorld
     if isinstance(recipe, PowerSGD):
         world = PowerSGDWorld(recipe, WORKERS, [parameter.shape for parameter in layout.parameters], warmup)
@@ -176,10 +182,7 @@ def train(
     gradients = torch.empty(WORKERS, layout.numel)
     sent, late = 0, math.nan
     for step in range(task.steps):
-        rate = min(1.0, (step + 1) / (task.steps * LR_WARMUP_SHARE))
-        rate *= 0.5 * (1 + math.cos(math.pi * step / task.steps))
-        for group in optimizer.param_groups:
-            group["lr"] = task.lr * rate
+        set_learning_rate(optimizer, task, step)
         backward(task, model, layout, seed, step, gradients)
         if see_all:
             gradients[:] = gradients.mean(0)
@@ -188,6 +191,8 @@ def train(
         mean = world.step(gradients)[0]
         sent += max(traffic.bytes for traffic in world.traffic)
         layout.scatter(mean.to_dense())
+        if clip is not None:
+            clip(layout, mean, optimizer)
         if adam is None:
             optimizer.step()
         else:
@@ -198,6 +203,14 @@ def train(
                 late = task.score(model)
     with torch.no_grad():
         return Outcome(task.score(model), late, sent / task.steps / 1e3)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, step: int) -> None:
+    """Set the rate of ``step``: a linear warm-up, then half a cosine."""
+    rate = min(1.0, (step + 1) / (task.steps * LR_WARMUP_SHARE))
+    rate *= 0.5 * (1 + math.cos(math.pi * step / task.steps))
+    for group in optimizer.param_groups:
+        group["lr"] = task.lr * rate
 
 
 def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step: int, gradients: Tensor) -> None:

@@ -1,0 +1,177 @@
+"""Which warm-up and which density train well by default: short and long runs, two tasks, with and without clipping.
+
+Trains as ``benchmarks/training.py`` does (four simulated workers, Ok-Topk, the defaults of ``wrap``) and varies the
+number of dense steps at the start, the density, the number of steps, and how the averaged gradient is clipped to a norm
+of 1. ``plain`` clips the norm of what was delivered, as ``torch.nn.utils.clip_grad_norm_`` does. ``dense`` clips an
+estimate of the norm that a dense exchange would have had: a sum that was delivered after tau steps counts with its
+square divided by tau. The gap is relative to the dense run of the same seed, number of steps and clipping.
+
+Every finished run is added to the file of ``--json``, and is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import tritoncomm
+
+import training
+
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. ``warmup`` counts dense steps, and is -1 for a dense run. ``clip`` is none, plain or dense."""
+
+    task: str
+    steps: int
+    density: float
+    warmup: int
+    clip: str
+    seed: int
+
+    @property
+    def dense(self) -> Cell:
+        """The dense run to compare with."""
+        return replace(self, density=1.0, warmup=-1, clip="none" if self.clip == "none" else "plain")
+
+
+@dataclass
+class Result:
+    """The score of one run, the kilobytes that the busiest worker sent per step, and the seconds it took."""
+
+    cell: Cell
+    score: float
+    kilobytes: float
+    seconds: float
+
+
+def clipped(layout: training.BucketLayout, *_: object) -> None:
+    """Clip the norm of the delivered gradient."""
+    torch.nn.utils.clip_grad_norm_(layout.parameters, MAX_NORM)
+
+
+def clipped_in_dense_units(
+    layout: training.BucketLayout, mean: tritoncomm.SparseVector, optimizer: torch.optim.Optimizer
+) -> None:
+    """Clip the estimated norm of a dense gradient. The ages are those of the staleness-aware step."""
+    squares = mean.values.square()
+    first = next(iter(layout.parameters))
+    if "last_delivered" in optimizer.state.get(first, {}) and not mean.is_full:
+        last = torch.cat([optimizer.state[parameter]["last_delivered"].reshape(-1) for parameter in layout.parameters])
+        now = int(optimizer.state[first]["step"]) + 1
+        squares = squares / (now - last[mean.indices.long()]).clamp(min=1)
+    norm = float(squares.sum().sqrt())
+    if norm > MAX_NORM:
+        for parameter in layout.parameters:
+            parameter.grad.mul_(MAX_NORM / norm)
+
+
+CLIPS = {"none": None, "plain": clipped, "dense": clipped_in_dense_units}
+
+
+def run(cell: Cell) -> Result:
+    """Train once."""
+    task = training.TASKS[cell.task](cell.steps)
+    started = time.perf_counter()
+    if cell.warmup < 0:
+        recipe: tritoncomm.Recipe = tritoncomm.Dense()
+        rule = ""
+    else:
+        recipe, rule = tritoncomm.OkTopk(density=cell.density), training.DEFAULT if cell.task == "gpt" else ""
+    outcome = training.train(
+        task,
+        recipe,
+        cell.seed,
+        rule,
+        warmup=max(cell.warmup, 0),
+        clip=CLIPS[cell.clip] if cell.clip != "none" else None,
+    )
+    return Result(cell, outcome.score, outcome.kilobytes, time.perf_counter() - started)
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Yield every run in order, each dense run first."""
+    for task in options.task:
+        for steps in options.steps:
+            for clip in options.clip:
+                for seed in options.seeds:
+                    for density in options.density:
+                        for warmup in options.warmup:
+                            cell = Cell(task, steps, density, min(warmup, steps), clip, seed)
+                            yield cell.dense
+                            yield cell
+
+
+def table(results: dict[Cell, Result]) -> str:
+    """Return a Markdown table with a line per setting: the gap to dense, mean and range over the seeds."""
+    lines = [
+        "| task | steps | clipping | density | dense steps | gap to dense | kB per step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    grouped: dict[Cell, list[Cell]] = {}
+    for cell in results:
+        if cell.warmup >= 0 and cell.dense in results:
+            grouped.setdefault(replace(cell, seed=0), []).append(cell)
+    for key in sorted(grouped, key=lambda cell: (cell.task, cell.steps, cell.clip, cell.density, cell.warmup)):
+        found = grouped[key]
+        relative = key.task == "gpt"
+        gaps = training.gaps(
+            [results[cell].score for cell in found], [results[cell.dense].score for cell in found], relative=relative
+        )
+        unit = " %" if relative else " points"
+        kilobytes = statistics.fmean(results[cell].kilobytes for cell in found)
+        spread = f" ({min(gaps):+.1f} to {max(gaps):+.1f}, {len(gaps)} seeds)" if len(gaps) > 1 else ""
+        lines.append(
+            f"| {key.task} | {key.steps} | {key.clip} | {key.density:.0%} | {key.warmup} "
+            f"| {statistics.fmean(gaps):+.1f}{unit}{spread} | {kilobytes:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def read(path: Path | None) -> dict[Cell, Result]:
+    """Return the results in ``path``, or none."""
+    if path is None or not path.exists():
+        return {}
+    rows = json.loads(path.read_text())["runs"]
+    return {Cell(**row["cell"]): Result(Cell(**row.pop("cell")), **row) for row in rows}
+
+
+def main() -> None:
+    """Train what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--task", nargs="+", default=["gpt", "digits"], choices=list(training.TASKS))
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 300, 1000])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.05])
+    parser.add_argument("--warmup", type=int, nargs="+", default=[0, 6, 20, 50], help="dense steps at the start")
+    parser.add_argument("--clip", nargs="+", default=["none", "plain"], choices=list(CLIPS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
+    parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds, options.warmup, options.density = [4], [0], [0, 1], [0.05]
+        options.clip, options.json = list(CLIPS), None
+    torch.set_num_threads(1)
+    results = read(options.json)
+    for cell in cells(options):
+        if cell in results:
+            continue
+        results[cell] = run(cell)
+        print(f"{cell}: {results[cell].score:.4f}, {results[cell].seconds:.0f} s", flush=True)
+        if options.json:
+            content = {"torch": torch.__version__, "runs": [asdict(result) for result in results.values()]}
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
