@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from operator import is_
 from typing import Any
 
@@ -206,6 +206,11 @@ class _Part:
     bounds: list[int]
     control: AdamControl
 
+    @cached_property
+    def spans(self) -> list[slice]:
+        """The range of each tensor in the vector."""
+        return list(starmap(slice, pairwise(self.bounds)))
+
     def update(self, arrays: list[list[_Array]], keep: float) -> None:
         """Update the ``arrays``: parameters, first, second, last, param_rms, maximum if there is one, and gradients."""
         parameters, firsts, seconds, lasts, param_rms, *maxima, gradients = arrays
@@ -251,18 +256,19 @@ class _Part:
     def _read(self, arrays: list[_Array], keep: np.float32 | None = None) -> _Array:
         """Return the delivered entries of ``arrays``, after all entries have been multiplied by ``keep``."""
         values = np.empty(self.bounds[-1], arrays[0].dtype)
-        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
+        for array, at, span in zip(arrays, self.where, self.spans, strict=True):
+            if at is None:  # the array itself is written with the updated entries
+                np.copyto(values[span], array) if keep is None else np.multiply(array, keep, out=values[span])
+                continue
             if keep is not None:
                 np.multiply(array, keep, out=array)  # here, because it brings the entries into the cache
-            if at is None:
-                values[start:stop] = array
-            else:  # the indices have been checked: "wrap" changes none, and is the fastest mode
-                array.take(at, None, values[start:stop], "wrap")
+            # The indices have been checked. "wrap" does not change them, and is the fastest mode.
+            array.take(at, None, values[span], "wrap")
         return values
 
     def _write(self, arrays: list[_Array], values: _Array) -> None:
-        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
-            array[... if at is None else at] = values[start:stop]
+        for array, at, span in zip(arrays, self.where, self.spans, strict=True):
+            array[... if at is None else at] = values[span]
 
     def _limit(self, factor: _Array, moves: _Array, reach: _Array, parameters: list[_Array]) -> None:
         """Shrink the ``factor`` of tensors that would move further than ``reach``. See :meth:`AdamControl.of`."""

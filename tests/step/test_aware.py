@@ -10,6 +10,7 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
+from tritoncomm.step import aware
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.aware import RULES, find_rule
 
@@ -128,6 +129,15 @@ def test_warnings_have_a_figure_and_an_advice(name: str, gap: str, caplog: pytes
     assert record.getMessage().startswith(f"{name} is not staleness-aware")
     assert gap in record.getMessage()
     assert "use AdamW, a higher density, or more dense warm-up steps" in record.getMessage()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_warns(rank: int, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    """Other ranks of the process group log nothing."""
+    monkeypatch.setattr(aware, "is_distributed", lambda: True)
+    monkeypatch.setattr(aware.dist, "get_rank", lambda group: rank)
+    aware.log_missing_rule(named("Lion"), None)
+    assert ("Lion is not staleness-aware" in caplog.text) == (rank == 0)
 
 
 def test_sgd_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
