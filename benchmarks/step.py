@@ -74,7 +74,7 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
     aware = StalenessAwareAdam(torch.optim.AdamW(parameters))
     deliveries = [delivery(parameters, density) for _ in range(DELIVERIES)]
     taken = iter(range(1 << 30))
-    wrapped = tritoncomm.wrap(torch.optim.AdamW(model()), algo="topk_allgather", density=density)
+    wrapped = tritoncomm.wrap(torch.optim.AdamW(model()), density=density)
 
     def whole() -> float:
         seconds = timed(wrapped.step)()
