@@ -31,11 +31,12 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
     TritoncommError,
 )
-from tritoncomm.optim import SparseOptimizer, wrap
+from tritoncomm.optim import SparseOptimizer
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.version import __version__
+from tritoncomm.wrapping import wrap
 
 __all__ = [
     "DGC",

@@ -335,7 +335,7 @@ class CommState(HookState):
         self.has_averaged = True
         return super().flush()
 
-    def move(self, model: DistributedDataParallel, node_recipe: Recipe) -> None:
+    def move(self, model: DistributedDataParallel, recipe: Recipe) -> None:
         """Continue with ``model``, a new DDP module around the same parameters, in its process group of any size.
 
         Residuals are scaled so that the pending update of the remaining ranks does not change.
@@ -345,7 +345,7 @@ class CommState(HookState):
         self.exchange.reset()
         self.exchange.pending = []
         self._failure = self._broken = None
-        self.exchange.options = replace(self.exchange.options, group=None, recipe=node_recipe)
+        self.exchange.options = replace(self.exchange.options, group=None, recipe=recipe)
         self.exchange.vectors = self.build([vector.names for vector in before])
         self._keep_layout = True
         for new, old in zip(self.exchange.vectors, before, strict=True):

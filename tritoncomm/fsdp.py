@@ -18,9 +18,8 @@ from torch import nn
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import setup_checks
-from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
@@ -119,10 +118,8 @@ class FSDPState(HookState):
         device: torch.device,
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        everybody = dist.new_group(timeout=options.timeout)
-        verdict = ProcessGroupScheduler(everybody, options.timeout, device, f"fsdp {options.recipe!r}")
-        verdict.agree_on_exchange_id()
-        super().__init__(GradientExchange(options, verdict=verdict), None, "propagate", scaler)
+        exchange = GradientExchange(options, verdict=verdict_of_all(options, device))
+        super().__init__(exchange, None, "propagate", scaler)
         self.name(parameters)
         self.group = options.group
         self.hooks: list[ShardHook] = []
@@ -152,6 +149,14 @@ class FSDPState(HookState):
                 "register() as in the run that saved it"
             )
         return [self.new_vector(hook.parameters) for hook in self.hooks]
+
+    def check_movable(self) -> None:
+        """See :meth:`HookState.check_movable`. The groups of FSDP do not change."""
+        raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
+
+    def move(self, model: Any, recipe: Recipe) -> None:
+        """See :meth:`HookState.move`."""
+        self.check_movable()
 
     def check_loadable(self, state: Mapping[str, Any]) -> None:
         """See :meth:`HookState.check_loadable`."""

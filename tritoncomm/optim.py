@@ -6,200 +6,38 @@ import copy
 import logging
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tritoncomm import ddp, fsdp
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
-from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.exchange import Delivered, GradientExchange
-from tritoncomm.step.hook_state import HookState, hook_of
+from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
+from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
 from tritoncomm.step.options import (
-    DEFAULT_DENSITY,
-    DENSE_BELOW,
     WrapOptions,
-    check_optimizer,
     is_dense,
     one_of,
-    resolve_recipe,
     with_density,
     with_warmup_and_nodes,
 )
 from tritoncomm.step.shards import local
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
-__all__ = ["SparseOptimizer", "wrap"]
+__all__ = ["SparseOptimizer"]
 
 logger = logging.getLogger("tritoncomm")
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer,
-    algo: str | Recipe = "oktopk",
-    *,
-    density: float = DEFAULT_DENSITY,
-    process_group: dist.ProcessGroup | None = None,
-    node_group: dist.ProcessGroup | None = None,
-    warmup_steps: int = 0,
-    staleness: str = "aware",
-    select_by: str = "auto",
-    max_catch_up: float = 20.0,
-    max_relative_update: float = 0.2,
-    on_nonfinite: str = "skip",
-    max_grad_norm: float | None = None,
-    timeout: timedelta | None = None,
-    dense_below: int = DENSE_BELOW,
-    broadcast_parameters: bool = False,
-    model: nn.Module | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    **recipe_fields: Any,
-) -> SparseOptimizer:
-    """Wrap ``optimizer`` so that its steps use gradients that a sparse exchange has averaged over all ranks.
-
-    An exchange delivers the fraction ``density`` of the entries. The others stay in a residual on each rank, which is
-    added to its next gradient (error feedback). Adam and AdamW take a staleness-aware step: a coordinate that is
-    delivered after tau steps catches up, which means that its delivery counts for tau steps, or for ``max_catch_up`` or
-    3 sqrt(tau) if that is less.
-
-    There are two ways to train. With a plain module, ``step()`` exchanges the gradients. With a module in
-    ``DistributedDataParallel`` or FSDP2, pass it as ``model``: a hook then exchanges the gradients during the backward
-    pass, and ``step()`` uses what it delivered. Parameters may be DTensors. Each rank exchanges its shard with the
-    ranks of ``process_group``, which hold the same shard.
-
-    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Nothing
-    else may average the gradients. A single worker takes the original optimizer's steps, to the bit.
-
-    Args:
-        optimizer: Optimizer to wrap.
-        algo: Name of a method from :func:`tritoncomm.algorithms`, a recipe, or ``"auto"``. ``"auto"`` measures the
-            network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
-            and the methods known to train well, and ignores that a dense exchange can overlap with computation.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
-            of the model is used. Default: the default process group.
-        node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
-            between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
-        staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
-            step. Default: ``"aware"``.
-        select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
-            over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
-            the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
-        max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Default: 20.
-        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. Changes
-            of the size of a dense step are always allowed. Default: 0.2.
-        on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
-            :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
-            ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
-        max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
-        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
-        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
-            all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
-        broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
-            ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
-        model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
-            this calls :func:`tritoncomm.ddp.register` or :func:`tritoncomm.fsdp.register`. Default: None. A module that
-            is registered is found by its parameters.
-        scaler: The ``GradScaler`` that scales the loss. Needed with a hook only, which averages unscaled gradients
-            before ``scaler.step()``. Default: None.
-        **recipe_fields: Further fields of the recipe of ``algo``.
-
-    Returns:
-        The wrapped optimizer.
-
-    Raises:
-        ConfigurationError: An argument is invalid.
-        ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
-    """
-    if process_group is not None and not is_distributed():
-        raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
-    if process_group is not None and dist.get_rank(process_group) < 0:
-        raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
-    hook = _hook(optimizer, model)
-    group = process_group if hook is None else hook.process_group
-    if isinstance(model, DistributedDataParallel):
-        group = model.process_group
-    with setup_checks.propagate_errors(group):
-        check_optimizer(optimizer)
-        if isinstance(optimizer, SparseOptimizer):
-            raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
-        options = WrapOptions(
-            staleness=staleness,
-            select_by=select_by,
-            max_catch_up=max_catch_up,
-            max_relative_update=max_relative_update,
-            on_nonfinite=on_nonfinite,
-            max_grad_norm=max_grad_norm,
-            timeout=timeout,
-            dense_below=dense_below,
-        )
-        if hook is not None and (algo, density, warmup_steps, node_group, recipe_fields) == _DEFAULTS:
-            chosen = hook.recipe
-        elif algo == "auto":
-            chosen = automatic_recipe(optimizer, density, group, recipe_fields, wrap)
-            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
-        else:
-            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap)
-        if hook is not None and chosen != hook.recipe:
-            raise ConfigurationError(
-                f"the model was registered with {hook.recipe!r}, wrap() was called with {chosen!r}: pass the settings "
-                "of the exchange to one of the two"
-            )
-        chosen.check_optimizer(optimizer)
-    if hook is None and model is not None:
-        hook = _register(model, chosen, process_group, options, scaler)
-    with setup_checks.propagate_errors(group):
-        return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
-
-
 # Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
 _ALONE = False
-# Arguments of wrap() that mean: use the settings with which the model was registered.
-_DEFAULTS: tuple[Any, ...] = ("oktopk", DEFAULT_DENSITY, 0, None, {})
-
-
-def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookState | None:
-    """Return the state of the hook that exchanges the parameters of ``optimizer`` already, if any."""
-    if isinstance(model, DistributedDataParallel):
-        return ddp.state_of(model)
-    groups = getattr(optimizer, "param_groups", [])
-    return hook_of({id(parameter) for group in groups for parameter in group["params"]})
-
-
-def _register(
-    model: nn.Module,
-    recipe: Recipe,
-    group: dist.ProcessGroup | None,
-    options: WrapOptions,
-    scaler: torch.amp.GradScaler | None,
-) -> HookState | None:
-    """Register a hook with a DDP or FSDP2 ``model``. Return None for a plain module, whose optimizer exchanges."""
-    timeout, dense_below = options.timeout, options.dense_below
-    if isinstance(model, DistributedDataParallel):
-        return ddp.register(
-            model, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
-        )
-    if not fsdp.is_sharded(model):
-        return None
-    if group is None:
-        raise ConfigurationError(
-            "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
-            '(mesh["replicate"].get_group())'
-        )
-    return fsdp.register(
-        model, group, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
-    )
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -392,8 +230,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         exchange, hook = self._exchange, self._hook
         if hook is not None:
-            if not isinstance(hook, ddp.CommState):
-                raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
+            hook.check_movable()
             if model is None:
                 raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
             process_group = model.process_group
@@ -609,7 +446,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         with setup_checks.propagate_errors(self.process_group):
             one_of("residuals", residuals, ("restore", "reset"))
-            state_dict = self._for_this_rank(state_dict, reset=residuals == "reset")
+            state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedback = self.loadable(state_dict)
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
@@ -632,18 +469,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._step_state.used_pass = self._exchange.steps + self._exchange.skipped
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
-
-    def _for_this_rank(self, state_dict: dict[str, Any], *, reset: bool) -> dict[str, Any]:
-        """Return ``state_dict`` for this rank if any rank loads the state of another rank, without its residual."""
-        saved = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
-        group = self.process_group
-        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-        foreign = exchange_state.is_foreign(saved, rank, size, reset=reset)
-        if is_distributed():
-            foreign = any(fields["foreign"] for fields in setup_checks.gather({"foreign": foreign}, group))
-        if not foreign or saved is None or not exchange_state.is_intact(saved):
-            return state_dict
-        return state_dict | {"tritoncomm": exchange_state.for_rank(saved, rank, size, reset=reset)}
 
     def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback | None:
         """Return the residual and method state in ``state_dict``, and raise if this rank cannot load it.
@@ -675,20 +500,18 @@ class SparseOptimizer(torch.optim.Optimizer):
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
             alone=_ALONE,
         )
-        exchange = GradientExchange(options, verdict=self._verdict(parameters, group))
+        before: GradientExchange | None = vars(self).get("_exchange")
+        sharded = setup_checks.check_shards(parameters, group)
+        verdict = None
+        if sharded:
+            verdict = (
+                before.verdict
+                if before is not None and before.verdict is not None
+                else verdict_of_all(options, local(parameters[0]).device)
+            )
+        exchange = GradientExchange(options, verdict=verdict)
         exchange.vectors = [VectorExchange(parameters, [name for _, name in trained], options)]
         return exchange
-
-    def _verdict(self, parameters: list[torch.Tensor], group: dist.ProcessGroup | None) -> ProcessGroupScheduler | None:
-        """Return a scheduler of all ranks if ``parameters`` are sharded, because no shard may step alone."""
-        if not setup_checks.check_shards(parameters, group):
-            return None
-        before: GradientExchange | None = vars(self).get("_exchange")
-        if before is not None and before.verdict is not None:
-            return before.verdict
-        timeout = self._options.timeout
-        everybody = dist.new_group(timeout=timeout)
-        return ProcessGroupScheduler(everybody, timeout, local(parameters[0]).device, f"{self.recipe.name} of shards")
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         parameters = exchange.parameters if self._hook is None else self._hook_parameters()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.step import checkpoint_format
@@ -224,3 +225,38 @@ def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> Non
         train(resumed, third, rank, 4, 6)
         assert flat(resumed) == flat(straight), make
         assert laws.same_bits(residual(third), residual(first)), make
+
+
+def one_state_for_all(rank: int, world_size: int, send) -> None:
+    """Rank 0 saves, everybody loads: refused with both ways out while there is a residual, possible without one."""
+
+    def everywhere(state: dict) -> dict:
+        held = [state]
+        dist.broadcast_object_list(held)
+        return held[0]
+
+    for hook in (False, True):
+        model = tiny_model()
+        if hook:
+            del model.unused  # DDP reduces every parameter
+            model = nn.parallel.DistributedDataParallel(model)
+        fields = {"model": model} if hook else {}
+        inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer = tritoncomm.wrap(inner, density=0.1, dense_below=0, warmup_steps=1, **fields)
+        train(model, optimizer, rank, 0, 4)
+        saved = everywhere(optimizer.state_dict())
+        with pytest.raises((ConfigurationError, ConfigMismatchError)) as caught:
+            optimizer.load_state_dict(saved)
+        assert "tritoncomm.checkpoint.save()" in str(caught.value)
+        assert 'load_state_dict(state, residuals="reset")' in str(caught.value)
+        optimizer.load_state_dict(saved, residuals="reset")
+        assert optimizer.metrics()["residual_norm"] == 0
+        train(model, optimizer, rank, 4, 6)
+        assert optimizer.metrics()["density_delivered"] < 0.6  # the dense warm-up is not repeated
+        optimizer.flush()
+        steps = optimizer.metrics()["steps"]
+        optimizer.load_state_dict(everywhere(optimizer.state_dict()))
+        assert optimizer.metrics()["steps"] == steps
+        train(model, optimizer, rank, 6, 8)
+        assert optimizer.metrics()["density_delivered"] < 0.6
+        assert same_everywhere(flat(model))

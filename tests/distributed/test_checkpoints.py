@@ -92,3 +92,8 @@ def test_bad_checkpoints_are_rejected(situation, tmp_path: Path) -> None:
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     """A run can be saved and resumed with torch.distributed.checkpoint."""
     run_workers(checkpoint_workers.distributed_checkpoint, 2, str(tmp_path))
+
+
+def test_one_state_for_all_ranks() -> None:
+    """The state of rank 0 loads on all ranks if it has no residual, with and without a hook."""
+    run_workers(checkpoint_workers.one_state_for_all, 3)

@@ -351,6 +351,15 @@ class GradientExchange:
         }
 
 
+def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu") -> ProcessGroupScheduler:
+    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.verdict`.
+
+    No shard of a model may step alone. All ranks of the default process group call this together.
+    """
+    everybody = dist.new_group(timeout=options.timeout)
+    return ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
+
+
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
     """Return the sums of the means of the same vectors. Their entries are those of either."""
     held = {id(layout): Delivered(mean, layout) for mean, layout in before}

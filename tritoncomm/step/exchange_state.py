@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step import checkpoint_format
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.vector_exchange import VectorExchange
@@ -98,8 +100,25 @@ def restored(
     return feedback
 
 
-def is_intact(state: Any) -> bool:
-    """Return True if ``state`` has the fields and the checksum of a saved state."""
+def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, reset: bool) -> dict[str, Any]:
+    """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
+
+    That is possible for a state without residual, and for any state if ``reset`` is set, which sets residuals to zero.
+    All ranks then keep only the part of the method's state that does not depend on the rank. All ranks of ``group``
+    call this together.
+    """
+    saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+    intact = saved is not None and _is_intact(saved)
+    foreign = intact and "migrated" not in saved and (reset or _is_foreign(saved, rank, size))
+    if is_distributed():
+        foreign = any(fields["foreign"] for fields in setup_checks.gather({"foreign": foreign}, group))
+    if not foreign or not intact:
+        return state_dict
+    return state_dict | {"tritoncomm": _for_rank(saved, rank, size, reset=reset)}
+
+
+def _is_intact(state: Any) -> bool:
     try:
         checkpoint_format.check(state)
     except ConfigurationError:
@@ -107,21 +126,13 @@ def is_intact(state: Any) -> bool:
     return True
 
 
-def is_foreign(state: Any, rank: int, world_size: int, *, reset: bool) -> bool:
-    """Return True if ``state`` belongs to another rank, and can be loaded because it needs no residual.
-
-    A rank needs the residual of its own state, unless ``reset`` is set.
-    """
-    if not is_intact(state) or "migrated" in state:
-        return False
-    return reset or (not _has_residual(state) and (state["rank"], state["world_size"]) != (rank, world_size))
+def _is_foreign(state: Mapping[str, Any], rank: int, world_size: int) -> bool:
+    """Return True if ``state`` belongs to another rank and has no residual."""
+    return (state["rank"], state["world_size"]) != (rank, world_size) and not _has_residual(state)
 
 
-def for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bool) -> dict[str, Any]:
-    """Return ``state`` as the state of ``rank``, with the part of the method's state that does not depend on the rank.
-
-    A residual is kept on the rank to which it belongs, and set to zero everywhere if ``reset`` is set.
-    """
+def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bool) -> dict[str, Any]:
+    """Return ``state`` as the state of ``rank``, with the part of the method's state that all ranks have in common."""
     if not reset and _has_residual(state):
         checkpoint_format.check(state, rank=rank, world_size=world_size)
     residuals = state["residuals"]

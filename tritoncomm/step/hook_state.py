@@ -141,6 +141,13 @@ class HookState(ABC):
             self.exchange.agree_on_exchange_id()
         return before
 
+    def check_movable(self) -> None:  # noqa: B027 - DDP can
+        """Raise :class:`~tritoncomm.ConfigurationError` if the hook cannot continue in another process group."""
+
+    @abstractmethod
+    def move(self, model: Any, recipe: Recipe) -> None:
+        """Continue with ``model``, a new module around the same parameters, in its process group of any size."""
+
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last backward pass and totals on this rank, as a flat dict for TensorBoard or W&B.
 

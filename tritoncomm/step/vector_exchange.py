@@ -100,7 +100,7 @@ class VectorExchange:
 
     @property
     def is_bare(self) -> bool:
-        """True if a single worker delivers every entry."""
+        """True if a single worker delivers every entry. The method's state waits until there are several workers."""
         return self.world_size == 1 and not self.options.alone
 
     @property
@@ -126,9 +126,7 @@ class VectorExchange:
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
         recipe = self.recipe
-        if self.is_bare:
-            recipe = Dense()
-        elif self.options.by_update:
+        if self.options.by_update:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel)
@@ -139,7 +137,7 @@ class VectorExchange:
 
         Commit or roll back :attr:`feedback` next. ``dense`` delivers all entries, whatever the recipe.
         """
-        algorithm = Dense().build(self.layout.numel) if dense else None
+        algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
         try:
             mean: SparseVector = self._run(self.feedback.begin(self.flat, self.rank, self.world_size, algorithm))
         except BaseException:

@@ -1,0 +1,175 @@
+"""What a new user ran into: each test is a script that once went wrong in silence, or with a riddle."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from tritoncomm import ConfigurationError, optim
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a small model with a parameter that no loss uses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
+    model.unused = nn.Parameter(torch.ones(5, dtype=dtype))
+    return model
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    """Return the loss of a batch."""
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(model.parameters()).dtype
+    x, y = (torch.randn(8, n, generator=generator).to(dtype) for n in (6, 3))
+    return (model[2](model[1](model[0](x))) - y).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Take some steps."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+        (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "fused": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_one_worker_is_the_bare_optimizer(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: type[torch.optim.Optimizer], fields: dict[str, Any]
+) -> None:
+    """With one worker, parameters and state equal those of the bare optimizer to the bit, whatever the density."""
+    monkeypatch.setattr(optim, "_ALONE", False)
+    plain, wrapped = net(dtype), net(dtype)
+    bare = kind(plain.parameters(), **fields)
+    optimizer = tritoncomm.wrap(kind(wrapped.parameters(), **fields), density=0.001, dense_below=0)
+    train(plain, bare, 0, 5)
+    train(wrapped, optimizer, 0, 5)
+    for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert (p.grad is None) == (q.grad is None)
+        assert bare.state[p].keys() == optimizer.state[q].keys()
+        for name, value in bare.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[q][name])), name
+    assert optimizer.metrics()["density_delivered"] == 1
+    assert optimizer.metrics()["residual_norm"] == 0
+
+
+def test_one_worker_applies_a_loaded_residual_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual that was saved by several workers is not lost when one worker continues."""
+    model = net()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), density=0.1, dense_below=0)
+    train(model, optimizer, 0, 2)
+    saved = optimizer.state_dict()
+    residual = saved["tritoncomm"]["residuals"][1]  # after that of the unused parameter
+    assert residual.any()
+    monkeypatch.setattr(optim, "_ALONE", False)
+    again = net()
+    resumed = tritoncomm.wrap(torch.optim.SGD(again.parameters(), lr=1.0), density=0.1, dense_below=0)
+    resumed.load_state_dict(saved)
+    before = again[0].weight.detach().clone()
+    resumed.step()
+    assert torch.equal(again[0].weight, before - residual.view_as(before))
+
+
+def test_a_state_loaded_before_wrap_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """A script that loads the optimizer's state before wrapping loses the residual, and is told so."""
+    model = net()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1, dense_below=0)
+    train(model, optimizer, 0, 2)
+    bare = torch.optim.AdamW(model.parameters())
+    bare.load_state_dict(optimizer.state_dict())
+    with caplog.at_level(logging.WARNING, "tritoncomm"):
+        wrapped = tritoncomm.wrap(bare, density=0.1, dense_below=0)
+        assert "without its residuals, which are lost: call load_state_dict() of the wrapped optimizer" in caplog.text
+        caplog.clear()
+        wrapped.load_state_dict(optimizer.state_dict())
+        assert not caplog.text
+        wrapped.load_state_dict(optimizer.optimizer.state_dict())
+        assert "without its residuals" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_hooks_of_all_optimizers_run_once(kind: type[torch.optim.Optimizer]) -> None:
+    """A hook for all optimizers runs once per step, a hook of the original optimizer runs too."""
+    model, seen = net(), []
+    inner = kind(model.parameters(), lr=0.1)
+    inner.register_step_pre_hook(lambda *_: seen.append("inner before"))
+    inner.register_step_post_hook(lambda *_: seen.append("inner after"))
+    optimizer = tritoncomm.wrap(inner, density=0.1)
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        train(model, optimizer, 0, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before", "inner before", "inner after", "after"]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer with methods of its own, as schedule-free optimizers have."""
+
+    mode = "train"
+
+    def eval(self) -> None:
+        """Switch to the averaged parameters."""
+        self.mode = "eval"
+
+
+def test_methods_of_the_original_optimizer_are_reachable() -> None:
+    """Public attributes of the original optimizer are forwarded. Others are missing, with the usual error."""
+    optimizer = tritoncomm.wrap(ScheduleFree(net().parameters(), lr=0.1), density=0.1)
+    optimizer.eval()
+    assert optimizer.mode == optimizer.optimizer.mode == "eval"
+    with pytest.raises(AttributeError, match="has no attribute 'evaluate'"):
+        optimizer.evaluate()
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_sparse_adam_is_refused_at_wrap() -> None:
+    """SparseAdam would fail in every step."""
+    with pytest.raises(ConfigurationError, match="SparseAdam needs sparse gradients, which are not exchanged"):
+        tritoncomm.wrap(torch.optim.SparseAdam(nn.Embedding(4, 3, sparse=True).parameters()))
+
+
+def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ``wrap`` nor the first step asks the garbage collector for DDP modules."""
+
+    def scan(*_: object) -> None:
+        raise AssertionError("scanned all objects")
+
+    monkeypatch.setattr(gc, "get_referrers", scan)
+    model = net()
+    train(model, tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1), 0, 2)
+
+
+def test_reset_of_residuals_and_its_argument() -> None:
+    """``residuals="reset"`` loads the optimizer and starts without residual. Another value is an error."""
+    model = net()
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.1, dense_below=0)
+    train(model, optimizer, 0, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    with pytest.raises(ConfigurationError, match=r"residuals='drop': choose one of 'restore', 'reset'"):
+        optimizer.load_state_dict(saved, residuals="drop")
+    optimizer.load_state_dict(saved, residuals="reset")
+    assert optimizer.metrics()["residual_norm"] == 0
+    assert optimizer.metrics()["steps"] == 3
