@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from tritoncomm import optim
+from tritoncomm.step import options
 
 settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
@@ -25,9 +26,10 @@ GROUPS = {
 
 
 @pytest.fixture(autouse=True)
-def _sparse_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a single worker exchange sparsely, so that one process is enough to test a residual."""
+def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a single worker exchange sparsely, so that one process is enough to test a residual, and without warm-up."""
     monkeypatch.setattr(optim, "_ALONE", True)
+    monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -61,7 +61,8 @@ def trained(rank: int, algo: str, optimizer_name: str) -> tuple[dict[str, str], 
     """Of one rank that trains with ``wrap``: parameters, means, residuals and traffic, and the keys of a state dict."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     bare = OPTIMIZERS[optimizer_name](parameters)
-    optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05, dense_below=64, **FIELDS.get(algo, {}))
+    fields = {"warmup_steps": 0, "dense_below": 64, **FIELDS.get(algo, {})}
+    optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05, **fields)
     generator = torch.Generator().manual_seed(rank)
     digests = {part: hashlib.blake2b(digest_size=8) for part in ("weights", "means", "residuals", "metrics")}
     for _ in range(TRAINED_STEPS):

@@ -68,7 +68,8 @@ class CommState(HookState):
             default process group.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+            and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
         on_nonfinite: Action when any rank has a NaN or Inf, or when the mean overflows in the dtype of the bucket, as
@@ -93,7 +94,7 @@ class CommState(HookState):
         algo: str | Recipe = "oktopk",
         *,
         density: float = DEFAULT_DENSITY,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
         node_group: dist.ProcessGroup | None = None,
         on_nonfinite: str | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -382,7 +383,7 @@ def register(
     algo: str | Recipe = "oktopk",
     *,
     density: float = DEFAULT_DENSITY,
-    warmup_steps: int = 0,
+    warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     on_nonfinite: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -400,7 +401,8 @@ def register(
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
         algo: See :class:`CommState`. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+            and 0 for a dense one or a recipe that wraps another.
         node_group: See :class:`CommState`. Default: None, nodes are not treated separately.
         on_nonfinite: ``"raise"``, ``"propagate"`` or ``"zero"``, see :class:`CommState`. Default: ``"propagate"`` with
             a ``scaler``, else ``"raise"``.

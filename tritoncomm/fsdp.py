@@ -234,7 +234,7 @@ def register(
     algo: str | Recipe = "oktopk",
     *,
     density: float = DEFAULT_DENSITY,
-    warmup_steps: int = 0,
+    warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
@@ -257,7 +257,8 @@ def register(
         replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+            and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and
             sparse between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
         scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.

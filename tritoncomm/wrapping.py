@@ -37,7 +37,7 @@ def wrap(
     density: float = DEFAULT_DENSITY,
     process_group: dist.ProcessGroup | None = None,
     node_group: dist.ProcessGroup | None = None,
-    warmup_steps: int = 0,
+    warmup_steps: int | None = None,
     staleness: str = "aware",
     select_by: str = "auto",
     max_catch_up: float = 20.0,
@@ -76,7 +76,8 @@ def wrap(
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: 0.
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+            and 0 for a dense one or a recipe that wraps another.
         staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
             step. Default: ``"aware"``.
         select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
@@ -150,7 +151,7 @@ def wrap(
 
 
 # Arguments of wrap() that mean: use the settings with which the model was registered.
-_DEFAULTS: tuple[Any, ...] = ("oktopk", DEFAULT_DENSITY, 0, None, {})
+_DEFAULTS: tuple[Any, ...] = ("oktopk", DEFAULT_DENSITY, None, None, {})
 
 
 def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookState | None:
@@ -169,11 +170,15 @@ def _register(
     scaler: torch.amp.GradScaler | None,
 ) -> HookState | None:
     """Register a hook with a DDP or FSDP2 ``model``. Return None for a plain module, whose optimizer exchanges."""
-    timeout, dense_below = options.timeout, options.dense_below
+    settings: dict[str, Any] = {
+        "density": recipe.density,
+        "warmup_steps": 0,  # it is in the recipe
+        "scaler": scaler,
+        "timeout": options.timeout,
+        "dense_below": options.dense_below,
+    }
     if isinstance(model, DistributedDataParallel):
-        return ddp.register(
-            model, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
-        )
+        return ddp.register(model, recipe, **settings)
     if not fsdp.is_sharded(model):
         return None
     if group is None:
@@ -181,6 +186,4 @@ def _register(
             "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
             '(mesh["replicate"].get_group())'
         )
-    return fsdp.register(
-        model, group, recipe, density=recipe.density, scaler=scaler, timeout=timeout, dense_below=dense_below
-    )
+    return fsdp.register(model, group, recipe, **settings)

@@ -12,9 +12,12 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, Recipe
 from tritoncomm.scheduler import local_workers
+from tritoncomm.step import options
 
 from recipes import under_test
 
+# Workers test sparse exchanges from the first step on, unless they ask for a warm-up.
+options.DEFAULT_WARMUP = 0
 # Imported once, in the process that workers are forked from.
 local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))

@@ -37,6 +37,7 @@ class Warmup(WrapperRecipe):
         check(self, "schedule", self.schedule in ("dense", "exponential"), "must be 'dense' or 'exponential'")
         check_at_least(self, 1, "stages", whole=True)
         check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
+        object.__setattr__(self, "name", self.recipe.name)  # checkpoints and errors name the method
 
     def build(self, numel: int) -> WarmupAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -118,7 +119,14 @@ class WarmupAlgorithm(WholeVectorWrapper):
         super().adopt_across_density(other)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`. Copies the number of completed steps."""
+        """See :meth:`Algorithm.migrate`. Copies the number of completed steps.
+
+        A state that was saved without a warm-up counts as one after its warm-up.
+        """
+        if "taken" not in common:
+            self._taken = self.recipe.steps
+            self.inner.migrate(states, share, common)
+            return
         self._taken = int(common["taken"])
         self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 

@@ -91,6 +91,7 @@ def restored(
             "method starts from scratch",
             other_settings,
         )
+        feedback.algorithm.migrate([], 1.0, fitting(algorithm))  # what does not depend on settings, as the warm-up
     if migrated is not None or other_settings:
         algorithm = feedback.algorithm.state_dict()
     loadable = fitting(algorithm)

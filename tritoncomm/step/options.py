@@ -25,6 +25,7 @@ from tritoncomm.algorithms import (
     recipe,
     with_suggestions,
 )
+from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.step import setup_checks
@@ -34,6 +35,9 @@ logger = logging.getLogger("tritoncomm")
 DEFAULT_ALGO = "oktopk"
 DEFAULT_DENSITY = 0.01
 DENSE_BELOW = 1024
+# Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow.
+# Measured: benchmarks/results/defaults-2026-11-22.md
+DEFAULT_WARMUP = 6
 NONFINITE_POLICIES = ("skip", "raise", "zero")
 
 
@@ -95,7 +99,7 @@ def check_timeout(timeout: timedelta | None) -> None:
 def resolve_recipe(
     algo: str | Recipe,
     density: float,
-    warmup_steps: int,
+    warmup_steps: int | None,
     fields: dict[str, Any],
     node_group: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
@@ -107,7 +111,7 @@ def resolve_recipe(
     Args:
         algo: Name of a method, or a recipe.
         density: Fraction of entries to deliver. A recipe has its own.
-        warmup_steps: Number of dense exchanges before the first sparse one.
+        warmup_steps: Number of dense exchanges before the first sparse one. None is the default number.
         fields: Further fields of the recipe.
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
         group: Process group of the exchange. None is the default group.
@@ -155,14 +159,19 @@ def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iter
 
 
 def with_warmup_and_nodes(
-    chosen: Recipe, warmup_steps: int, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+    chosen: Recipe, warmup_steps: int | None, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
 ) -> Recipe:
     """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
+
+    ``None`` is :data:`DEFAULT_WARMUP`, and 0 for a recipe that delivers every entry or wraps another one.
 
     Raises:
         ConfigurationError: ``node_group`` is not a node of consecutive ranks.
         ConfigMismatchError: Nodes differ in size.
     """
+    if warmup_steps is None:
+        delivers_all = is_dense(chosen) or chosen.density == 1
+        warmup_steps = 0 if delivers_all or isinstance(chosen, WrapperRecipe) else DEFAULT_WARMUP
     if warmup_steps != 0:
         chosen = Warmup(recipe=chosen, steps=warmup_steps)
     if node_group is None:
