@@ -114,7 +114,7 @@ class CommState(HookState):
         one_of("on_nonfinite", policy, _POLICIES)
         check_timeout(timeout)
         check_dense_below(dense_below)
-        options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below, alone=True)
+        options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below)
         super().__init__(GradientExchange(options), process_group, policy, scaler)
         self._start()
 
@@ -220,8 +220,9 @@ class CommState(HookState):
             vector.flat.mul_(1.0 / scale)
         if self.on_nonfinite == "zero":
             self.exchange.zeroed += vector.zero_non_finite()
+        kept = vector.keeps_gradient()
         self.exchange.deliver(vector, scale=scale, dtype=dtype)
-        for bucket_part, flat_part in pairs:
+        for bucket_part, flat_part in [] if kept else pairs:
             bucket_part.copy_(flat_part if scale == 1.0 else flat_part * scale)
         self._pass.written.update(map(id, layout.parameters))
 

@@ -86,10 +86,11 @@ class ShardHook:
         parts = self._parts(vector, shard)
         for flat_part, shard_part in parts:
             flat_part.copy_(shard_part)
+        kept = vector.keeps_gradient()
         if not self.owner.deliver(vector, shard.dtype):
             shard.fill_(math.nan)
             return
-        for flat_part, shard_part in parts:
+        for flat_part, shard_part in [] if kept else parts:
             shard_part.copy_(flat_part)
 
     def _parts(self, vector: VectorExchange, shard: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -297,7 +298,7 @@ def register(
     device = found[0][1].fsdp_params[0].sharded_param.device
     flattened = False  # a shard of a matrix has rows
     options = ExchangeOptions(
-        recipe=recipe, group=replicate_group, timeout=timeout, dense_below=dense_below, flattened=flattened, alone=True
+        recipe=recipe, group=replicate_group, timeout=timeout, dense_below=dense_below, flattened=flattened
     )
     recipe.check_world_size(dist.get_world_size(replicate_group))
     state = FSDPState(options, scaler, device, dict(model.named_parameters()))

@@ -326,6 +326,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
             )
         finite = scale is None or self._optimizer_step.unscale(scale)
+        self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
         if exchange.delivered is None or not finite:
             self._warn_about_scale()
         else:

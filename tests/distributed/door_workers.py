@@ -421,3 +421,25 @@ def ddp_options(rank: int, world_size: int, send) -> None:
     loss_of(plain, rank, 0).backward()
     optimizer.step()
     assert optimizer.metrics()["bytes_sent"] > 0
+
+
+def one_worker(rank: int, world_size: int, send) -> None:
+    """With one worker every door takes the steps of the bare optimizer, to the bit, in any dtype."""
+    for dtype in (torch.float32, torch.float64):
+        plain, hooked, stepped = net().to(dtype), ddp(net().to(dtype)), net().to(dtype)
+        bare = adamw(plain)
+        optimizers = [
+            tritoncomm.wrap(adamw(hooked), model=hooked, density=0.01, dense_below=0, warmup_steps=None),
+            tritoncomm.wrap(adamw(stepped), density=0.01, dense_below=0),
+        ]
+        for step in range(5):
+            for model, optimizer in zip((plain, hooked, stepped), (bare, *optimizers), strict=True):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(step)
+                x, y = (torch.randn(8, n, generator=generator).to(dtype) for n in (6, 3))
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+        for p, q, r in zip(plain.parameters(), hooked.parameters(), stepped.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p, r)
+        assert [optimizer.metrics()["residual_norm"] for optimizer in optimizers] == [0, 0]

@@ -30,6 +30,11 @@ def test_one_bucket_equals_wrap() -> None:
     run_workers(door_workers.one_bucket_equals_wrap, 2)
 
 
+def test_one_worker() -> None:
+    """Every door is the bare optimizer with one worker."""
+    run_workers(door_workers.one_worker, 1)
+
+
 @pytest.mark.parametrize(
     "situations",
     [

@@ -20,7 +20,6 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, fits_dtype
-from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
 
@@ -81,7 +80,6 @@ class GradientExchange:
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
-        self._settled: ErrorFeedback | None = None  # the one of a single worker, once it has no residual
         self._at_fault = ""  # NaN and Inf values of this rank in this step
 
     @property
@@ -152,7 +150,7 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
         (vector,) = self.vectors
-        started, settled = time.perf_counter(), self._has_settled(vector)
+        started, kept = time.perf_counter(), vector.keeps_gradient()
         try:
             vector.layout.gather(vector.flat)
         except ConfigurationError as error:
@@ -173,15 +171,9 @@ class GradientExchange:
         except ConfigurationError:
             self.rollback()
             raise
-        if not settled:  # otherwise every .grad is the mean already
+        if not kept:  # otherwise every .grad is the mean already
             vector.layout.scatter(vector.flat)
         vector.measure(self.delivered[0].mean if self.delivered else None, time.perf_counter() - started)
-
-    def _has_settled(self, vector: VectorExchange) -> bool:
-        """Return True if a single worker has no residual, so that every mean is the gradient itself."""
-        if not vector.is_bare:
-            return False
-        return self._settled is vector.feedback or not bool(vector.feedback.residual.any())
 
     def deliver(
         self,
@@ -256,7 +248,6 @@ class GradientExchange:
             vector.feedback.commit()
             vector.measure(mean, seconds)
             self.total.count("all", vector.meter.sent, vector.meter.received)
-            self._settled = vector.feedback if vector.is_bare else None
         self.steps += 1
         means = [Delivered(step.mean, step.vector.layout) for step in begun]
         self.delivered = means if self.delivered is None else _added(self.delivered, means)

@@ -94,6 +94,7 @@ class VectorExchange:
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
         self.feedback = self.new_feedback()
+        self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self.measure(None, 0.0)
@@ -102,6 +103,12 @@ class VectorExchange:
     def is_bare(self) -> bool:
         """True if a single worker delivers every entry. The method's state waits until there are several workers."""
         return self.world_size == 1 and not self.options.alone
+
+    def keeps_gradient(self) -> bool:
+        """Return True if the mean is the gradient itself: a single worker has no residual."""
+        if self.is_bare and self._without_residual is not self.feedback and not self.feedback.residual.any():
+            self._without_residual = self.feedback  # from now on, it delivers every entry
+        return self.is_bare and self._without_residual is self.feedback
 
     @property
     def recipe(self) -> Recipe:
