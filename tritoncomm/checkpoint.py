@@ -27,7 +27,7 @@ from tritoncomm.step.checkpoint_format import reshard
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
 
-def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
+def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of a wrapped optimizer: one file per rank, ``rank-r-of-P.pt``.
 
     Each file holds the complete state of the original optimizer, and the residual and method state of its rank. All
@@ -37,14 +37,15 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
     saves, which :func:`load` rejects.
 
     Args:
-        optimizer: The optimizer that :func:`tritoncomm.wrap` returned.
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
         folder: Folder to write to. It is created if needed. All ranks must be able to read it when they load.
 
     Raises:
-        ConfigurationError: This rank cannot write its file.
+        ConfigurationError: This rank cannot write its file, or ``optimizer`` is not wrapped.
         ConfigMismatchError: Another rank cannot write its file.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
     """
+    optimizer = _sparse(optimizer)
     folder = Path(folder)
     group = optimizer.process_group
     state = optimizer.state_dict()
@@ -70,7 +71,7 @@ def save(optimizer: SparseOptimizer, folder: str | Path) -> None:
                 other.unlink(missing_ok=True)
 
 
-def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
+def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save` wrote, with the same or another number of ranks. All ranks must call this.
 
     With the same number of ranks, training continues bit-identically. With another number, the pending update
@@ -78,15 +79,20 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
     cannot load its state, nothing changes on any rank.
 
     Args:
-        optimizer: The optimizer that :func:`tritoncomm.wrap` returned. The original optimizer's class, the model and
-            the method must be those of the save.
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it. The original
+            optimizer's class, the model and the method must be those of the save.
         folder: Folder that :func:`save` wrote.
 
     Raises:
         ConfigurationError: This rank cannot load its state. The message names the file and the reason.
         ConfigMismatchError: Another rank cannot load its state, or ranks load different saves.
     """
-    folder = Path(folder)
+    optimizer = _sparse(optimizer)
+    optimizer.load_state_dict(state_of_rank(optimizer, Path(folder)))
+
+
+def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
+    """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
     group = optimizer.process_group
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
     with setup_checks.propagate_errors(group):
@@ -104,7 +110,23 @@ def load(optimizer: SparseOptimizer, folder: str | Path) -> None:
             optimizer.loadable(state)
     if is_distributed():
         setup_checks.compare({"id of the checkpoint": mark["id"]}, group)
-    optimizer.load_state_dict(state)
+    return state
+
+
+def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
+    """Return the wrapped optimizer inside the wrappers that a trainer may have put around it."""
+    found: SparseOptimizer | None = None
+    inner: Any = optimizer
+    while isinstance(inner, torch.optim.Optimizer):
+        # The last one: Lightning's wrapper is an instance of the class that it wraps, too.
+        found = inner if isinstance(inner, SparseOptimizer) else found
+        inner = vars(inner).get("optimizer", vars(inner).get("_optimizer"))
+    if found is None:
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}, and holds no optimizer that tritoncomm.wrap() returned: wrap "
+            "the original optimizer, and pass the result"
+        )
+    return found
 
 
 def _original_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,11 +191,14 @@ class ResidualState:
     residuals are zero.
 
     Args:
-        optimizer: The optimizer that :func:`tritoncomm.wrap` returned.
+        optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
+
+    Raises:
+        ConfigurationError: ``optimizer`` is not wrapped.
     """
 
-    def __init__(self, optimizer: SparseOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = _sparse(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
