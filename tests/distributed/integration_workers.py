@@ -1,0 +1,265 @@
+"""Training with each trainer beside the same training by hand, on two processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm import ConfigMismatchError, ConfigurationError
+
+SETTINGS = {"algo": "oktopk", "density": 0.05, "warmup_steps": 2, "dense_below": 0}
+STEPS, SAVE_AT, ACCUMULATE, MAX_NORM, LR = 8, 4, 2, 0.5, 3e-3
+
+
+class Net(nn.Module):
+    """A regression that records its batches and losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.batches: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        loss = (self.layers(x) - x.sum(1, keepdim=True)).square().mean()
+        self.batches.append(x)
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW in the parameter groups of Transformers, which decays no bias."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=LR)
+
+
+def linear_decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a schedule that ends at a learning rate of zero."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (STEPS - step) / STEPS))
+
+
+def rows(n: int) -> list[torch.Tensor]:
+    """Return ``n`` samples."""
+    return list(torch.randn(n, 16, generator=torch.Generator().manual_seed(1)))
+
+
+def under_torchrun(rank: int, world_size: int) -> None:
+    """Set the environment variables of torchrun. The process group exists already."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "test",
+        "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+
+
+def by_hand(batches: list[torch.Tensor]) -> tuple[Net, list[float], tritoncomm.SparseOptimizer]:
+    """Train on ``batches`` with tritoncomm.wrap(AdamW, model=ddp). Also return the norms before clipping."""
+    net = Net()
+    model = DistributedDataParallel(net)
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    schedule, norms = linear_decay(optimizer), []
+    for number, x in enumerate(batches):
+        if (number + 1) % ACCUMULATE:
+            with model.no_sync():
+                (model(x)["loss"] / ACCUMULATE).backward()
+            continue
+        (model(x)["loss"] / ACCUMULATE).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return net, norms, optimizer
+
+
+def weights(net: Net) -> torch.Tensor:
+    """Return all weights as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def check_same_as_by_hand(net: Net, sparse: tritoncomm.SparseOptimizer) -> None:
+    """The same losses, weights and residuals, to the bit. One exchange per step, of averaged and clipped gradients."""
+    reference, norms, optimizer = by_hand(net.batches)
+    assert len(net.losses) == STEPS * ACCUMULATE
+    assert net.losses == reference.losses
+    assert torch.equal(weights(net), weights(reference))
+    assert sparse.metrics()["steps"] == STEPS
+    assert sparse.metrics()["bytes_sent"] > 0
+    assert min(norms) > MAX_NORM, "some step was not clipped"
+    gathered = [torch.empty_like(weights(net)) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weights(net))
+    assert all(torch.equal(gathered[0], other) for other in gathered)
+    ours, theirs = (found.state_dict()["tritoncomm"] for found in (sparse, optimizer))
+    assert ours["steps"] == theirs["steps"]
+    assert any(residual.any() for residual in ours["residuals"].values())
+    for (_, one), (_, other) in zip(
+        sorted(ours["residuals"].items()), sorted(theirs["residuals"].items()), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def check_resumed(
+    whole: tuple[Net, tritoncomm.SparseOptimizer], resumed: tuple[Net, tritoncomm.SparseOptimizer]
+) -> None:
+    """The resumed run has the losses, weights and state of the run that was not interrupted, without a dense step."""
+    (net, sparse), (other, restored) = whole, resumed
+    assert other.losses == net.losses[SAVE_AT * ACCUMULATE :]
+    assert torch.equal(weights(net), weights(other))
+    assert restored.metrics()["steps"] == STEPS
+    assert restored.metrics()["bytes_sent"] == sparse.metrics()["bytes_sent"]
+    checksums = [found.state_dict()["tritoncomm"]["checksum"] for found in (sparse, restored)]
+    assert checksums[0] == checksums[1]
+
+
+def check_lost_residual(folder: Path, rank: int, resume: Callable[[str], Any], function: str) -> None:
+    """Without the file of the second rank, all ranks raise an error with a fix, which works."""
+    dist.barrier()
+    if rank == 1:
+        (folder / "rank-1-of-2.pt").unlink()
+    dist.barrier()
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"residuals='reset'") as caught:
+        resume("restore")
+    assert function in str(caught.value)
+    assert "rank-1-of-2.pt" in str(caught.value)
+    net, sparse = resume("reset")
+    assert sparse.metrics()["steps"] == STEPS - SAVE_AT
+    assert net.losses[0] > 0
+
+
+def accelerate_worker(rank: int, world_size: int, send: Any, folder: str) -> None:
+    """Train with accelerator.accumulate, clip_grad_norm_, save_state and load_state."""
+    from accelerate import Accelerator  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
+
+    under_torchrun(rank, world_size)
+    batches = list(torch.stack(rows(2 * 8 * STEPS * ACCUMULATE)).unflatten(0, (-1, 2, 8))[:, rank])
+
+    def train(first: int, residuals: str = "restore") -> tuple[Net, tritoncomm.SparseOptimizer]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, step_scheduler_with_optimizer=False)
+        net = Net()
+        bare = adamw(net)
+        model, optimizer, schedule = accelerator.prepare(net, bare, linear_decay(bare))
+        sparse = wrap(accelerator, model, optimizer, residuals=residuals, **SETTINGS)
+        if first:
+            accelerator.load_state(folder)
+            tritoncomm.checkpoint.save(optimizer, Path(folder) / "direct")  # takes Accelerate's wrapper
+            tritoncomm.checkpoint.load(optimizer, Path(folder) / "direct")
+        for number, x in enumerate(batches[first * ACCUMULATE :], start=1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            if not first and number == SAVE_AT * ACCUMULATE:
+                accelerator.save_state(folder)
+        assert schedule.get_last_lr() == [0.0, 0.0]
+        return net, sparse
+
+    whole = train(0)
+    check_same_as_by_hand(*whole)
+    check_resumed(whole, train(SAVE_AT))
+    check_lost_residual(
+        Path(folder) / "tritoncomm", rank, lambda residuals: train(SAVE_AT, residuals), "accelerate.wrap()"
+    )
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, adamw(net))
+    with pytest.raises(ConfigurationError, match="model is a Net, not a DistributedDataParallel"):
+        wrap(accelerator, net, optimizer)
+    with pytest.raises(ConfigurationError, match=r"optimizer is a AdamW: pass the one that accelerator.prepare"):
+        wrap(accelerator, model, adamw(net))
+    with pytest.raises(ConfigurationError, match="optimizer is a AcceleratedOptimizer, and holds no optimizer"):
+        tritoncomm.checkpoint.save(optimizer, folder)
+
+
+def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> None:
+    """Train with the Trainer, its AdamW, and its checkpoints."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    under_torchrun(rank, world_size)
+    data = [{"x": x, "labels": 0.0} for x in rows(2 * 8 * STEPS * ACCUMULATE)]
+
+    def train(path: str | None, residuals: str = "restore") -> tuple[Net, tritoncomm.SparseOptimizer]:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8, gradient_accumulation_steps=ACCUMULATE,
+            max_grad_norm=MAX_NORM, learning_rate=LR, weight_decay=0.1, lr_scheduler_type="linear", use_cpu=True,
+            ddp_backend="gloo", report_to=[], disable_tqdm=True, logging_strategy="no",
+            save_strategy="no" if path else "steps", save_steps=SAVE_AT,
+        )  # fmt: skip
+        callback = SparseGradients(residuals=residuals, **SETTINGS)
+        net = Net()
+        trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=path)
+        assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
+        return net, callback.optimizer
+
+    whole = train(None)
+    check_same_as_by_hand(*whole)
+    path = f"{folder}/checkpoint-{SAVE_AT}"
+    check_resumed(whole, train(path))
+    check_lost_residual(Path(path) / "tritoncomm", rank, lambda residuals: train(path, residuals), "SparseGradients()")
+
+
+def lightning_worker(rank: int, world_size: int, send: Any, folder: str) -> None:
+    """Train with a strategy, and ModelCheckpoint."""
+    import lightning  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
+
+    under_torchrun(rank, world_size)
+    half = 2 * 8 * SAVE_AT * ACCUMULATE
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.net(batch)["loss"]
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            optimizer = adamw(self)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": linear_decay(optimizer), "interval": "step"}}
+
+        def train_dataloader(self) -> torch.utils.data.DataLoader:
+            first = half * self.trainer.current_epoch
+            return torch.utils.data.DataLoader(rows(2 * half)[first : first + half], batch_size=8)
+
+    def train(path: str | None, residuals: str = "restore") -> tuple[Net, tritoncomm.SparseOptimizer]:
+        strategy = SparseDDPStrategy(process_group_backend="gloo", residuals=residuals, **SETTINGS)
+        saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{step}", save_top_k=-1)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=2, logger=False,
+            accumulate_grad_batches=ACCUMULATE, gradient_clip_val=MAX_NORM, enable_progress_bar=False,
+            reload_dataloaders_every_n_epochs=1, enable_model_summary=False, num_sanity_val_steps=0,
+            callbacks=[] if path else [saving], enable_checkpointing=path is None,
+        )  # fmt: skip
+        module = Module()
+        trainer.fit(module, ckpt_path=path)
+        assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.0, 0.0]
+        trainer.save_checkpoint(f"{folder}/removed.ckpt")
+        assert (Path(folder) / f"removed.ckpt.tritoncomm/rank-{rank}-of-2.pt").exists()
+        dist.barrier()
+        strategy.remove_checkpoint(f"{folder}/removed.ckpt")
+        dist.barrier()
+        assert not list(Path(folder).glob("removed.ckpt*"))
+        return module.net, strategy.sparse_optimizer
+
+    whole = train(None)
+    check_same_as_by_hand(*whole)
+    path = f"{folder}/step={SAVE_AT}.ckpt"
+    check_resumed(whole, train(path))
+    check_lost_residual(
+        Path(f"{path}.tritoncomm"), rank, lambda residuals: train(path, residuals), "SparseDDPStrategy()"
+    )

@@ -1,0 +1,43 @@
+"""Each trainer's integration, on two processes, beside the same training by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import integration_workers
+import pytest
+import torch
+import tritoncomm
+from helpers import run_workers
+from tritoncomm import checkpoint
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])
+def test_trains_like_by_hand_and_resumes(framework: str, tmp_path: Path) -> None:
+    """AdamW, schedule, accumulation, clipping, saving and resuming equal the loop by hand, to the bit."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: tox -e trainers has it")
+    run_workers(getattr(integration_workers, f"{framework}_worker"), 2, str(tmp_path / "checkpoints"))
+
+
+def test_import_needs_no_framework() -> None:
+    """Importing tritoncomm imports no framework."""
+    frameworks = "{'accelerate', 'lightning', 'transformers'}"
+    code = f"import sys, tritoncomm.integrations; print(sorted({frameworks} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.strip() == "[]"
+
+
+def test_checkpoint_refuses_an_optimizer_that_is_not_wrapped(tmp_path: Path) -> None:
+    """The error names the type, whether saving, loading, or as a part of a larger checkpoint."""
+    optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True)])
+    for call in (
+        lambda: checkpoint.save(optimizer, tmp_path),
+        lambda: checkpoint.load(optimizer, tmp_path),
+        lambda: checkpoint.ResidualState(optimizer),
+    ):
+        with pytest.raises(tritoncomm.ConfigurationError, match="optimizer is a AdamW, and holds no optimizer"):
+            call()

@@ -1,0 +1,1 @@
+"""Sparse gradients in trainers, one module per framework. Importing a module imports its framework."""

@@ -1,0 +1,77 @@
+"""Sparse gradients with Accelerate: one call after ``accelerator.prepare()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from tritoncomm import checkpoint
+from tritoncomm.algorithms import Recipe
+from tritoncomm.integrations import residuals as beside
+from tritoncomm.integrations.prepared import connect
+from tritoncomm.optim import SparseOptimizer
+
+__all__ = ["wrap"]
+
+
+def wrap(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    algo: str | Recipe = "oktopk",
+    *,
+    residuals: str = "restore",
+    **settings: Any,
+) -> SparseOptimizer:
+    """Exchange the gradients of a prepared ``model`` sparsely, and let ``optimizer`` step over what is delivered.
+
+    Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
+    object to step and to save. ``accelerator.save_state()`` then also writes the residual of each rank, into the folder
+    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it.
+
+    Args:
+        accelerator: The accelerator that prepared ``model`` and ``optimizer``.
+        model: The prepared model. With several processes, it is a ``DistributedDataParallel`` module.
+        optimizer: The prepared optimizer.
+        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
+        residuals: ``"restore"``: ``load_state()`` needs the residual of each rank. ``"reset"``: it sets residuals to
+            zero, for a checkpoint that has none. Default: ``"restore"``.
+        **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``.
+
+    Returns:
+        The wrapped optimizer inside ``optimizer``, for example for its ``metrics()``.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+        ConfigMismatchError: Ranks are configured differently.
+    """
+    restore = beside.check(residuals)
+    sparse = connect(model, optimizer, algo, **settings)
+    folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
+
+    def save(_models: Any, _weights: Any, folder: str) -> None:
+        checkpoint.save(sparse, Path(folder) / beside.FOLDER)
+
+    def load(_models: Any, folder: str) -> None:
+        if not restore:
+            sparse.load_state_dict(sparse.state_dict(), residuals="reset")
+        folders[:] = [Path(folder) / beside.FOLDER]
+
+    def replace(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace the state of the first rank, which Accelerate loads on all ranks."""
+        if not folders:
+            return state
+        folder = folders.pop()
+        if not restore:
+            return {key: value for key, value in state.items() if key != "tritoncomm"}
+        with beside.name_the_fix("tritoncomm.integrations.accelerate.wrap()"):
+            return checkpoint.state_of_rank(sparse, folder)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    sparse.register_load_state_dict_pre_hook(replace)
+    return sparse

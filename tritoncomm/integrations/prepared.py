@@ -1,0 +1,43 @@
+"""The optimizer inside the one that Accelerate prepares, for Accelerate and for the Trainer of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tritoncomm
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.optim import SparseOptimizer
+from tritoncomm.scheduler.process_group import is_distributed
+
+
+def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe, **settings: Any) -> SparseOptimizer:
+    """Wrap the optimizer inside ``prepared``, whose gradients are then exchanged by a hook of ``model``.
+
+    Raises:
+        ConfigurationError: ``model`` or ``prepared`` is not prepared, or another argument is invalid.
+    """
+    if not isinstance(prepared, AcceleratedOptimizer):
+        raise ConfigurationError(
+            f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
+        )
+    if is_distributed() and dist.get_world_size() > 1 and not isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
+            "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
+        )
+    sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, scaler=prepared.scaler, **settings)
+    replace_inner(prepared, sparse)
+    return sparse
+
+
+def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``prepared`` step ``optimizer``."""
+    # As if it were unpickled, because with a scaler it keeps methods of its optimizer.
+    prepared.__setstate__(prepared.__getstate__() | {"optimizer": optimizer})

@@ -1,0 +1,47 @@
+"""Residuals beside the checkpoint of a trainer, which saves the optimizer of one rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError
+from tritoncomm.step.options import one_of
+
+# Name of the folder, inside the trainer's checkpoint or after its name, that holds a file of each rank.
+FOLDER = "tritoncomm"
+
+
+def check(residuals: str) -> bool:
+    """Return True if ``residuals`` asks to restore residuals from a checkpoint.
+
+    Raises:
+        ConfigurationError: It is neither ``"restore"`` nor ``"reset"``.
+    """
+    one_of("residuals", residuals, ("restore", "reset"))
+    return residuals == "restore"
+
+
+def folder_of(file: str | Path) -> Path:
+    """Return the folder of the residuals of a checkpoint that is one ``file``, or a link to one.
+
+    Raises:
+        ConfigurationError: ``file`` is a URL.
+    """
+    if "://" in str(file):
+        raise ConfigurationError(f"{file} is a URL, and residuals are saved to files: use a local or shared disk")
+    return Path(f"{Path(file).resolve()}.{FOLDER}")
+
+
+@contextmanager
+def name_the_fix(function: str) -> Iterator[None]:
+    """Add to an error of the body how to continue without the residuals of the checkpoint."""
+    try:
+        yield
+    except (ConfigurationError, ConfigMismatchError) as error:
+        raise type(error)(
+            f"{error}. If the residuals do not exist, because the checkpoint was saved without tritoncomm or a file is "
+            f"lost, pass residuals='reset' to {function}: the optimizer is then restored by the trainer, and residuals "
+            "start at zero"
+        ) from error

@@ -1,0 +1,79 @@
+"""Sparse gradients with the Trainer of Transformers: one callback."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from tritoncomm import checkpoint
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.integrations import residuals as beside
+from tritoncomm.integrations.prepared import connect, replace_inner
+from tritoncomm.optim import SparseOptimizer
+
+__all__ = ["SparseGradients"]
+
+
+class SparseGradients(TrainerCallback):
+    """Callback that exchanges gradients sparsely: ``Trainer(..., callbacks=[SparseGradients(density=0.01)])``.
+
+    The Trainer's optimizer, schedule, accumulation and clipping stay as they are. A checkpoint gets a folder
+    ``tritoncomm`` with the residual of each rank. ``ddp_find_unused_parameters`` is False unless it is set.
+
+    Args:
+        algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
+        residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
+            for a checkpoint that has none. Default: ``"restore"``.
+        **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``.
+
+    Attributes:
+        optimizer: The wrapped optimizer, for example for its ``metrics()``. None before training.
+    """
+
+    def __init__(self, algo: str | Recipe = "oktopk", *, residuals: str = "restore", **settings: Any) -> None:
+        self._restore = beside.check(residuals)
+        self._algo, self._settings = algo, settings
+        self.optimizer: SparseOptimizer | None = None
+
+    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
+        """Let DDP assume that every parameter is used. Otherwise it discards what is delivered to an unused one."""
+        options = _trainer_frame()["self"].accelerator.ddp_handler
+        if options is not None and args.ddp_find_unused_parameters is None:
+            options.find_unused_parameters = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
+        trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
+        load = resumed is not None and self._restore
+        if load:
+            trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
+        self.optimizer = connect(trainer.model_wrapped, trainer.optimizer, self._algo, **self._settings)
+        if load:
+            with beside.name_the_fix("SparseGradients()"):
+                checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
+
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Save the residual of each rank into the checkpoint that the Trainer has just written."""
+        frame = _trainer_frame()
+        if self.optimizer is not None and not args.save_only_model:
+            folder = Path(frame["self"]._get_output_dir(frame["trial"]))  # noqa: SLF001 - of a search, not args' folder
+            checkpoint.save(self.optimizer, folder / f"checkpoint-{state.global_step}" / beside.FOLDER)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
+        if self.optimizer is not None:
+            replace_inner(_trainer_frame()["self"].optimizer, self.optimizer.optimizer)
+
+
+def _trainer_frame() -> Any:
+    """Return the variables of the Trainer's method that called. It passes neither itself nor its checkpoint."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    if frame is None:
+        raise ConfigurationError("SparseGradients was not called by a transformers.Trainer: pass it as callbacks=")
+    return frame.f_locals
