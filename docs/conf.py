@@ -8,6 +8,7 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 3
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # optional, and slow to import
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

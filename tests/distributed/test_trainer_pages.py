@@ -19,42 +19,64 @@ import tritoncomm
 from pages import blocks
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+COUNT_STEPS = """import atexit, torch
+steps = []
+torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+atexit.register(lambda: print(f"{len(steps)} steps here"))
+"""
+
+
+@pytest.mark.parametrize("page", ["torchrun", "trace", "ddp", "fsdp"])
+def test_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks finish and report an exchange that sent data."""
+    reported, _ = _run(page, TORCHRUN, tmp_path)
+    for text in reported.values():
+        assert not re.search(r"\b0\.000 delivered", text), text
+    if page == "trace":
+        monkeypatch.chdir(tmp_path)
+        _check_traces()
 
 
 @pytest.mark.parametrize(
-    ("page", "needs", "launcher"),
+    ("framework", "launcher", "last"),
     [
-        ("torchrun", "torch", TORCHRUN),
-        ("trace", "torch", TORCHRUN),
-        ("ddp", "torch", TORCHRUN),
-        ("fsdp", "torch", TORCHRUN),
-        ("accelerate", "accelerate", TORCHRUN),
-        ("transformers", "transformers", TORCHRUN),
-        ("lightning", "lightning", []),  # starts its second process itself
+        ("accelerate", TORCHRUN, None),  # the page saves one checkpoint, half way
+        ("transformers", TORCHRUN, "trainer/checkpoint-20"),
+        ("lightning", [], "checkpoints/epoch=1-step=40.ckpt"),  # starts its second process itself
     ],
 )
-def test_page_runs_as_printed(
-    page: str, needs: str, launcher: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ranks finish and report an exchange that sent data."""
-    if importlib.util.find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed: tox -e trainers has it")
-    script = tmp_path / "train.py"
-    script.write_text(blocks(f"docs/how-to/{page}.md")[0])
+def test_trainer_page_trains_and_resumes(framework: str, launcher: list[str], last: str | None, tmp_path: Path) -> None:
+    """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: tox -e trainers has it")
+    reported, steps = _run(framework, launcher, tmp_path)
+    if last is not None:
+        removed = tmp_path / last
+        shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
+    resumed, steps_after = _run(framework, launcher, tmp_path)
+    assert resumed == reported
+    assert steps_after == [count // 2 for count in steps]
+    assert min(steps_after) > 0
+
+
+def _run(page: str, launcher: list[str], folder: Path) -> tuple[dict[str, str], list[int]]:
+    """Run the script of a page in ``folder``. Return what each of two ranks reports, and how many steps each took."""
+    script = folder / "train.py"
+    script.write_text(COUNT_STEPS + blocks(f"docs/how-to/{page}.md")[0])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(  # noqa: S603 - our own page
         [sys.executable, *launcher, str(script)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # Two processes may write into one line.
     reported = dict(re.findall(r"rank (\d): (.*?(?:per step|delivered))", done.stdout))
     assert sorted(reported) == ["0", "1"], done.stdout
     for text in reported.values():
-        assert not re.search(r"\b0 bytes|\b0\.000 delivered|loss nan", text), text
-    if page == "trace":
-        monkeypatch.chdir(tmp_path)
-        _check_traces()
+        assert not re.search(r"\b0 bytes|loss nan", text), text
+    steps = [int(count) for count in re.findall(r"(\d+) steps here", done.stdout)]
+    assert len(steps) == 2, done.stdout
+    return reported, steps
 
 
 def _check_traces() -> None:
