@@ -14,7 +14,7 @@ from pages import ROOT
 
 pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 
-PARTS = {"torture_situations.py", "selection_routes.py", "power_sgd.py"}  # modules of other scripts
+PARTS = {"doors_trainer.py", "torture_situations.py", "selection_routes.py", "power_sgd.py"}  # of other scripts
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if file.name not in PARTS)
 
 

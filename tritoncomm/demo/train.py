@@ -103,7 +103,7 @@ def _train(
     context = plain.shape.context
     held_out = validation_batches(text.validation, VALIDATION_ROWS, context, VALIDATION_BATCHES)
     run = Run(label, sum(p.numel() for p in plain.parameters()))
-    model, options = _opened(settings.door, plain, world_size, options)
+    model, options = opened(settings.door, plain, world_size, options)
     optimizer = tritoncomm.wrap(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY),
         **options,
@@ -137,7 +137,7 @@ def _train(
     return run
 
 
-def _opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return ``model`` as the front door ``door`` trains it, and the arguments of ``wrap`` for it.
 
     With ``"fsdp"`` there are two replicas, each sharded over half of the workers.
