@@ -309,7 +309,7 @@ def register(
         "recipe": repr(recipe),
         "dense_below": dense_below,
         "shards": [
-            f"{name}, {tuple(local(p).shape)}"
+            f"{name}, {tuple(local(p).shape)}, {p.dtype}"
             for hook in state.hooks
             for name, p in zip(hook.names, hook.parameters, strict=True)
         ],

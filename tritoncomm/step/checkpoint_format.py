@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.shards import local
 
 SCHEMA = 4
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
@@ -21,13 +22,13 @@ def with_checksum(**fields: Any) -> dict[str, Any]:
 
 
 def checksum(state: Mapping[str, Any]) -> str:
-    """Return a digest of all of ``state`` except its checksum."""
+    """Return a digest of all of ``state`` except its checksum. Of a DTensor, the local shard counts."""
     digest = hashlib.blake2b(digest_size=16)
 
     def feed(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            data = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            data = local(value.detach()).to("cpu").contiguous().reshape(-1).view(torch.uint8)
             digest.update(data.numpy().data)
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
