@@ -1,8 +1,9 @@
-"""Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
+"""Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and the doors of tritoncomm, in one run.
 
 Each situation runs on real gloo processes with each library, and the observed behavior is printed. A process that is
 still running after ``LIMIT`` seconds counts as hanging. The behavior is ``good`` if all ranks continue with equal
-parameters, or if all surviving ranks raise an error that says what is wrong. No residual may be lost.
+parameters, or if all surviving ranks raise an error that says what is wrong. No residual may be lost. A situation that
+does not apply to a door is left out for it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,20 @@ from typing import Any
 import torch
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 
-from torture_situations import SITUATIONS, TIMEOUT, VICTIM, WORKERS, Trainer
+from torture_situations import (
+    GOOD_WITH_FSDP,
+    NOT_APPLICABLE,
+    OURS,
+    SITUATIONS,
+    TIMEOUT,
+    VICTIM,
+    WORKERS,
+    WRAP_FSDP,
+    Trainer,
+)
 
 LIMIT = 40
-PEERS = ("DDP", "PowerSGD", "tritoncomm")
+LIBRARIES = ("DDP", "PowerSGD", *OURS)
 
 
 @dataclass
@@ -73,7 +84,8 @@ def observe(situation: str, library: str, folder: str) -> Row:
         texts.append(f"rank {', '.join(map(str, silent))}: process aborted or sent no report")
     elif silent:
         texts.append(f"rank {', '.join(map(str, silent))}: no report")
-    good = SITUATIONS[situation][1]
+    good = GOOD_WITH_FSDP.get(situation) if library == WRAP_FSDP else None
+    good = good or SITUATIONS[situation][1]
     fine = not silent and all(
         (all(part in text for part in good.split(", ")) and "does not n" not in text) or text == "no residual"
         for text in texts
@@ -85,26 +97,28 @@ def main() -> None:
     """Run every situation with every library and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--situation", nargs="+", default=list(SITUATIONS), choices=list(SITUATIONS), metavar="NAME")
+    parser.add_argument("--library", nargs="+", default=list(LIBRARIES), choices=LIBRARIES, metavar="NAME")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--smoke", action="store_true", help="only two situations, only with tritoncomm")
+    parser.add_argument("--smoke", action="store_true", help="only two situations, only with this library")
     options = parser.parse_args()
-    libraries = PEERS
     if options.smoke:
-        options.situation, libraries = ["NaN on one rank, no scaler", "save and load"], PEERS[-1:]
+        options.situation, options.library = ["NaN on one rank, no scaler", "save and load"], OURS
     import tempfile
 
     rows: list[Row] = []
     for situation in options.situation:
-        for library in libraries:
+        for library in options.library:
+            if (situation, library) in NOT_APPLICABLE:
+                continue
             with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
                 rows.append(observe(situation, library, folder))
                 row = rows[-1]
-                print(f"{row.situation:40}{row.library:12}{'good' if row.good else 'BAD ':6}{row.seen}", flush=True)
+                print(f"{row.situation:40}{row.library:19}{'good' if row.good else 'BAD ':6}{row.seen}", flush=True)
     if options.json:
         machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}, gloo"
         content = {"machine": machine, "workers": WORKERS, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
-    ours = [row for row in rows if row.library == "tritoncomm" and not row.good]
+    ours = [row for row in rows if row.library in OURS and not row.good]
     raise SystemExit(1 if ours else 0)
 
 

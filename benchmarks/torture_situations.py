@@ -17,28 +17,71 @@ import tritoncomm.checkpoint
 import tritoncomm.step.setup_checks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.amp import GradScaler
+from tritoncomm.step.shards import local
 
+# DDP compares its buckets between the ranks in its second pass. A failure in a later pass meets the exchange itself.
+FIRST_STEPS = 3
+# The front doors of this library: a plain module, DDP, and FSDP2 with as many replicas as workers.
+OURS = WRAP, WRAP_DDP, WRAP_FSDP = "tritoncomm", "tritoncomm, DDP", "tritoncomm, FSDP2"
 WORKERS = 3
 VICTIM = 1
 TIMEOUT = 4
 BAD_STEP = 4
 
 
+class Net(nn.Module):
+    """Two layers, of which the last may stay unused."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, numel), nn.Linear(numel, 4)
+
+    def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+        """Run both layers, or only the first if not ``whole``."""
+        x = torch.relu(self.first(x))
+        return self.last(x) if whole else x
+
+
+def behind_door(model: nn.Module, library: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` as the front door ``library`` trains it, and the arguments of ``wrap`` for it."""
+    if library == WRAP_DDP:
+        net = DistributedDataParallel(model)
+        return net, {"model": net}
+    if library == WRAP_FSDP:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (WORKERS, 1), mesh_dim_names=("replicate", "shard"))
+        net = fully_shard(model, mesh=mesh["shard"])
+        return net, {"model": net, "process_group": mesh["replicate"].get_group()}
+    return model, {}
+
+
 class Trainer:
     """A small model trained with one of the libraries. A step is forward, backward, exchange and update."""
 
-    def __init__(self, library: str, rank: int, *, numel: int = 64, algo: str = "oktopk", density: float = 0.1) -> None:
+    def __init__(
+        self,
+        library: str,
+        rank: int,
+        *,
+        numel: int = 64,
+        algo: str = "oktopk",
+        density: float = 0.1,
+        scaler: GradScaler | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, numel), nn.ReLU(), nn.Linear(numel, 4))
+        self.model = Net(numel)
+        self.library = library
         self.rank = rank
         self.state: Any = None
-        self.net: nn.Module = self.model
+        self.net, arguments = behind_door(self.model, library)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        if library == "tritoncomm":
+        if library in OURS:
             self.optimizer = tritoncomm.wrap(
-                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT)
-            )
+                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT),
+                scaler=scaler, **arguments,
+            )  # fmt: skip
         else:
             self.net = DistributedDataParallel(self.model)
             if library == "PowerSGD":
@@ -59,54 +102,67 @@ class Trainer:
     def residual(self) -> torch.Tensor | None:
         """Return the residual as a flat tensor, or None if the library has none."""
         if isinstance(self.optimizer, tritoncomm.SparseOptimizer):
-            return torch.cat(self.optimizer.state_dict()["tritoncomm"]["residuals"])
+            residuals = self.optimizer.state_dict()["tritoncomm"]["residuals"]
+            return torch.cat(residuals if self.library == WRAP else list(residuals.values()))
         if self.state is not None and self.state.error_dict:
             return torch.cat([error.reshape(-1) for error in self.state.error_dict.values()])
         return None
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Return this rank's parameters, or its shards of them."""
+        return [local(p.detach()) for p in self.model.parameters()]
+
     def finite(self) -> bool:
         """Return whether parameters and residual are finite."""
         residual = self.residual()
-        return all(bool(p.isfinite().all()) for p in self.model.parameters()) and (
+        return all(bool(p.isfinite().all()) for p in self.parameters()) and (
             residual is None or bool(residual.isfinite().all())
         )
 
     def ranks_agree(self) -> bool:
         """Return whether all ranks hold the same parameters."""
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, [p.tolist() for p in self.model.parameters()])
+        dist.all_gather_object(everybody, [p.tolist() for p in self.parameters()])
         return all(other == everybody[0] for other in everybody)
 
 
 def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
     """A rank is killed. The others may continue in a new process group."""
-    trainer.step(0)
+    for step in range(FIRST_STEPS):
+        trainer.step(step)
     if trainer.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = [p.clone() for p in trainer.parameters()]
     try:
-        trainer.step(1)
+        trainer.step(FIRST_STEPS)
     except RuntimeError as error:
         named = f"rank {VICTIM}" in str(error)
-        kept = all(map(torch.equal, before, trainer.model.parameters()))
-        continues = False
-        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+        kept = all(map(torch.equal, before, trainer.parameters()))
+        then = ""
+        if trainer.library == WRAP_FSDP and "restart from a checkpoint" in str(error):
+            then = ", the error says to restart from a checkpoint"  # FSDP cannot change its groups
+        elif isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
             left = [r for r in range(WORKERS) if r != VICTIM]
             group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
-            trainer.optimizer.reset_process_group(group)
-            trainer.step(2)
-            continues = True
+            if trainer.library == WRAP_DDP:
+                trainer.net = DistributedDataParallel(trainer.model, process_group=group)
+                trainer.optimizer.reset_process_group(model=trainer.net)
+            else:
+                trainer.optimizer.reset_process_group(group)
+            trainer.step(FIRST_STEPS + 1)
+            then = ", the others continue in a new group"
         send(f"error, {'names' if named else 'does not name'} the rank, parameters {'kept' if kept else 'changed'}"
-             + (", the others continue in a new group" if continues else ""))  # fmt: skip
+             + then)  # fmt: skip
 
 
 def slow(trainer: Trainer, send: Callable[[str], None]) -> None:
     """A rank is slower than the time-out."""
-    trainer.step(0)
+    for step in range(FIRST_STEPS):
+        trainer.step(step)
     if trainer.rank == VICTIM:
         time.sleep(3 * TIMEOUT)
     try:
-        trainer.step(1)
+        trainer.step(FIRST_STEPS)
     except RuntimeError as error:
         text = str(error)
         named = f"rank {VICTIM}" in text or (trainer.rank == VICTIM and "stopped waiting for this rank" in text)
@@ -130,10 +186,9 @@ def nan_on_one_rank(trainer: Trainer, send: Callable[[str], None]) -> None:
 def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None:
     """Training uses a GradScaler, and one rank's gradients overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
-        from tritoncomm.amp import GradScaler
-
+    if trainer.library in OURS:
         scaler = GradScaler("cpu", init_scale=2.0**8)
+        trainer = Trainer(trainer.library, trainer.rank, scaler=scaler)
     for step in range(6):
         trainer.optimizer.zero_grad()
         factor = float("inf") if step == BAD_STEP and trainer.rank == VICTIM else 1.0
@@ -148,16 +203,18 @@ def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None
 
 def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
     """The loss scale halves during a run. Check that the residual keeps its value in gradient units."""
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    if trainer.library in OURS:
+        trainer = Trainer(trainer.library, trainer.rank, scaler=scaler)
     for step in range(5):
         scale = 1024.0 if step < BAD_STEP else 512.0
         trainer.optimizer.zero_grad()
-        (trainer.loss(step) * scale).backward()
-        if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
-            trainer.optimizer.grad_scale = torch.tensor(scale)
-            trainer.optimizer.found_inf = torch.tensor(0.0)
-            trainer.optimizer.step()
-            del trainer.optimizer.grad_scale, trainer.optimizer.found_inf
+        if trainer.library in OURS:
+            scaler.scale(trainer.loss(step)).backward()
+            scaler.step(trainer.optimizer)
+            scaler.update(1024.0 if step + 1 < BAD_STEP else 512.0)
         else:
+            (trainer.loss(step) * scale).backward()
             for parameter in trainer.model.parameters():
                 parameter.grad /= scale
             trainer.optimizer.step()
@@ -165,7 +222,7 @@ def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
     if residual is None:
         send("no residual")
     else:
-        gradient = torch.cat([p.grad.reshape(-1) for p in trainer.model.parameters()])
+        gradient = torch.cat([local(p.grad).reshape(-1) for p in trainer.model.parameters()])
         send("residual in units of the gradient" if float(residual.norm()) < 100 * float(gradient.norm()) + 1 else
              "residual in units of the old loss scale, which doubles its value")  # fmt: skip
 
@@ -177,13 +234,13 @@ def other_settings(trainer: Trainer, send: Callable[[str], None], library: str) 
             trainer.state.matrix_approximation_rank = 2 if trainer.rank == VICTIM else 1
             for step in range(4):
                 trainer.step(step)
-        elif library == "tritoncomm":
+        elif library in OURS:
             Trainer(library, trainer.rank, density=0.2 if trainer.rank == VICTIM else 0.1)
         else:
             Trainer(library, trainer.rank, numel=65 if trainer.rank == VICTIM else 64).step(0)
     except RuntimeError as error:
         text = str(error)
-        named = "density" in text if library == "tritoncomm" else "rank" in text.lower() or "params" in text
+        named = "density" in text if library in OURS else "rank" in text.lower() or "params" in text
         send(f"error at start, {'says' if named else 'does not say'} what differs")
     else:
         send("not noticed" if trainer.ranks_agree() else "not noticed, ranks differ")
@@ -193,7 +250,7 @@ def wrong_length(trainer: Trainer, send: Callable[[str], None], library: str) ->
     """A message is longer than the receiver expects."""
     long, short = torch.ones(100), torch.zeros(10)
     try:
-        if library == "tritoncomm":
+        if library in OURS:
             _send_words(trainer.rank, sent=100, expected=10)
         elif trainer.rank == 0:  # as in a custom communication hook
             dist.isend(long, VICTIM).wait(timedelta(seconds=TIMEOUT))
@@ -220,7 +277,7 @@ def _send_words(rank: int, sent: int, expected: int) -> None:
 def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
     """A message is shorter than the receiver expects."""
     try:
-        if library == "tritoncomm":
+        if library in OURS:
             _send_words(trainer.rank, sent=10, expected=100)
         elif trainer.rank == 0:
             dist.isend(torch.ones(10), VICTIM).wait(timedelta(seconds=TIMEOUT))
@@ -241,12 +298,13 @@ def too_short(trainer: Trainer, send: Callable[[str], None], library: str) -> No
 
 def skipped(trainer: Trainer, send: Callable[[str], None]) -> None:
     """One rank skips a step and does not return."""
-    trainer.step(0)
+    for step in range(FIRST_STEPS):
+        trainer.step(step)
     if trainer.rank == VICTIM:
         time.sleep(3 * TIMEOUT)
         return
     try:
-        trainer.step(1)
+        trainer.step(FIRST_STEPS)
     except RuntimeError as error:
         send(f"error, {'names' if f'rank {VICTIM}' in str(error) else 'does not name'} the rank")
 
@@ -275,12 +333,13 @@ def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> 
 
     net: nn.Module = Net()
     try:
-        if library == "tritoncomm":
+        if library in OURS:
             torch.manual_seed(5)
             for parameter in net.parameters():
                 nn.init.normal_(parameter)
+            outer, arguments = behind_door(net, library)
             optimizer: Any = torch.optim.SGD(net.named_parameters(), lr=0.1)
-            train(net, tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT)))
+            train(outer, tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT), **arguments))
         else:
             inner, net = net, DistributedDataParallel(net)
             if library == "PowerSGD":
@@ -296,10 +355,12 @@ def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> 
 
 def other_dtype(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
     """One rank's model is in double precision."""
-    model = trainer.model.double() if trainer.rank == VICTIM else trainer.model
+    model: nn.Module = Net(64).double() if trainer.rank == VICTIM else Net(64)
     try:
-        if library == "tritoncomm":
-            tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), timeout=timedelta(seconds=TIMEOUT))
+        if library in OURS:
+            model, arguments = behind_door(model, library)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT), **arguments)
         else:
             net = DistributedDataParallel(model)
             if library == "PowerSGD":
@@ -318,7 +379,7 @@ def other_method(trainer: Trainer, send: Callable[[str], None], library: str) ->
     """One rank uses another method. With DDP or PowerSGD, it is the only one with or without the hook."""
     victim = trainer.rank == VICTIM
     try:
-        if library == "tritoncomm":
+        if library in OURS:
             Trainer(library, trainer.rank, algo="spardl" if victim else "oktopk")
         else:
             with_hook = victim == (library == "DDP")
@@ -326,7 +387,8 @@ def other_method(trainer: Trainer, send: Callable[[str], None], library: str) ->
             for step in range(4):
                 mixed.step(step)
     except RuntimeError as error:
-        send(f"error at start, {'says' if 'algorithm' in str(error) else 'does not say'} what differs")
+        named = any(field in str(error) for field in ("algorithm", "recipe"))
+        send(f"error at start, {'says' if named else 'does not say'} what differs")
     else:
         send("not noticed" if mixed.ranks_agree() else "not noticed, ranks differ")
 
@@ -334,9 +396,10 @@ def other_method(trainer: Trainer, send: Callable[[str], None], library: str) ->
 def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
     """One rank runs another version of the library that exchanges gradients."""
     try:
-        if library == "tritoncomm":
+        if library in OURS:
             if trainer.rank == VICTIM:
-                tritoncomm.step.setup_checks.__version__ = "0.0.1"
+                for module in (tritoncomm.step.setup_checks, tritoncomm.fsdp):
+                    module.__version__ = "0.0.1"
             Trainer(library, trainer.rank)
         else:
             if trainer.rank == VICTIM:
@@ -364,7 +427,7 @@ def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     if trainer.rank == VICTIM:
         content = bytearray(file.read_bytes())
         momentum = next(iter(trainer.optimizer.state.values()))["momentum_buffer"]
-        at = content.find(momentum.numpy().tobytes())
+        at = content.find(local(momentum).numpy().tobytes())
         content[at + 3] ^= 0x40  # the exponent of a value
         file.write_bytes(content)
     dist.barrier()
@@ -388,10 +451,8 @@ def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
         for step in range(3):
             trainer.optimizer.zero_grad()
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + trainer.rank))
-            loss = trainer.net(x).square().mean()
-            if trainer.rank == VICTIM:  # this rank's loss does not use the last layer
-                loss = trainer.model[0](x).sum()
-            loss.backward()
+            whole = trainer.rank != VICTIM  # this rank's loss does not use the last layer
+            trainer.net(x, whole=whole).square().mean().backward()
             trainer.optimizer.step()
     except RuntimeError as error:
         send(f"error: {str(error).splitlines()[0][:60]}")
@@ -407,7 +468,7 @@ def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     path = Path(folder) / "checkpoint"
     if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
         tritoncomm.checkpoint.save(trainer.optimizer, path)
-        fresh = Trainer("tritoncomm", trainer.rank)
+        fresh = Trainer(trainer.library, trainer.rank)
         tritoncomm.checkpoint.load(fresh.optimizer, path)
     else:
         fresh = Trainer("PowerSGD" if trainer.state is not None else "DDP", trainer.rank)
@@ -441,4 +502,17 @@ SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
     "no gradient on one rank": (no_gradient, "counts as zero"),
     "save and load": (resumed, "its own residual back"),
     "a bit of a checkpoint flips": (damaged, "error on all ranks, names"),
+}
+
+# FSDP cannot change its process groups.
+GOOD_WITH_FSDP = {"a rank is killed": "names the rank, parameters kept, restart from a checkpoint"}
+# Situations that do not apply to a door. All doors send the same messages. DDP rejects another dtype itself, before a
+# door opens, and it needs every parameter in every pass.
+NOT_APPLICABLE = {
+    ("a message is too long", WRAP_DDP),
+    ("a message is too long", WRAP_FSDP),
+    ("a message is too short", WRAP_DDP),
+    ("a message is too short", WRAP_FSDP),
+    ("another dtype on one rank", WRAP_DDP),
+    ("no gradient on one rank", WRAP_DDP),
 }
