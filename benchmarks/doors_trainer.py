@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import time
@@ -59,7 +60,7 @@ class Trainer(transformers.Trainer):
         return self.last_loss
 
 
-class SparseGradients(transformers.TrainerCallback):
+class RegistersHook(transformers.TrainerCallback):
     """The callback of docs/how-to/transformers.md. AdamW is not aware of delayed deliveries under it."""
 
     trainer: Trainer
@@ -73,6 +74,15 @@ class SparseGradients(transformers.TrainerCallback):
         if not self.registered:
             ddp.register(self.trainer.model_wrapped, **self.settings)
             self.registered = True
+
+
+def sparse_callback(settings: dict[str, Any]) -> transformers.TrainerCallback:
+    """Return the callback that exchanges gradients: that of the integration, if the library has it."""
+    if importlib.util.find_spec("tritoncomm.integrations") is None:
+        return RegistersHook(**settings)
+    from tritoncomm.integrations.transformers import SparseGradients
+
+    return SparseGradients(**settings)
 
 
 class Watch(transformers.TrainerCallback):
@@ -108,7 +118,7 @@ def train_with_trainer(run: Run, plain: nn.Module, timer_of: Callable[[ddp.CommS
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    sparse, watch = SparseGradients(**run.settings), Watch(run, timer_of)
+    sparse, watch = sparse_callback(run.settings), Watch(run, timer_of)
     optimizer = run.optimizer(plain)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
