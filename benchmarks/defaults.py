@@ -159,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.warmup, options.density = [4], [0], [0, 1], [0.05]
-        options.clip, options.json = list(CLIPS), None
+        options.clip = list(CLIPS)
     torch.set_num_threads(1)
     results = read(options.json)
     for cell in cells(options):

@@ -291,6 +291,8 @@ class GradientExchange:
     def flush(self) -> list[Delivered]:
         """Exchange the residuals dense, replace every ``.grad`` by their mean, and return the means."""
         self.reset()
+        if not self.vectors:  # before the first pass of a hook
+            return []
         for vector in self.vectors:
             vector.flat.zero_()
             self.deliver(vector, dense=True)
