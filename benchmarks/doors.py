@@ -411,7 +411,7 @@ def picture(rows: dict[Cell, Row], path: Path) -> None:
     tasks = list(dict.fromkeys(row.task for row in rows.values()))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.5 * len(tasks), 5.5), layout="constrained")
-        grid = figure.subplots(2, len(tasks), squeeze=False)
+        grid = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
         for (losses, times), task in zip(grid.T, tasks, strict=True):
             own = [row for row in rows.values() if row.task == task]
             columns = sorted({(DOORS.index(row.door), -row.density) for row in own})
@@ -422,14 +422,19 @@ def picture(rows: dict[Cell, Row], path: Path) -> None:
                 losses.plot([place] * len(gaps), [math.nan if g is None else g for g in gaps], "o", color="tab:blue")
                 step = statistics.fmean(row.seconds_per_step for row in chosen)
                 waited = statistics.fmean(row.seconds_exchange * (1 - row.hidden) for row in chosen)
-                times.bar(place, step - waited, color="0.75", label="computation" if place == 0 else None)
-                times.bar(place, waited, bottom=step - waited, color="tab:red", label="waiting" if place == 0 else None)
+                times.bar(place, step - waited, color="0.75", label="everything else" if place == 0 else None)
+                times.bar(
+                    place,
+                    waited,
+                    bottom=step - waited,
+                    color="tab:red",
+                    label="waiting for the exchange" if place == 0 else None,
+                )
             losses.axhline(0, color="0.4", linewidth=0.8)
-            losses.set(title=task, ylabel="validation loss, % above dense of the seed")
+            losses.set(title=task, ylabel="validation loss, % above dense")
             times.set(ylabel="seconds per step")
             times.legend(frameon=False)
-            for axes in (losses, times):
-                axes.set_xticks(range(len(labels)), labels)
+            times.set_xticks(range(len(labels)), labels)
         figure.savefig(path, dpi=120, format="png")
 
 
