@@ -45,7 +45,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         ConfigMismatchError: Another rank cannot write its file.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
     """
-    optimizer = _sparse(optimizer)
+    optimizer = _one_group(_sparse(optimizer))
     folder = Path(folder)
     group = optimizer.process_group
     state = optimizer.state_dict()
@@ -111,6 +111,16 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     if is_distributed():
         setup_checks.compare({"id of the checkpoint": mark["id"]}, group)
     return state
+
+
+def _one_group(optimizer: SparseOptimizer) -> SparseOptimizer:
+    """Return ``optimizer``. Raise if several groups of ranks would write the same files."""
+    if optimizer.has_shards:
+        raise ConfigurationError(
+            "the parameters are sharded, and the ranks of several groups would write the same files: save with "
+            "torch.distributed.checkpoint, see tritoncomm.checkpoint.ResidualState"
+        )
+    return optimizer
 
 
 def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
@@ -205,7 +215,9 @@ class ResidualState:
         state = self.optimizer.state_dict()["tritoncomm"]
         content = io.BytesIO()
         torch.save(state, content)
-        return {f"rank {state['rank']} of {state['world_size']}": content.getvalue()}
+        # The rank among all, because shards of one model are exchanged in several groups.
+        rank, size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+        return {f"rank {rank} of {size}": content.getvalue()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""

@@ -68,7 +68,7 @@ class CommState(HookState):
             default process group.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
@@ -288,8 +288,7 @@ class CommState(HookState):
         if self.exchange.options.group is None:
             if not dist.is_initialized():
                 raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
-            ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
-            group = dist.new_group(ranks, timeout=self.exchange.options.timeout, use_local_synchronization=True)
+            group = _private_group(self.process_group, self.exchange.options.timeout)
             self.exchange.options = replace(self.exchange.options, group=group)
 
     def build(self, layout: list[list[str]]) -> list[VectorExchange]:
@@ -356,6 +355,19 @@ class CommState(HookState):
         model.register_comm_hook(self, comm_hook)
 
 
+def _private_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return a new group of the ranks of ``group``. All of them call this together."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if len(ranks) == dist.get_world_size():
+        everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
+        return everybody
+    # torch numbers a group of some ranks by the groups that each rank has, and ranks with other numbers never meet.
+    known = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no public function
+    setup_checks.compare({"number of process groups of this rank, which must be equal": known}, group)
+    some: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return some
+
+
 def _after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` after DDP has finished the backward pass. An error in it leaves DDP in a valid state."""
     queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
@@ -402,7 +414,7 @@ def register(
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
         algo: See :class:`CommState`. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: See :class:`CommState`. Default: None, nodes are not treated separately.
         on_nonfinite: ``"raise"``, ``"propagate"`` or ``"zero"``, see :class:`CommState`. Default: ``"propagate"`` with

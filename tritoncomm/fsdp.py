@@ -258,7 +258,7 @@ def register(
         replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and
             sparse between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
@@ -370,7 +370,8 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
     if getattr(mesh, "replicate_process_group", None) is not None:
         raise ConfigurationError(
             f"{name} is sharded over a two-dimensional mesh: FSDP then averages over the replicas densely before any "
-            'hook can see the gradient; call fully_shard() with mesh["shard"] and register() with the replicate group'
+            'hook can see the gradient; call fully_shard() with mesh["shard"], and pass mesh["replicate"].get_group() '
+            "to wrap() or register()"
         )
     if group._all_reduce_hook is not None:  # noqa: SLF001
         raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")

@@ -121,6 +121,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange.options.group if self._hook is None else self._hook.process_group
 
     @property
+    def has_shards(self) -> bool:
+        """True if this optimizer exchanges shards of DTensors in :meth:`step`, within several groups of ranks."""
+        return self._hook is None and self._exchange.verdict is not None
+
+    @property
     def is_synchronized(self) -> bool:
         """True after :meth:`synchronize`, until the next :meth:`step` or :meth:`zero_grad`."""
         return self._step_state.exchanged
@@ -222,7 +227,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             process_group: The new process group. Default: the default process group.
             node_group: The ranks of this rank's node. Default: None.
             model: With a hook of DDP, the new ``DistributedDataParallel`` module around the same module. Its process
-                group is used.
+                group is used. Create it with ``init_sync=False``: otherwise it copies parameters between ranks that
+                may be one step apart.
 
         Raises:
             ConfigurationError: ``model`` is missing, or the model is sharded.

@@ -76,7 +76,7 @@ def wrap(
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 6 for a method,
+        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
             step. Default: ``"aware"``.
@@ -138,12 +138,14 @@ def wrap(
             chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
         else:
             chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap)
-        if hook is not None and chosen != hook.recipe:
-            raise ConfigurationError(
-                f"the model was registered with {hook.recipe!r}, wrap() was called with {chosen!r}: pass the settings "
-                "of the exchange to one of the two"
-            )
         chosen.check_optimizer(optimizer)
+        if hook is not None:
+            _check_hook(hook, chosen, scaler, options)
+        if broadcast_parameters and model is not None and fsdp.is_sharded(model):
+            raise ConfigurationError(
+                "broadcast_parameters=True: the hook of a sharded model compares the replicas when it is registered; "
+                "broadcast the parameters before fully_shard()"
+            )
     if hook is None and model is not None:
         hook = _register(model, chosen, process_group, options, scaler)
     with setup_checks.propagate_errors(group):
@@ -160,6 +162,16 @@ def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookStat
         return ddp.state_of(model)
     groups = getattr(optimizer, "param_groups", [])
     return hook_of({id(parameter) for group in groups for parameter in group["params"]})
+
+
+def _check_hook(hook: HookState, recipe: Recipe, scaler: torch.amp.GradScaler | None, options: WrapOptions) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``hook`` was registered with other settings."""
+    if recipe != hook.recipe:
+        raise ConfigurationError(
+            f"the model was registered with {hook.recipe!r}, wrap() was called with {recipe!r}: pass the settings "
+            "of the exchange to one of the two"
+        )
+    hook.check_settings(scaler, options.timeout, None if options.dense_below == DENSE_BELOW else options.dense_below)
 
 
 def _register(

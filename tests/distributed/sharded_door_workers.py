@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import ConfigurationError, NonFiniteError, fsdp
-from tritoncomm.checkpoint import ResidualState
+from tritoncomm.checkpoint import ResidualState, save
 
 import laws
 
@@ -156,6 +156,13 @@ def distributed_checkpoint(rank: int, world_size: int, send) -> None:
         model = sharded(Net(), grid["shard"])
         return model, tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS)
 
+    unhooked = sharded(Net(), grid["shard"])
+    alone = tritoncomm.wrap(adamw(unhooked), process_group=group, **SETTINGS)
+    with pytest.raises(ConfigurationError, match=r"sharded.*see tritoncomm\.checkpoint\.ResidualState"):
+        save(alone, folder[0])
+    keys = [None] * world_size
+    dist.all_gather_object(keys, list(ResidualState(alone).state_dict()))
+    assert len({key for (key,) in keys}) == world_size
     model, optimizer = made()
     train(model, optimizer, rank, 0, 7)
     parts, states = get_state_dict(model, optimizer)

@@ -14,7 +14,12 @@ from helpers import run_workers, several
         [door_workers.several_buckets, door_workers.buckets_keep_moments],
         [door_workers.registered_before, door_workers.warning_of_plain_adam, door_workers.life_of_a_step],
         [door_workers.rejected_steps, door_workers.loss_scaling, door_workers.resume, door_workers.density_and_flush],
-        [door_workers.two_optimizers, door_workers.ddp_options, door_workers.new_module_after_a_lost_rank],
+        [
+            door_workers.two_optimizers,
+            door_workers.ddp_options,
+            door_workers.new_module_after_a_lost_rank,
+        ],
+        [door_workers.groups_and_settings],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

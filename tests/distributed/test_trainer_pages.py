@@ -19,9 +19,10 @@ import tritoncomm
 from pages import blocks
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-COUNT_STEPS = """import atexit, torch
+COUNT_STEPS = """import atexit
+from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = []
-torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(1))
+register_optimizer_step_post_hook(lambda *_: steps.append(1))
 atexit.register(lambda: print(f"{len(steps)} steps here"))
 """
 
@@ -40,9 +41,9 @@ def test_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("framework", "launcher", "last"),
     [
-        ("accelerate", TORCHRUN, None),  # the page saves one checkpoint, half way
+        ("accelerate", TORCHRUN, None),
         ("transformers", TORCHRUN, "trainer/checkpoint-20"),
-        ("lightning", [], "checkpoints/epoch=1-step=40.ckpt"),  # starts its second process itself
+        ("lightning", [], None),  # starts its second process itself
     ],
 )
 def test_trainer_page_trains_and_resumes(framework: str, launcher: list[str], last: str | None, tmp_path: Path) -> None:
@@ -51,8 +52,7 @@ def test_trainer_page_trains_and_resumes(framework: str, launcher: list[str], la
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     reported, steps = _run(framework, launcher, tmp_path)
     if last is not None:
-        removed = tmp_path / last
-        shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
+        shutil.rmtree(tmp_path / last)
     resumed, steps_after = _run(framework, launcher, tmp_path)
     assert resumed == reported
     assert steps_after == [count // 2 for count in steps]

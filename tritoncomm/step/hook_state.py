@@ -6,6 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -130,8 +131,29 @@ class HookState(ABC):
                 )
             self.exchange.options = replace(options, by_update=True)
             self._replace_vectors()
-        self.on_nonfinite = on_nonfinite
+        # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
+        self.on_nonfinite = on_nonfinite if self.scaler is None else "skip"
         self.connected = True
+
+    def check_settings(
+        self, scaler: torch.amp.GradScaler | None, timeout: timedelta | None, dense_below: int | None
+    ) -> None:
+        """Use ``scaler`` if there is none yet. None stands for a setting that was not given.
+
+        Raises:
+            ConfigurationError: The hook was registered with another setting.
+        """
+        options = self.exchange.options
+        if self.scaler is None and not self.exchange.vectors:
+            self.scaler = scaler
+        given = {"scaler": scaler, "timeout": timeout, "dense_below": dense_below}
+        registered = {"scaler": self.scaler, "timeout": options.timeout, "dense_below": options.dense_below}
+        for name, value in given.items():
+            if value is not None and value != registered[name]:
+                raise ConfigurationError(
+                    f"{name}={value!r}: the model was registered with {name}={registered[name]!r}; pass it to "
+                    "register()"
+                )
 
     def _replace_vectors(self) -> list[VectorExchange]:
         """Build the vectors again with the present options, and return the old ones."""

@@ -35,9 +35,9 @@ logger = logging.getLogger("tritoncomm")
 DEFAULT_ALGO = "oktopk"
 DEFAULT_DENSITY = 0.01
 DENSE_BELOW = 1024
-# Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow.
-# Measured: benchmarks/results/defaults-2026-11-22.md
-DEFAULT_WARMUP = 6
+# Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
+# and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults-2026-11-22.md
+DEFAULT_WARMUP = 20
 NONFINITE_POLICIES = ("skip", "raise", "zero")
 
 
