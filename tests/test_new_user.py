@@ -68,6 +68,35 @@ def test_one_worker_is_the_bare_optimizer(
     assert optimizer.metrics()["residual_norm"] == 0
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_one_worker_with_a_loss_scaler(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], unscale: bool
+) -> None:
+    """One worker unscales gradients, skips overflows, and replaces NaN, like the bare optimizer and as documented."""
+    monkeypatch.setattr(optim, "_ALONE", False)
+    finals = []
+    for wrapped in (False, True):
+        model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = kind(model.parameters(), lr=0.01)
+        optimizer = tritoncomm.wrap(optimizer, density=0.01) if wrapped else optimizer
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step) * (float("inf") if step == 3 else 1.0)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        finals.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *finals))
+    model = net()
+    optimizer = tritoncomm.wrap(kind(model.parameters(), lr=0.01), density=0.01, on_nonfinite="zero")
+    loss_of(model, 0).backward()
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_one_worker_applies_a_loaded_residual_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A residual that was saved by several workers is not lost when one worker continues."""
     model = net()

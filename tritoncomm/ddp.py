@@ -123,6 +123,7 @@ class CommState(HookState):
         self._thread: ThreadPoolExecutor | None = None
         self._pass = _Pass(1.0)
         self._keep_layout = False
+        self._built: list[VectorExchange] = []  # in this pass
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self.has_averaged = False  # gradients hold a mean to which nothing has been added
@@ -184,7 +185,8 @@ class CommState(HookState):
     def _begin(self, scale: float) -> None:
         """Begin a backward pass, and discard a previous one that did not finish."""
         self.exchange.reset()
-        self._pass, self._failure = _Pass(scale), self._broken
+        self.consumed = False
+        self._pass, self._failure, self._built = _Pass(scale), self._broken, []
 
     def _arrive(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
         """Exchange the vectors whose parameters have all arrived."""
@@ -266,6 +268,8 @@ class CommState(HookState):
         self.has_averaged = True
         if self._failure is not None:
             exchange.rollback()
+            # The next pass builds them again, from the vectors that they would have replaced.
+            exchange.vectors = [vector for vector in exchange.vectors if vector not in self._built]
             return
         # DDP rebuilds its buckets after the first pass. The state of old vectors was copied to new ones.
         used = {id(parameter) for means in exchange.delivered or () for parameter in means.layout.parameters}
@@ -307,6 +311,7 @@ class CommState(HookState):
         carry_over.across_layout(vector, self.exchange.vectors)
         vector.agree_on_exchange_id()
         self.exchange.vectors.append(vector)
+        self._built.append(vector)
         return vector
 
     def _new_vector(self, parameters: list[torch.Tensor]) -> VectorExchange:
@@ -508,7 +513,7 @@ def _check_accumulation(parameters: list[torch.Tensor], owner: "weakref.ref[Comm
         if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
             raise RuntimeError(
                 "the averaged gradients of the last backward pass were not reset, and must not be averaged again: call "
-                "zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
+                "model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
             )
 
     for parameter in parameters:

@@ -182,8 +182,8 @@ class FSDPState(HookState):
             # Another pass. If the previous one did not finish, it is discarded.
             self._abandon()
             self._backward = backward
-            fresh = all(parameter.grad is None for parameter in self.parameters.values())
-            self.exchange.reset(keep_delivered=not fresh)
+            self.exchange.reset(keep_delivered=bool(self.connected) and not self.consumed)
+            self.consumed = False
             torch.autograd.Variable._execution_engine.queue_callback(self._commit_backward)  # noqa: SLF001 - the only way
         self._entered.append(hook)
         return hook.vector

@@ -69,7 +69,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._compare(self._exchange, broadcast=broadcast_parameters)
         if hook is not None:
             by_update = selects_by_update(optimizer, recipe, options)
-            hook.connect(by_update=by_update, on_nonfinite=options.on_nonfinite)
+            hook.connect(self, by_update=by_update, on_nonfinite=options.on_nonfinite)
+            self._step_state.used_delivery = self._exchange.deliveries
         elif is_distributed():
             self._exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -237,7 +238,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange, hook = self._exchange, self._hook
         if hook is not None:
             hook.check_movable()
-            if model is None:
+            if not isinstance(model, DistributedDataParallel) or not hook.trains(model):
                 raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
             process_group = model.process_group
         if is_distributed():
@@ -250,9 +251,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
-        setup_checks.compare_setup(
-            self.optimizer, exchange.parameters, recipe, self._options, exchange.steps, process_group
-        )
+        parameters = exchange.parameters if hook is None else self._hook_parameters()
+        setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
         if hook is None:
             carry_over.across_groups(*exchange.replace_vector(recipe, process_group))
         else:
@@ -264,6 +264,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Reset the gradients, and discard an exchange that :meth:`step` has not used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._step_state.reset()
+        if self._hook is not None:
+            self._consume(self._hook)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
@@ -317,26 +319,30 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _step_after_hook(self, hook: HookState) -> None:
         """Take the step over what the hook has delivered in the last backward pass."""
         exchange, step_state = self._exchange, self._step_state
-        present = exchange.steps + exchange.skipped
-        if present == step_state.used_pass:
+        if exchange.deliveries == step_state.used_delivery:
             if all(parameter.grad is None for parameter in self._hook_parameters()):
                 return  # like an optimizer without gradients
             raise RuntimeError(
                 "the hook has averaged no gradients since the last step(): call step() after a backward pass that is "
                 "not in model.no_sync()"
             )
-        step_state.used_pass = present
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None and hook.scaler is None:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if hook.scaler is None and (scale is not None or found is not None):
             raise RuntimeError(
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
             )
+        self._consume(hook)
         finite = scale is None or self._optimizer_step.unscale(scale)
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
-        if exchange.delivered is None or not finite:
+        if exchange.delivered is None or exchange.rejected or not finite:
             self._warn_about_scale()
         else:
             self._optimizer_step.step(exchange.delivered)
+
+    def _consume(self, hook: HookState) -> None:
+        """Note that what the hook has delivered so far was used or discarded."""
+        self._step_state.used_delivery = self._exchange.deliveries
+        hook.consumed = True
 
     def _hook_parameters(self) -> list[torch.Tensor]:
         """The parameters of this optimizer that a hook exchanges."""
@@ -398,9 +404,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         for mean, layout in self._exchange.flush() if self._hook is None else self._hook.flush():
             found = mean.values.nonzero().reshape(-1).to(torch.int32)
             delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), layout))
-        self._optimizer_step.step(delivered, clip=False)
-        self.zero_grad()
-        self._step_state.used_pass = self._exchange.steps + self._exchange.skipped
+        for optimizer in [self] if self._hook is None else self._hook.connected:
+            optimizer._optimizer_step.step(delivered, clip=False)  # noqa: SLF001 - of the same class
+            optimizer.zero_grad()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last exchange and totals, as a flat dict for TensorBoard or W&B.
@@ -473,7 +479,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if saved is None:
             setup_checks.warn_about_lost_residual(self.optimizer)
         self._step_state.reset()
-        self._step_state.used_pass = self._exchange.steps + self._exchange.skipped
+        if self._hook is not None:
+            self._consume(self._hook)
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
@@ -552,7 +559,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
 
     def _check_no_pending_step(self, action: str) -> None:
-        if self._step_state.exchanged:
+        new = self._hook is not None and self._exchange.deliveries != self._step_state.used_delivery
+        if self._step_state.exchanged or (new and self._exchange.delivered is not None):
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
 
     def _gradients(self) -> list[torch.Tensor | None]:

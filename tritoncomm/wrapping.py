@@ -113,6 +113,7 @@ def wrap(
         raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     hook = _hook(optimizer, model)
     group = process_group if hook is None else hook.process_group
     if isinstance(model, DistributedDataParallel):
@@ -147,6 +148,8 @@ def wrap(
                 "broadcast the parameters before fully_shard()"
             )
     if hook is None and model is not None:
+        with setup_checks.propagate_errors(group):
+            setup_checks.check_exchanged(_trained(optimizer.param_groups), model.parameters())
         hook = _register(model, chosen, process_group, options, scaler)
     with setup_checks.propagate_errors(group):
         return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
@@ -162,6 +165,10 @@ def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookStat
         return ddp.state_of(model)
     groups = getattr(optimizer, "param_groups", [])
     return hook_of({id(parameter) for group in groups for parameter in group["params"]})
+
+
+def _trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _check_hook(hook: HookState, recipe: Recipe, scaler: torch.amp.GradScaler | None, options: WrapOptions) -> None:

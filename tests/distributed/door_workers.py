@@ -286,6 +286,55 @@ def loss_scaling(rank: int, world_size: int, send) -> None:
         scaler.step(optimizer)
 
 
+def between_backward_and_step(rank: int, world_size: int, send) -> None:
+    """What is delivered and not yet used cannot be saved or flushed. A scaler that was forgotten is noticed."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
+    optimizer.flush()  # before the first pass there is nothing to deliver
+    assert optimizer.metrics()["steps"] == 0
+    loss_of(model, rank, 0).backward()
+    for action in (optimizer.state_dict, optimizer.flush, lambda: optimizer.set_density(0.2)):
+        with pytest.raises(RuntimeError, match="have not been used yet"):
+            action()
+    optimizer.step()
+    optimizer.state_dict()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, rank, 1)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"wrap\(\.\.\., scaler=scaler\)"):
+        scaler.step(optimizer)
+
+
+def rejected_while_buckets_change(rank: int, world_size: int, send) -> None:
+    """A pass that is rejected while DDP changes its buckets leaves every parameter in one vector."""
+    model, plain = ddp(net()), ddp(net())
+    optimizer = tritoncomm.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.0), model=model, algo="topk_allgather", density=0.2, dense_below=0
+    )
+    delivered, dense = 0.0, 0.0
+    for step in range(5):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        bad = step == 1
+        loss = loss_of(model, rank, step)
+        handle = model.module[0].weight.register_hook(lambda g: g * float("nan")) if bad and rank == 1 else None
+        loss.backward()
+        if handle is not None:
+            handle.remove()
+        names = optimizer.state_dict()["tritoncomm"]["algorithm"]["layout"] if bad else []
+        assert len({name for part in names for name in part}) == sum(map(len, names))
+        optimizer.step()
+        if not bad:
+            loss_of(plain, rank, step).backward()
+            delivered = delivered + torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
+    pending = residuals(optimizer)
+    left = total(torch.cat([pending[name] for name, _ in model.module.named_parameters()])) / world_size
+    assert torch.allclose(delivered + left, dense, atol=1e-5)
+    assert len(optimizer._exchange.vectors) > 1
+
+
 def resume(rank: int, world_size: int, send) -> None:
     """Save, load and continue equals never stopped, to the bit, also through ``tritoncomm.checkpoint``."""
     settings = {"density": 0.1, "dense_below": 0, "warmup_steps": 2}
@@ -396,7 +445,7 @@ def groups_and_settings(rank: int, world_size: int, send) -> None:
         register(part, density=0.1)
         with pytest.raises(
             tritoncomm.ConfigMismatchError,
-            match="number of process groups .* rank 0 has",
+            match=r"number of process groups .* rank 0 has",
         ):
             loss_of(part, rank, 0).backward()
     dist.barrier()
@@ -420,6 +469,12 @@ def two_optimizers(rank: int, world_size: int, send) -> None:
         second.step()
         assert not all(map(torch.equal, before, vectors))
     assert same_everywhere(flat(model))
+    before = [[p.detach().clone() for p in part] for part in (matrices, vectors)]
+    assert first.metrics()["residual_norm"] > 0
+    first.flush()  # one exchange, which both use
+    for part, old in zip((matrices, vectors), before, strict=True):
+        assert not all(map(torch.equal, part, old))
+    assert second.metrics()["residual_norm"] == 0
 
 
 def ddp_options(rank: int, world_size: int, send) -> None:

@@ -145,6 +145,33 @@ def rejected_steps(rank: int, world_size: int, send) -> None:
             assert all(p.to_local().isfinite().all() for p in model.parameters())
 
 
+def deliveries(rank: int, world_size: int, send) -> None:
+    """A step uses the entries of its own backward passes, and skips if one of them was rejected."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    finals = []
+    for set_to_none in (True, False):
+        model = sharded(Net(), grid["shard"])
+        optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS)
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(model, rank, step).backward()
+            given = sum(len(mean) for mean, _ in optimizer._exchange.delivered)
+            assert given < 0.5 * sum(layout.numel for _, layout in optimizer._exchange.delivered)
+            optimizer.step()
+        finals.append(whole(model))
+    assert finals[0] == finals[1]
+    for bad in (0, 1):  # of two passes that are exchanged and added up
+        before = whole(model)
+        optimizer.zero_grad()
+        for micro in range(2):
+            (loss_of(model, rank, 10 + micro) * (float("nan") if rank == 0 and micro == bad else 1)).backward()
+        optimizer.step()
+        assert whole(model) == before
+    train(model, optimizer, rank, 12, 13)
+    assert all(p.to_local().isfinite().all() for p in model.parameters())
+
+
 def distributed_checkpoint(rank: int, world_size: int, send) -> None:
     """``torch.distributed.checkpoint`` saves and loads the optimizer's state and the residuals, to the bit."""
     grid = mesh()

@@ -19,7 +19,11 @@ from helpers import run_workers, several
             door_workers.ddp_options,
             door_workers.new_module_after_a_lost_rank,
         ],
-        [door_workers.groups_and_settings],
+        [
+            door_workers.between_backward_and_step,
+            door_workers.rejected_while_buckets_change,
+            door_workers.groups_and_settings,
+        ],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -45,7 +49,7 @@ def test_one_worker() -> None:
     [
         [sharded_door_workers.hook_equals_step, sharded_door_workers.groups_of_parameters],
         [sharded_door_workers.rejected_steps, sharded_door_workers.distributed_checkpoint],
-        [sharded_door_workers.mixed_precision, sharded_door_workers.tensor_parallel],
+        [sharded_door_workers.deliveries, sharded_door_workers.mixed_precision, sharded_door_workers.tensor_parallel],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

@@ -114,6 +114,13 @@ class BucketLayout:
                 part.copy_(gradient.reshape(-1))
         return flat
 
+    def multiply(self, factor: float) -> None:
+        """Multiply every ``.grad`` by ``factor``, in place."""
+        for parameter in self.parameters:
+            gradient = strided_gradient(parameter)
+            if gradient is not None:
+                gradient.mul_(factor)
+
     def fits_dtypes(self, flat: torch.Tensor) -> bool:
         """Return False if a value of ``flat`` overflows in the dtype of its parameter."""
         pairs = zip(self.parameters, self.parts(flat), strict=True)

@@ -60,7 +60,10 @@ class GradientExchange:
     Attributes:
         verdict: See above.
         vectors: The flat vectors, in the order in which they are exchanged.
-        delivered: The means of the last committed step that the optimizer has not used yet. None otherwise.
+        delivered: The means of the last committed step. Of several steps, if a hook exchanges and the optimizer has not
+            used them yet. None if there are none.
+        rejected: Whether one of these steps was rejected.
+        deliveries: Number of times that :attr:`delivered` has begun from scratch.
         pending: The means of a step that this rank could not confirm. Other ranks may have committed it. Empty
             otherwise.
         steps: Number of committed steps.
@@ -74,7 +77,8 @@ class GradientExchange:
         self.vectors: list[VectorExchange] = []
         self.delivered: list[Delivered] | None = None
         self.pending: list[_Begun] = []
-        self.steps = self.skipped = self.zeroed = 0
+        self.steps = self.skipped = self.zeroed = self.deliveries = 0
+        self.rejected = False
         self.total = Meter()
         self.verdict = verdict
         self._distributed = is_distributed()
@@ -150,7 +154,7 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
         (vector,) = self.vectors
-        started, kept = time.perf_counter(), vector.keeps_gradient()
+        started, zeroed = time.perf_counter(), 0
         try:
             vector.layout.gather(vector.flat)
         except ConfigurationError as error:
@@ -158,10 +162,12 @@ class GradientExchange:
         if scale != 1.0:
             vector.flat.mul_(1.0 / scale)
         if zero:
-            self.zeroed += vector.zero_non_finite()
+            zeroed = vector.zero_non_finite()
         if local_error is not None or overflowed:
             self._at_fault = str(local_error or "all, because the scaled loss overflowed")
             vector.flat.fill_(math.nan)
+        self.zeroed += zeroed
+        kept = not zeroed and vector.keeps_gradient()
         try:
             if self.deliver(vector) and inspect is not None:
                 inspect(Delivered(self._begun[0].mean, vector.layout))
@@ -171,9 +177,16 @@ class GradientExchange:
         except ConfigurationError:
             self.rollback()
             raise
-        if not kept:  # otherwise every .grad is the mean already
-            vector.layout.scatter(vector.flat)
+        self._write_gradients(vector, scale if kept else None)
         vector.measure(self.delivered[0].mean if self.delivered else None, time.perf_counter() - started)
+
+    @staticmethod
+    def _write_gradients(vector: VectorExchange, scale: float | None) -> None:
+        """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
+        if scale is None:
+            vector.layout.scatter(vector.flat)
+        elif scale != 1.0:
+            vector.layout.multiply(1.0 / scale)
 
     def deliver(
         self,
@@ -249,9 +262,11 @@ class GradientExchange:
             vector.measure(mean, seconds)
             self.total.count("all", vector.meter.sent, vector.meter.received)
         self.steps += 1
-        means = [Delivered(step.mean, step.vector.layout) for step in begun]
-        self.delivered = means if self.delivered is None else _added(self.delivered, means)
+        self._deliver([Delivered(step.mean, step.vector.layout) for step in begun])
         self._begun = []
+
+    def _deliver(self, means: list[Delivered]) -> None:
+        self.delivered = means if self.delivered is None else _added(self.delivered, means)
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
@@ -269,7 +284,8 @@ class GradientExchange:
         """
         self.rollback()
         if not keep_delivered:
-            self.delivered = None
+            self.delivered, self.rejected = None, False
+            self.deliveries += 1
         self._rejected, self._at_fault = None, ""
 
     def rollback(self) -> None:
@@ -313,6 +329,7 @@ class GradientExchange:
         """
         self.rollback()
         self.skipped += 1
+        self.rejected = True
         error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):

@@ -35,7 +35,8 @@ class HookState(ABC):
 
     Attributes:
         exchange: The exchange.
-        connected: Whether a wrapped optimizer takes its steps over the delivered entries.
+        optimizers: Wrapped optimizers that take their steps over the delivered entries.
+        consumed: Whether one of them has used or discarded the delivered entries.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class HookState(ABC):
         self.process_group = process_group
         self.on_nonfinite = on_nonfinite
         self.scaler = scaler
-        self.connected = False
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.consumed = True
         self._named: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -112,10 +114,18 @@ class HookState(ABC):
         """Number of rejected backward passes."""
         return self.exchange.skipped
 
-    def connect(self, *, by_update: bool, on_nonfinite: str) -> None:
-        """Let a wrapped optimizer take its steps over what this hook delivers.
+    @property
+    def connected(self) -> list[Any]:
+        """The wrapped optimizers that are alive."""
+        return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
+
+    def connect(self, optimizer: Any, *, by_update: bool, on_nonfinite: str) -> None:
+        """Let a wrapped ``optimizer`` take its steps over what this hook delivers.
+
+        It replaces an optimizer that was wrapped earlier for one of its parameters.
 
         Args:
+            optimizer: The wrapped optimizer.
             by_update: Whether to select entries by their update.
             on_nonfinite: ``"skip"``, ``"raise"`` or ``"zero"``, see :func:`tritoncomm.wrap`.
 
@@ -133,7 +143,9 @@ class HookState(ABC):
             self._replace_vectors()
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
         self.on_nonfinite = on_nonfinite if self.scaler is None else "skip"
-        self.connected = True
+        own = _parameters_of(optimizer)
+        self.optimizers = [weakref.ref(each) for each in self.connected if not own & _parameters_of(each)]
+        self.optimizers.append(weakref.ref(optimizer))
 
     def check_settings(
         self, scaler: torch.amp.GradScaler | None, timeout: timedelta | None, dense_below: int | None
@@ -162,6 +174,11 @@ class HookState(ABC):
             self.exchange.vectors = self.build([vector.names for vector in before])
             self.exchange.agree_on_exchange_id()
         return before
+
+    def trains(self, model: torch.nn.Module) -> bool:
+        """Return True if the parameters of ``model`` that require gradients are those of the hook."""
+        present = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        return present == {id(parameter) for parameter in self.parameters.values()}
 
     def check_movable(self) -> None:  # noqa: B027 - DDP can
         """Raise :class:`~tritoncomm.ConfigurationError` if the hook cannot continue in another process group."""
@@ -255,6 +272,12 @@ class HookState(ABC):
         """Build the vectors of a loaded state, with its residuals. The names of all parameters must be known."""
         if self._loaded is None:
             return
+        missing = set(self._loaded["residuals"]) - set(self.parameters)
+        if missing:
+            raise ConfigurationError(
+                f"the loaded state has parameters that the hook does not know, as {min(missing)}: use register() "
+                "instead of register_comm_hook(), or call this after the first backward pass"
+            )
         vectors = self.build([list(names) for names in self._loaded["algorithm"]["layout"]])
         restored_by_name(self.exchange, vectors, self._loaded)
         self.exchange.vectors, self._loaded = vectors, None
@@ -268,6 +291,10 @@ class HookState(ABC):
         """Return a vector of ``parameters``."""
         names = [self.name_of(parameter) for parameter in parameters]
         return VectorExchange(parameters, names, options or self.exchange.options)
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def hook_of(parameters: set[int]) -> HookState | None:

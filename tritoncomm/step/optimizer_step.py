@@ -34,14 +34,14 @@ class StepState:
         written_gradients: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
-        used_pass: Number of the backward pass that the last step has used, if a hook exchanges gradients.
+        used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
     exchanged: bool = False
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
-    used_pass: int = 0
+    used_delivery: int = 0
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
