@@ -202,3 +202,22 @@ def test_reset_of_residuals_and_its_argument() -> None:
     optimizer.load_state_dict(saved, residuals="reset")
     assert optimizer.metrics()["residual_norm"] == 0
     assert optimizer.metrics()["steps"] == 3
+
+
+@pytest.mark.parametrize(("before", "after"), [((0.1, 2), (0.2, 2)), ((0.1, 0), (0.1, 2)), ((0.1, 2), (0.1, 0))])
+def test_a_resumed_run_does_not_repeat_its_warm_up(before: tuple[float, int], after: tuple[float, int]) -> None:
+    """Another density or warm-up on resume keeps the residual, and the dense steps that were taken."""
+
+    def wrapped(settings: tuple[float, int]) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+        model = net()
+        inner = torch.optim.AdamW(model.parameters())
+        return model, tritoncomm.wrap(inner, density=settings[0], warmup_steps=settings[1], dense_below=0)
+
+    model, optimizer = wrapped(before)
+    train(model, optimizer, 0, 4)
+    again, resumed = wrapped(after)
+    resumed.load_state_dict(optimizer.state_dict())
+    residuals = (each._vector.residuals_by_parameter().values() for each in (resumed, optimizer))
+    assert all(map(torch.equal, *residuals))
+    train(again, resumed, 4, 5)
+    assert resumed.metrics()["density_delivered"] < 0.5
