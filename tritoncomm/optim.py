@@ -477,7 +477,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         elif saved is not None and self._hook is not None:
             self._hook.load_checked(saved)
         if saved is None:
-            setup_checks.warn_about_lost_residual(self.optimizer)
+            # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
+            setup_checks.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
         if self._hook is not None:
             self._consume(self._hook)

@@ -109,15 +109,9 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
-    if process_group is not None and not is_distributed():
-        raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
-    if process_group is not None and dist.get_rank(process_group) < 0:
-        raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     hook = _hook(optimizer, model)
-    group = process_group if hook is None else hook.process_group
-    if isinstance(model, DistributedDataParallel):
-        group = model.process_group
+    group = _group(process_group, model, hook)
     with setup_checks.propagate_errors(group):
         check_optimizer(optimizer)
         if isinstance(optimizer, SparseOptimizer):
@@ -165,6 +159,21 @@ def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookStat
         return ddp.state_of(model)
     groups = getattr(optimizer, "param_groups", [])
     return hook_of({id(parameter) for group in groups for parameter in group["params"]})
+
+
+def _group(
+    group: dist.ProcessGroup | None, model: nn.Module | None, hook: HookState | None
+) -> dist.ProcessGroup | None:
+    """Return the group in which settings are compared, or raise if ``group`` cannot be used."""
+    if group is not None and not is_distributed():
+        raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
+    if group is not None and dist.get_rank(group) < 0:
+        raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
+    if isinstance(model, DistributedDataParallel):
+        if group is not None and group is not model.process_group:
+            raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")
+        return model.process_group
+    return group if hook is None else hook.process_group
 
 
 def _trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:

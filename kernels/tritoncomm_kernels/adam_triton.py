@@ -132,10 +132,10 @@ def adam_kernel(
 
 
 @triton.jit
-def _delivered_of(table_ptr, blocks_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _delivered_of(table_ptr, places_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the row of this program's tensor, its coordinates, and a mask of those inside the tensor."""
-    row_ptr = table_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)) * COLUMNS
-    lane = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
+    row_ptr = table_ptr + tl.load(places_ptr + 2 * tl.program_id(0)) * COLUMNS
+    lane = tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     indices = tl.load(row_ptr + 7)
     count = tl.load(row_ptr + 8)
     n = tl.load(row_ptr + 9)
@@ -148,12 +148,12 @@ def _delivered_of(table_ptr, blocks_ptr, COLUMNS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def length_many_kernel(
-    table_ptr, blocks_ptr, control_ptr, tables_ptr, total_ptr,
+    table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each."""
-    row_ptr, at, inside = _delivered_of(table_ptr, blocks_ptr, COLUMNS, BLOCK)
+    row_ptr, at, inside = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
     _, _, _, move, factor = _step(
         tl.load(row_ptr).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)),
         tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE)),
@@ -164,17 +164,17 @@ def length_many_kernel(
     square = distance * distance
     square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
     total = tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0)
-    tl.atomic_add(total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)), total, sem="relaxed")
+    tl.atomic_add(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)), total, sem="relaxed")
 
 
 @triton.jit
 def adam_many_kernel(
-    table_ptr, blocks_ptr, control_ptr, tables_ptr, total_ptr,
+    table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors."""
-    row_ptr, at, inside = _delivered_of(table_ptr, blocks_ptr, COLUMNS, BLOCK)
+    row_ptr, at, inside = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
     parameter_ptr = tl.load(row_ptr).to(tl.pointer_type(DTYPE))
     first_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE))
     second_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE))
@@ -194,7 +194,7 @@ def adam_many_kernel(
     rate = tl.load(control_ptr + 1).to(tl.float32)
     reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)))
     reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-    total = tl.load(total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)))
+    total = tl.load(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)))
     length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), tl.load(row_ptr + 9).to(tl.float32)))
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
     tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)

@@ -14,6 +14,8 @@ import tritoncomm
 from ddp_workers import ddp, loss_of, net
 from helpers import flat, same_everywhere, total
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import ConfigurationError, NonFiniteError
@@ -510,14 +512,19 @@ def ddp_options(rank: int, world_size: int, send) -> None:
 def one_worker(rank: int, world_size: int, send) -> None:
     """With one worker every door takes the steps of the bare optimizer, to the bit, in any dtype."""
     for dtype in (torch.float32, torch.float64):
-        plain, hooked, stepped = net().to(dtype), ddp(net().to(dtype)), net().to(dtype)
+        plain, hooked, stepped, sharded = net().to(dtype), ddp(net().to(dtype)), net().to(dtype), net().to(dtype)
+        grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(sharded, mesh=grid["shard"])
         bare = adamw(plain)
+        settings = {"density": 0.01, "dense_below": 0}
+        replicas = grid["replicate"].get_group()
         optimizers = [
-            tritoncomm.wrap(adamw(hooked), model=hooked, density=0.01, dense_below=0, warmup_steps=None),
-            tritoncomm.wrap(adamw(stepped), density=0.01, dense_below=0),
+            tritoncomm.wrap(adamw(hooked), model=hooked, **settings),
+            tritoncomm.wrap(adamw(stepped), **settings),
+            tritoncomm.wrap(adamw(sharded), model=sharded, process_group=replicas, **settings),
         ]
         for step in range(5):
-            for model, optimizer in zip((plain, hooked, stepped), (bare, *optimizers), strict=True):
+            for model, optimizer in zip((plain, hooked, stepped, sharded), (bare, *optimizers), strict=True):
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(step)
                 x, y = (torch.randn(8, n, generator=generator).to(dtype) for n in (6, 3))
@@ -526,4 +533,6 @@ def one_worker(rank: int, world_size: int, send) -> None:
         for p, q, r in zip(plain.parameters(), hooked.parameters(), stepped.parameters(), strict=True):
             assert torch.equal(p, q)
             assert torch.equal(p, r)
-        assert [optimizer.metrics()["residual_norm"] for optimizer in optimizers] == [0, 0]
+        for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(p, q.full_tensor())
+        assert [optimizer.metrics()["residual_norm"] for optimizer in optimizers] == [0, 0, 0]

@@ -48,7 +48,7 @@ FLOAT_POINTERS = (
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
     **dict.fromkeys(FLOAT_POINTERS, "*fp32"),
-    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr", "total_ptr", "table_ptr", "blocks_ptr"), "*i64"),
+    **dict.fromkeys(("found_ptr", "taken_ptr", "count_ptr", "total_ptr", "table_ptr", "places_ptr"), "*i64"),
     "control_ptr": "*fp64",
 }
 

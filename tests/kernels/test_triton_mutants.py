@@ -108,12 +108,12 @@ SCATTERING = {
     ),
     "sums of many in one": Mutant(
         "adam",
-        "total_ptr + tl.load(blocks_ptr + 2 * tl.program_id(0)), total,",
+        "total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)), total,",
         "total_ptr, total,",
         scatter.test_adam_many,
     ),
     "blocks of many repeated": Mutant(
-        "adam", "tl.load(blocks_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
+        "adam", "tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
     ),
     "no limit on walking": Mutant(
         "adam",

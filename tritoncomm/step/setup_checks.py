@@ -263,14 +263,15 @@ def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | 
     return bool(sharded)
 
 
-def warn_about_lost_residual(optimizer: torch.optim.Optimizer) -> None:
-    """Log a warning if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded."""
+def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logging.WARNING) -> None:
+    """Log if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded with it."""
     if is_distributed() and dist.get_rank() != 0:
         return
     if any("last_delivered" in state for state in optimizer.state.values()):
-        logger.warning(
+        logger.log(
+            level,
             "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
-            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint"
+            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint",
         )
 
 
