@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, Dense, OkTopk, Recipe, Warmup, ddp, fsdp
+from tritoncomm.step import options
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
 
@@ -109,3 +111,27 @@ def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
     log_choice(OkTopk(), 1, 4, [(OkTopk().build(10), 0)])
     log_choice(OkTopk(), 0, 1, [(OkTopk().build(10), 0)])
     assert not caplog.records
+
+
+def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method starts with 20 dense steps, unless it delivers every entry or the recipe wraps another one."""
+    number = int(re.search(r"^DEFAULT_WARMUP = (\d+)$", inspect.getsource(options), re.MULTILINE)[1])
+    assert number == 20
+    for function in (tritoncomm.wrap, ddp.register, ddp.CommState, fsdp.register):
+        assert f"Default: None, which is {number} for a method" in inspect.getdoc(function)
+        parameters = inspect.signature(function).parameters
+        assert parameters["warmup_steps"].default is None
+    monkeypatch.setattr(options, "DEFAULT_WARMUP", number)
+
+    def resolved(algo: str | tritoncomm.Recipe, density: float = 0.01, steps: int | None = None) -> tritoncomm.Recipe:
+        return options.resolve_recipe(algo, density, steps, {}, function=tritoncomm.wrap)
+
+    method = tritoncomm.OkTopk(density=0.01)
+    assert resolved("oktopk") == tritoncomm.Warmup(recipe=method, steps=number)
+    assert resolved(method) == tritoncomm.Warmup(recipe=method, steps=number)
+    assert resolved("oktopk", steps=0) == method
+    assert resolved("oktopk", 1.0) == tritoncomm.OkTopk(density=1.0)
+    assert isinstance(resolved("dense"), tritoncomm.Dense)
+    chosen = tritoncomm.Warmup(recipe=method, steps=3)
+    assert resolved(chosen) == chosen
+    assert chosen.name == "oktopk"
