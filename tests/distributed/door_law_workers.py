@@ -23,9 +23,12 @@ from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.shards import local
+from tritoncomm.step.vector_exchange import ExchangeOptions
 
 import laws
 
+# A single worker selects entries and keeps a residual, as in simulation: the laws would say little otherwise.
+ExchangeOptions.__init__.__kwdefaults__["alone"] = True
 SHARDS = 2  # of FSDP, if the number of ranks is even
 BUCKET_MEGABYTES = 0.0005  # so that several small parameters need several buckets
 
@@ -122,7 +125,7 @@ class Trained:
         self.shards = setup.shards(world_size)
         self.shapes = setup.global_shapes(world_size)
         self.module = Prescribed(self.shapes)
-        settings: dict[str, Any] = {"algo": setup.recipe, "dense_below": setup.dense_below}
+        settings: dict[str, Any] = {"algo": setup.recipe, "dense_below": setup.dense_below, "warmup_steps": 0}
         if setup.door == "ddp":
             self.model: nn.Module = DistributedDataParallel(self.module, bucket_cap_mb=BUCKET_MEGABYTES)
         else:
