@@ -261,27 +261,31 @@ class HookState(ABC):
             raise ConfigurationError("this checkpoint belongs to a model with other parameters, or another sharding")
 
     def load_checked(self, state: Mapping[str, Any]) -> None:
-        """Load a state that :meth:`check_loadable` has accepted on all ranks."""
-        self._loaded = state if state["residuals"] else None
+        """Load a state that :meth:`check_loadable` has accepted on all ranks. If this raises, nothing has changed."""
+        loaded = state if state["residuals"] else None
+        vectors = self._restored(loaded) if loaded is not None and self.parameters else []
         self.exchange.reset()
-        self.exchange.vectors, self.exchange.steps = [], state["steps"]
-        if self.parameters:
-            self._build_loaded()
+        self.exchange.vectors, self.exchange.steps = vectors, state["steps"]
+        self._loaded = None if vectors else loaded
 
     def _build_loaded(self) -> None:
-        """Build the vectors of a loaded state, with its residuals. The names of all parameters must be known."""
-        if self._loaded is None:
-            return
-        missing = set(self._loaded["residuals"]) - set(self.parameters)
+        """Build the vectors of a state that was loaded before the hook knew the names of its parameters."""
+        if self._loaded is not None:
+            self.exchange.vectors, self._loaded = self._restored(self._loaded), None
+
+    def _restored(self, state: Mapping[str, Any]) -> list[VectorExchange]:
+        """Return new vectors with the content of ``state``. The names of all parameters must be known."""
+        missing = set(state["residuals"]) - set(self.parameters)
         if missing:
             raise ConfigurationError(
                 f"the loaded state has parameters that the hook does not know, as {min(missing)}: use register() "
                 "instead of register_comm_hook(), or call this after the first backward pass"
             )
-        vectors = self.build([list(names) for names in self._loaded["algorithm"]["layout"]])
-        restored_by_name(self.exchange, vectors, self._loaded)
-        self.exchange.vectors, self._loaded = vectors, None
-        self.exchange.agree_on_exchange_id()
+        vectors = self.build([list(names) for names in state["algorithm"]["layout"]])
+        restored_by_name(self.exchange, vectors, state)
+        for vector in vectors:
+            vector.agree_on_exchange_id()
+        return vectors
 
     @abstractmethod
     def length(self, parameter: torch.Tensor) -> int:
