@@ -1,19 +1,24 @@
-"""The format of messages: int32 words, with a short header before the indices and bit-cast values.
+"""The format of messages: int32 words, with a short header before the entries.
 
-Indices are never converted to floats, because fp32 is exact only for integers up to 2^24.
+A plain message holds indices and bit-cast values. Indices are never converted to floats, because fp32 is exact only for
+integers up to 2^24. A packed message consists of sections (:class:`Section`).
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tritoncomm.errors import ProtocolMismatchError
+from tritoncomm_kernels import Selection
+from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_section
 
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
@@ -99,6 +104,146 @@ def check_indices(indices: torch.Tensor, low: int, high: int, counts: Sequence[i
             f"received indices are not strictly increasing inside [{low}, {high}): "
             "the sender has a different partition of the vector, or the message is corrupt"
         )
+
+
+@dataclass(frozen=True)
+class Section:
+    """At most ``room`` entries with indices in ``[low, high)``, and their place in a message.
+
+    Both ends know all fields, and therefore the length in ``words``. ``values`` is the format of the values, one of
+    :data:`VALUE_BITS`. Indices are packed by Elias-Fano, values are rounded to that format. A section that would not
+    become shorter, and one with ``packed=False``, is plain: int32 indices and fp32 values. ``packed="always"`` packs
+    longer sections too, for tests.
+
+    The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
+    ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
+    """
+
+    low: int
+    high: int
+    room: int
+    values: str = "fp32"
+    divisor: int = 1
+    packed: bool | str = True
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the packed form."""
+        return Layout.of(self.room, self.high - self.low, VALUE_BITS[self.values])
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """True if the section is packed. Plain sections have two words per entry of room."""
+        if not self.packed or self.room == 0:
+            return False
+        return self.packed == "always" or self.layout.words < 2 * self.layout.room
+
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded. False if the receiver gets the bits of the sender."""
+        return self.is_packed and self.values != "fp32"
+
+    @cached_property
+    def words(self) -> int:
+        """Length in words. The length does not depend on the entries."""
+        return self.layout.words if self.is_packed else 2 * self.layout.room
+
+    def sendable(self, entries: Selection) -> Selection:
+        """Return the ``entries`` that the section can hold together.
+
+        Rounding would change the sign or turn to 0 those that are too small beside the largest one. They are not sent,
+        and stay in the residual. Entries that hold a NaN or Inf are returned as they are.
+        """
+        if not self.rounds:
+            return entries
+        keep = sendable_together(entries.values, self.layout.bits, self.divisor)
+        return entries if keep is None else Selection.of(entries.indices[keep], entries.values[keep])
+
+    def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """Return the section (int32 ``[words]``) with ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32).
+
+        Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
+        entries (:meth:`sendable`), with rounded values. The difference belongs into the sender's residual.
+        """
+        if indices.numel() > self.room:
+            raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
+        entries = Selection.of(indices, values)
+        if not self.is_packed:
+            return pack_padded(indices, values, self.words), entries
+        entries = self.sendable(entries)
+        message = indices.new_empty(self.words)
+        delivered = write_section(self.layout, self.low, entries.indices, entries.values, message, divisor=self.divisor)
+        return message, entries._replace(values=delivered)
+
+    def unpack(self, section: torch.Tensor) -> Selection:
+        """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
+
+        Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
+        """
+        if self.is_packed:
+            try:
+                entries = read_section(self.layout, self.low, section, divisor=self.divisor)
+            except ValueError as error:
+                raise ProtocolMismatchError(
+                    f"received a malformed section for [{self.low}, {self.high}): {error}. "
+                    "The sender has a different partition of the vector, or the message is corrupt"
+                ) from None
+        else:
+            entries = Selection.of(*unpack_padded(section))
+            check_indices(entries.indices, self.low, self.high)
+        if self.rounds or self.divisor == 1:
+            return entries
+        return entries._replace(values=entries.values / self.divisor)
+
+
+class Sections:
+    """A message of several ``sections``, one after the other. Their ranges ascend and do not overlap.
+
+    If no section is packed, the message is plain as a whole, and sections cost nothing.
+    """
+
+    def __init__(self, sections: Iterable[Section]) -> None:
+        self.sections = list(sections)
+        self.words = sum(section.words for section in self.sections)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no section is packed."""
+        return not any(section.is_packed for section in self.sections)
+
+    def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """Do the same as :meth:`Section.pack` for entries of all sections."""
+        if self.is_plain:
+            return pack_padded(indices, values, self.words), Selection.of(indices, values)
+        if len(self.sections) == 1:
+            return self.sections[0].pack(indices, values)
+        bounds = indices.new_tensor([section.low for section in self.sections[1:]])
+        cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
+        parts = [
+            section.pack(indices[start:stop], values[start:stop])
+            for section, (start, stop) in zip(self.sections, itertools.pairwise(cuts), strict=True)
+        ]
+        return torch.cat([message for message, _ in parts]), Selection.join([delivered for _, delivered in parts])
+
+    def unpack(self, message: torch.Tensor) -> Selection:
+        """Do the same as :meth:`Section.unpack` for a received ``message`` (int32 ``[words]``)."""
+        if not self.is_plain:
+            parts = torch.split(message, [section.words for section in self.sections])
+            return Selection.join([section.unpack(part) for section, part in zip(self.sections, parts, strict=True)])
+        entries = Selection.of(*unpack_padded(message))
+        start = 0
+        for low, high in _runs(self.sections):  # few runs, of many sections each
+            stop = int(torch.searchsorted(entries.indices, high)) if high < self.sections[-1].high else entries.found
+            check_indices(entries.indices[start:stop], low, high)
+            start = stop
+        divisor = self.sections[0].divisor
+        return entries if divisor == 1 else entries._replace(values=entries.values / divisor)
+
+
+def _runs(sections: Sequence[Section]) -> list[tuple[int, int]]:
+    """Return the bounds of each run of sections without a gap."""
+    starts = [at for at in range(1, len(sections)) if sections[at].low != sections[at - 1].high]
+    return [(sections[a].low, sections[b - 1].high) for a, b in itertools.pairwise([0, *starts, len(sections)])]
 
 
 class Frame(NamedTuple):

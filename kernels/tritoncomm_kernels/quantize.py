@@ -1,0 +1,176 @@
+"""Quantize the values of one section to a sign and a level of a table, times one scale.
+
+A section is the part of a message whose entries lie in one range of coordinates. Its scale is a float with few
+significant bits, and the levels of the tables have at most 8. The decoded value ``q`` of ``v`` has the sign of ``v``,
+is never 0, and satisfies ``|q| <= 2 |v|``. Therefore ``v - q`` is exact in fp32, and a residual can hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Levels per sign, in units of 1/64 of the scale. Encoders take the table with the least squared error. Tables 0 to 2
+# suit magnitudes whose tails grow wider. Tables 3 and 4 are for anything else.
+_MENU: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((70,), (80,), (96,), (126,), (64,)),
+    2: ((69, 90), (77, 160), (83, 384), (80, 4096), (80, 1024)),
+    3: (
+        (67, 77, 88, 106),
+        (70, 96, 134, 205),
+        (77, 141, 288, 640),
+        (64, 1024, 16384, 262144),
+        (64, 256, 1024, 4096),
+    ),
+    4: (
+        (65, 69, 74, 80, 88, 98, 112, 136),
+        (67, 77, 91, 109, 134, 168, 216, 288),
+        (68, 88, 120, 168, 248, 384, 600, 1000),
+        tuple(64 * 4**level for level in range(8)),
+        tuple(64 * 2**level for level in range(8)),
+    ),
+    8: (
+        tuple(range(64, 192)),
+        tuple((16 + m) * 4 << e for e in range(8) for m in range(16)),
+        tuple((8 + m) * 8 << e for e in range(16) for m in range(8)),
+        tuple((4 + m) * 16 << e for e in range(32) for m in range(4)),
+        tuple((32 + m) * 2 << e for e in range(4) for m in range(32)),
+    ),
+}
+_UNIT = 64
+WIDTHS = tuple(_MENU)
+TABLES = 5
+_COARSE = (1, 2)  # at these widths, values above the top level may be clipped further
+_WIDEST = 3  # the number of the table with the largest top level
+LEAST_SCALE = 2.0**-100
+SAMPLE = 4096  # squared errors are summed over about this many entries
+# A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
+_REACH = 32.0
+NAN_HEADER = 0x7FC00000
+_TABLE_MASK = 0xFFFF
+_LAST_FINITE_CELL = 0x7F7F
+_SCALE_BITS = 8
+
+
+class Quantized(NamedTuple):
+    """``codes`` (uint8 ``[m]``: level, and the sign in the highest of ``bits`` bits), and the ``header`` word."""
+
+    codes: NDArray[np.uint8]
+    header: int
+
+
+class Lookup(NamedTuple):
+    """Tables of one width. The upper 16 bits of a positive fp32 number are the position in the lookups.
+
+    ``levels`` (uint8) and ``rounded`` (fp32) are ``[tables, 32768]``: the level of the number, and its value.
+    ``values`` (fp32) is ``[tables, 2**bits]``, the value of every code with its sign. ``tops`` (fp32) is the largest
+    level of each table, ``cover`` the largest ratio of two magnitudes in a section, and ``least`` the largest lowest
+    level.
+    """
+
+    levels: NDArray[np.uint8]
+    rounded: NDArray[np.float32]
+    values: NDArray[np.float32]
+    tops: NDArray[np.float32]
+    cover: float
+    least: float
+
+
+@functools.cache
+def lookup(bits: int) -> Lookup:
+    """Return the tables for values of ``bits`` bits."""
+    menu = np.array(_MENU[bits], dtype=np.float64) / _UNIT
+    # A number is rounded from the centre of its bf16 cell, so that one lookup decides.
+    cells = np.minimum(np.arange(1 << 15, dtype=np.uint32), _LAST_FINITE_CELL)
+    centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
+    levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
+    rounded = np.take_along_axis(menu, levels.astype(np.intp), axis=1).astype(np.float32)
+    values = np.concatenate([menu, -menu], axis=1).astype(np.float32)
+    cover = float(menu[_WIDEST, -1]) * (16 if bits in _COARSE else 1)
+    return Lookup(levels, rounded, values, menu[:, -1].astype(np.float32), cover, float(menu[:, 0].max()))
+
+
+def scale_bits(divisor: int) -> int:
+    """Return the significant bits of a scale whose values are multiplied by ``divisor`` after decoding."""
+    return max(1, min(_SCALE_BITS, 11 - (divisor - 1).bit_length()))
+
+
+def limit(divisor: int) -> float:
+    """Return the largest decoded magnitude. Its product with ``divisor`` is finite."""
+    return 2.0 ** (127 - (divisor - 1).bit_length())
+
+
+def sendable(magnitudes: NDArray[np.float32], bits: int, divisor: int = 1) -> NDArray[np.bool_] | None:
+    """Return which of ``magnitudes`` (fp32 ``[m]``, finite) a section can hold together, or None if it can hold all.
+
+    The others are too small beside the largest one. The rule is idempotent: the remaining magnitudes can be held
+    together.
+    """
+    if not len(magnitudes):
+        return None
+    least = np.float32(_scale(magnitudes, bits, divisor) * lookup(bits).least / 2)
+    return None if magnitudes.min() >= least else magnitudes >= least
+
+
+def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quantized:
+    """Quantize ``values`` (fp32 ``[m]``), which a section can hold together (:func:`sendable`), to ``bits`` bits.
+
+    ``divisor`` is the number by which the receiver's value is multiplied when the sender computes its residual. The
+    scale has fewer significant bits for larger divisors. A NaN or Inf gives :data:`NAN_HEADER`, and decodes to NaN.
+    """
+    if not len(values):
+        return Quantized(np.zeros(0, np.uint8), 0)
+    magnitudes = np.abs(values)
+    if not np.isfinite(magnitudes.max()):
+        return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER)
+    tables = lookup(bits)
+    scale = _scale(magnitudes, bits, divisor)
+    ratios = magnitudes / scale
+    cells = ratios.view(np.uint32) >> 16
+    stride = -(-len(values) // SAMPLE)
+    errors = np.square(ratios[::stride] - tables.rounded[:, cells[::stride]]).sum(axis=1, dtype=np.float64)
+    errors[ratios.max() > _REACH * tables.tops] = math.inf
+    table = int(errors.argmin())
+    codes = tables.levels[table][cells]
+    codes |= (values.view(np.uint32) >> 31).astype(np.uint8) << (bits - 1)
+    return Quantized(codes, int(scale.view(np.uint32)) | table)
+
+
+def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
+    """Return the values (fp32 ``[m]``) of ``codes``. Raises ``ValueError`` if no encoder writes ``header``."""
+    if header == NAN_HEADER:
+        return np.full(len(codes), np.nan, np.float32)
+    table = header & _TABLE_MASK
+    scale = np.array(header & ~_TABLE_MASK & 0xFFFFFFFF, np.uint32).view(np.float32)[()]
+    if not len(codes):
+        return np.zeros(0, np.float32)
+    if table >= TABLES or not 0 < scale < math.inf:
+        raise ValueError(f"header {header & 0xFFFFFFFF:#010x} has no positive finite scale or no table of the menu")
+    # The values of all codes are few, and one gather applies table, sign and scale.
+    with np.errstate(over="ignore"):
+        known = np.clip(lookup(bits).values[table] * scale, -limit(divisor), limit(divisor))
+    decoded: NDArray[np.float32] = known.astype(np.float32)[codes]
+    return decoded
+
+
+def _scale(magnitudes: NDArray[np.float32], bits: int, divisor: int) -> np.float32:
+    """Return the scale of a section: about its smallest magnitude, rounded towards zero."""
+    smallest = max(magnitudes.min(), magnitudes.max() / np.float32(lookup(bits).cover), np.float32(LEAST_SCALE))
+    kept = smallest.view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
+    found: np.float32 = kept.view(np.float32)
+    return found
+
+
+def menu(bits: int) -> tuple[tuple[float, ...], ...]:
+    """Return the levels of all tables for ``bits`` bits, in units of the scale."""
+    return tuple(tuple(level / _UNIT for level in table) for table in _MENU[bits])
+
+
+def midpoints(bits: int) -> tuple[tuple[float, ...], ...]:
+    """Return the numbers that separate the levels of all tables for ``bits`` bits."""
+    return tuple(tuple((a + b) / 2 for a, b in itertools.pairwise(table)) for table in menu(bits))

@@ -1,0 +1,276 @@
+"""Packed sections: golden messages, exact residuals, edge cases and hostile words."""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tritoncomm import ProtocolMismatchError
+from tritoncomm.scheduler.wire import VALUE_BITS, Section, Sections
+
+from depth import examples
+from tritoncomm_kernels import Selection
+
+FORMATS = tuple(VALUE_BITS)
+ROUNDED = tuple(name for name in FORMATS if name != "fp32")
+NAN = math.nan
+
+# Section (low, high, room), indices, values, and the words in hex by format.
+A = (0, 400, 8), [3, 17, 18, 40, 99, 255, 256, 300], [1, -1.25, 1.5, -2, 1.0625, 1, -3, 1.125]
+B = (1000, 1100, 5), [1003, 1064, 1090], [0.5, -0.75, 0.5]
+C = (0, 8, 5), [0, 1, 2, 5, 7], [4, -4, 4, 5, 6]
+_HIGH = "00015097 00000033 00000035 000000a0 000000a8 00000026"
+GOLDEN = {
+    ("A", "fp32"): f"00000008 {_HIGH} 3f800000 bfa00000 3fc00000 c0000000 3f880000 3f800000 c0400000 3f900000",
+    ("A", "bf16"): f"00000008 {_HIGH} bfa03f80 c0003fc0 3f803f88 3f90c040",
+    ("A", "8bit"): f"00000008 3f800001 {_HIGH} 00000010 00000080 00000002 00000044 00000048 00000000 00000000 0000004a",
+    ("A", "4bit"): f"00000008 3f800001 {_HIGH} 00000082 00000044 00000048 0000004a",
+    ("A", "2bit"): f"00000008 3f800001 {_HIGH} 00000048 0000004a",
+    ("A", "1bit"): f"00000008 3f800002 {_HIGH} 0000004a",
+    ("B", "4bit"): "00000003 3f000000 000000a1 00000001 00000005 00000000 00000004 00000002 00000000 00000002 00000002",
+    ("C", "4bit"): "00000005 40800000 000000a7 00000018 00000008 00000010 00000002",
+    ("C", "fp32"): "00000005 000000a7 40800000 c0800000 40800000 40a00000 40c00000",
+    ("E", "4bit"): "00000005 7fc00000 000000a7 00000000 00000000 00000000 00000000",
+}
+INPUTS = {"A": A, "B": B, "C": C, "E": (C[0], C[1], [4, NAN, 4, 5, 6])}
+DELIVERED = {
+    ("A", "4bit"): [1.046875, -1.203125, 1.421875, -2.09375, 1.046875, 1.046875, -3.375, 1.203125],
+    ("A", "2bit"): [1.203125, -1.203125, 1.203125, -2.5, 1.203125, 1.203125, -2.5, 1.203125],
+    ("A", "1bit"): [1.5, -1.5, 1.5, -1.5, 1.5, 1.5, -1.5, 1.5],
+    ("B", "4bit"): [0.5078125, -0.765625, 0.5078125],
+    ("C", "4bit"): [4.0625, -4.0625, 4.0625, 5, 6.125],
+    ("E", "4bit"): [NAN] * 5,
+}
+
+
+def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the message, and the indices and values that its receiver gets. Both ends must agree on them."""
+    vector = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
+    message, delivered = section.pack(torch.tensor(indices, dtype=torch.int32), vector)
+    assert message.dtype == torch.int32
+    assert message.numel() == section.words
+    found = section.unpack(message)
+    assert torch.equal(found.indices, delivered.indices)
+    expected = delivered.values / section.divisor  # exact if values are rounded
+    assert torch.equal(found.values.nan_to_num(nan=7e33), expected.nan_to_num(nan=7e33))
+    return message, delivered.indices, delivered.values
+
+
+def in_hex(message: torch.Tensor) -> str:
+    """Return the words of a message as the specification writes them."""
+    return " ".join(f"{word & 0xFFFFFFFF:08x}" for word in message.tolist())
+
+
+@pytest.mark.parametrize(("name", "values"), GOLDEN)
+def test_golden_sections(name: str, values: str) -> None:
+    """A section has exactly the words of the format, and decodes to exactly these numbers."""
+    bounds, indices, numbers = INPUTS[name]
+    message, found, delivered = packed(Section(*bounds, values, packed="always"), indices, numbers)
+    assert in_hex(message) == GOLDEN[name, values]
+    assert found.tolist() == indices
+    expected = DELIVERED.get((name, values), numbers)
+    assert torch.equal(delivered.nan_to_num(nan=-1), torch.tensor(expected, dtype=torch.float32).nan_to_num(nan=-1))
+
+
+def test_golden_empty_sections() -> None:
+    """A section without entries is all zeros. One without room has no words."""
+    message, *_ = packed(Section(0, 100, 3, "4bit", packed="always"), [], [])
+    assert message.tolist() == [0] * 12
+    assert Section(5, 5, 3, "4bit").words == 0
+    message, *_ = packed(Section(5, 50, 0, "4bit"), [], [])
+    assert message.numel() == 0
+
+
+BITS_PER_ENTRY = {
+    0.001: (43.96, 27.96, 19.97, 15.97, 14.97, 13.97, 12.97),
+    0.01: (40.56, 24.56, 16.56, 12.56, 11.56, 10.56, 9.56),
+    0.05: (38.25, 22.25, 14.25, 10.25, 9.25, 8.25, 7.25),
+}
+
+
+@pytest.mark.parametrize("density", BITS_PER_ENTRY)
+def test_bits_per_entry(density: float) -> None:
+    """The bits per entry of 25 million coordinates are those of the format's table."""
+    numel = 25_000_000
+    room = int(numel * density)
+    found = [32 * Section(0, numel, room, values).words / room for values in FORMATS]
+    assert found == pytest.approx(BITS_PER_ENTRY[density], abs=0.005)
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@given(room=st.integers(0, 3000), span=st.integers(1, 2**31 - 1))
+@examples(60)
+def test_never_longer_than_plain(values: str, room: int, span: int) -> None:
+    """A section never takes more than the two words per entry of a plain message."""
+    section = Section(0, span, room, values)
+    assert section.words <= 2 * min(room, span)
+    if section.is_packed:
+        exact = 2 + math.log2(span / min(room, span)) + VALUE_BITS[values]
+        assert 32 * section.words <= min(room, span) * exact + 31 * (math.log2(span) + 32) + 160
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Section, list[int], torch.Tensor]:
+    """Sections of every format with indices and values of very different distributions, at every bound."""
+    low = draw(st.sampled_from([0, 1, 1000, 2**31 - 5000]))
+    span = draw(st.sampled_from([1, 2, 31, 32, 33, 129, 400, 4096]))
+    full = draw(st.booleans())
+    count = span if full and span < 500 else draw(st.integers(0, min(span, 200)))
+    room = count + draw(st.sampled_from([0, 0, 1, 31, 40, 300]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    indices = np.sort(generator.choice(span, count, replace=False)) + low
+    kind = draw(
+        st.sampled_from(["bits", "normal", "tails", "equal", "denormal", "outlier", "huge", "tail of a residual"])
+    )
+    if kind == "bits":
+        values = generator.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+    elif kind == "tails":
+        values = np.exp(generator.normal(0, 6, count))
+    elif kind == "equal":
+        values = np.full(count, generator.normal())
+    elif kind == "denormal":
+        values = generator.normal(size=count) * 1e-41
+    elif kind == "outlier":
+        values = np.where(np.arange(count) == count // 2, 1e30, 1.0)
+    elif kind == "huge":
+        values = generator.uniform(1e38, 3.4e38, count)
+    else:
+        values = generator.normal(size=count) if kind == "normal" else 1 + generator.exponential(0.2, count)
+    with np.errstate(all="ignore"):
+        signed = (values * generator.choice([-1.0, 1.0], count)).astype(np.float32)
+    signed = np.where(np.isfinite(signed) & (signed != 0), signed, np.float32(1.5)).astype(np.float32)
+    divisor = draw(st.sampled_from([1, 1, 2, 3, 7, 8, 9, 64, 127, 1000]))
+    packed_as = draw(st.sampled_from([True, "always", False]))
+    section = Section(low, low + span, room, draw(st.sampled_from(FORMATS)), divisor=divisor, packed=packed_as)
+    return section, indices.tolist(), torch.from_numpy(signed)
+
+
+@given(situation=situations())
+@examples(600)
+def test_what_rounding_takes_away_is_exact(situation: tuple[Section, list[int], torch.Tensor]) -> None:
+    """Delivered values have the sign of the entry, are at most twice as large, and leave an exact remainder."""
+    section, indices, values = situation
+    _, found, delivered = packed(section, indices, values)
+    places = np.searchsorted(indices, found.numpy())
+    assert [indices[place] for place in places] == found.tolist()
+    sent = values.numpy()[places]
+    if not section.rounds:
+        assert np.array_equal(sent, delivered.numpy())
+        return
+    for before, after in zip(sent.tolist(), delivered.tolist(), strict=True):
+        assert after != 0
+        assert math.isfinite(after)
+        assert (after > 0) == (before > 0)
+        remainder = struct.unpack("f", struct.pack("f", float(np.float32(before) - np.float32(after))))[0]
+        assert Fraction(before) - Fraction(after) == Fraction(remainder)
+        if section.divisor == 1:
+            assert abs(after) <= 2 * abs(before)
+
+
+@given(situation=situations())
+@examples(200)
+def test_the_rest_can_be_sent_later(situation: tuple[Section, list[int], torch.Tensor]) -> None:
+    """An entry too small beside the others is left out. A part of what a section can hold, it can hold together."""
+    section, indices, values = situation
+    entries = section.sendable(Selection.of(torch.tensor(indices, dtype=torch.int32), values))
+    assert section.sendable(entries).found == entries.found
+    half = entries.slice(0, entries.found // 2)
+    assert section.sendable(half).found == half.found
+    _, found, _ = packed(section, entries.indices.tolist(), entries.values)
+    assert found.numel() == entries.found
+
+
+def test_an_outlier_delays_the_others() -> None:
+    """One outlier of 1e30 is sent alone. The ones beside it are sent once it is gone."""
+    section = Section(0, 1000, 100, "4bit")
+    indices, values = list(range(0, 1000, 10)), torch.ones(100)
+    values[40] = 1e30
+    _, found, _ = packed(section, indices, values)
+    assert found.tolist() == [400]
+    values[40] = 1.0
+    _, found, _ = packed(section, indices, values)
+    assert found.numel() == 100
+
+
+def test_denormals_stay_in_the_residual() -> None:
+    """A section of denormal numbers delivers nothing at low widths."""
+    _, found, _ = packed(Section(0, 1000, 40, "4bit"), list(range(40)), torch.full((40,), 1e-41))
+    assert found.numel() == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("values", FORMATS)
+def test_not_a_number_arrives(values: str, bad: float) -> None:
+    """A NaN or Inf among the values reaches the receiver, which then rejects the step."""
+    numbers = torch.linspace(1, 2, 64)
+    numbers[5] = bad
+    message, delivered = Section(0, 5000, 64, values).pack(torch.arange(64, dtype=torch.int32), numbers)
+    assert not Section(0, 5000, 64, values).unpack(message).values.isfinite().all()
+    assert not delivered.values.isfinite().all()
+
+
+@pytest.mark.parametrize("values", FORMATS)
+def test_hostile_words(values: str) -> None:
+    """Random and bit-flipped sections are rejected, or give ascending indices inside the range."""
+    generator = np.random.default_rng(0)
+    section = Section(100, 4100, 40, values, packed="always")
+    indices = np.sort(generator.choice(4000, 37, replace=False)).astype(np.int32) + 100
+    good, _ = section.pack(torch.from_numpy(indices), torch.from_numpy(generator.normal(size=37).astype(np.float32)))
+    rejected = accepted = 0
+    for trial in range(1500):
+        if trial % 3:
+            words = good.numpy().copy()
+            for place in generator.integers(0, 32 * len(words), trial % 5 + 1):
+                words[place // 32] ^= np.array(1 << place % 32, np.uint32).view(np.int32)
+        else:
+            words = generator.integers(-(2**31), 2**31, len(good), dtype=np.int64).astype(np.int32)
+        try:
+            found = section.unpack(torch.from_numpy(words))
+        except ProtocolMismatchError:
+            rejected += 1
+            continue
+        accepted += 1
+        assert found.indices.numel() == found.values.numel() <= section.room
+        assert (found.indices[1:] > found.indices[:-1]).all()
+        assert ((found.indices >= 100) & (found.indices < 4100)).all()
+    assert rejected > 500
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("header", [0x3F800005, 0xBF800000, 0x7F800000, 0x00000001])
+def test_headers_no_encoder_writes(header: int) -> None:
+    """A table outside the menu, and a scale that is negative, zero or infinite, are rejected."""
+    section = Section(0, 400, 8, "4bit", packed="always")
+    message, *_ = packed(section, A[1], A[2])
+    message[1] = int(np.array(header, np.uint32).view(np.int32))
+    with pytest.raises(ProtocolMismatchError, match="malformed section"):
+        section.unpack(message)
+
+
+@pytest.mark.parametrize("packed_as", [True, "always", False])
+def test_several_sections_in_a_message(packed_as: bool | str) -> None:
+    """A message holds entries of several ranges, with gaps between them, and each range keeps to its own."""
+    bounds = [(0, 900, 30), (900, 1000, 10), (2000, 9000, 0), (9000, 20000, 50)]
+    message = Sections(Section(*bound, "4bit", packed=packed_as) for bound in bounds)
+    indices = torch.cat([torch.arange(low, low + room) for low, _, room in bounds]).int()
+    words, delivered = message.pack(indices, torch.linspace(1, 2, 90))
+    assert words.numel() == message.words
+    found = message.unpack(words)
+    assert torch.equal(found.indices, indices)
+    assert torch.equal(found.values, delivered.values)
+    moved = Sections(Section(low + 5000, high + 5000, room, "4bit", packed=packed_as) for low, high, room in bounds)
+    if not packed_as:  # the indices of a packed section are relative to its range
+        with pytest.raises(ProtocolMismatchError):
+            moved.unpack(words)
+
+
+def test_too_many_entries() -> None:
+    """More entries than the section has room for are an error of the caller."""
+    with pytest.raises(ValueError, match="room=2"):
+        Section(0, 10, 2).pack(torch.arange(3, dtype=torch.int32), torch.ones(3))
