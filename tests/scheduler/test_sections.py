@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ProtocolMismatchError
-from tritoncomm.scheduler.wire import VALUE_BITS, Section, Sections
+from tritoncomm.scheduler.wire import Encoding, Section, Sections
 
 from depth import examples
 from tritoncomm_kernels import Selection
+from tritoncomm_kernels.sections import VALUE_BITS
 
 FORMATS = tuple(VALUE_BITS)
 ROUNDED = tuple(name for name in FORMATS if name != "fp32")
@@ -257,14 +258,15 @@ def test_headers_no_encoder_writes(header: int) -> None:
 def test_several_sections_in_a_message(packed_as: bool | str) -> None:
     """A message holds entries of several ranges, with gaps between them, and each range keeps to its own."""
     bounds = [(0, 900, 30), (900, 1000, 10), (2000, 9000, 0), (9000, 20000, 50)]
-    message = Sections(Section(*bound, "4bit", packed=packed_as) for bound in bounds)
+    encoding = Encoding("4bit" if packed_as else "fp32", packed_as)
+    message = Sections(encoding, bounds)
     indices = torch.cat([torch.arange(low, low + room) for low, _, room in bounds]).int()
     words, delivered = message.pack(indices, torch.linspace(1, 2, 90))
     assert words.numel() == message.words
     found = message.unpack(words)
     assert torch.equal(found.indices, indices)
     assert torch.equal(found.values, delivered.values)
-    moved = Sections(Section(low + 5000, high + 5000, room, "4bit", packed=packed_as) for low, high, room in bounds)
+    moved = Sections(encoding, [(low + 5000, high + 5000, room) for low, high, room in bounds])
     if not packed_as:  # the indices of a packed section are relative to its range
         with pytest.raises(ProtocolMismatchError):
             moved.unpack(words)

@@ -15,8 +15,10 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
+from tritoncomm_kernels.sections import VALUE_BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +159,36 @@ class Recipe(ABC):
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
         """Return the paper's formula for ``numel`` elements by phase, an upper bound for most steps of a long run."""
         return self.build(numel).ordinary_traffic(world_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntryRecipe(Recipe):
+    """A method whose messages hold entries: pairs of an index and a value.
+
+    * ``values``: format of a value on the wire. ``"fp32"`` sends all bits. ``"bf16"``, ``"8bit"``, ``"4bit"``,
+      ``"3bit"``, ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual.
+    * ``packed``: whether indices are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
+      Rounded values are always packed. ``"auto"`` packs if values are rounded. :func:`tritoncomm.wrap` also packs for
+      vectors on a GPU then. ``"always"`` packs messages that become longer too. It is for tests.
+    """
+
+    values: str = "fp32"
+    packed: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, "values", self.values in VALUE_BITS, f"must be one of {', '.join(VALUE_BITS)}")
+        known = self.packed in ("auto", "always") or isinstance(self.packed, bool)
+        check(self, "packed", known, "must be True, False, 'auto' or 'always'")
+        fix = f"values={self.values!r} are always packed: leave out packed, or choose values='fp32'"
+        check(self, "packed", self.values == "fp32" or self.packed is not False, fix)
+
+    @property
+    def encoding(self) -> Encoding:
+        """The format of messages."""
+        if self.packed == "auto":
+            return Encoding(self.values, self.values != "fp32")
+        return Encoding(self.values, self.packed)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least, check_number
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange
+from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
@@ -30,7 +30,7 @@ _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(Recipe):
+class DGC(EntryRecipe):
     """Settings of Deep Gradient Compression. Wrap an optimizer without momentum, because this method has its own.
 
     ``masking`` resets the momentum of sent entries. ``clip_norm`` limits the norm of a worker's gradient before it is
@@ -116,12 +116,13 @@ class DGCAlgorithm(Algorithm):
         velocity, update = self._with_momentum(self.state.velocity, gradient)
         acc.replace_gradient(update)
         own = acc.top_k(self.k)
-        indices, sums = yield from all_gather_sum(own, [self.k] * world_size, acc, rank, world_size)
-        acc.clear(own.indices)
+        encoding = self.recipe.encoding
+        mean, sent = yield from all_gather_mean(own, [self.k] * world_size, encoding, acc, rank, world_size)
+        acc.subtract(sent, rounded=encoding.rounds)
         if self.recipe.masking:
-            velocity = velocity.index_fill(0, own.indices.long(), 0.0)
+            velocity = velocity.index_fill(0, sent.indices.long(), 0.0)
         self.state = replace(self.state, velocity=velocity)
-        return SparseVector(indices, sums / world_size, self.numel)
+        return mean
 
     def _dense(self, acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
         """Exchange at density 1: apply momentum to the mean.
@@ -189,7 +190,7 @@ class DGCAlgorithm(Algorithm):
         return {}
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1) words."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        return Forecast({"all-gather": both(cost.bruck(2 * self.k, world_size))})
+        return Forecast({"all-gather": both(cost.bruck(self.recipe.encoding.words(self.numel, self.k), world_size))})

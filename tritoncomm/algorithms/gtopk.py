@@ -14,20 +14,21 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep, left_out
+from tritoncomm.primitives.selection import entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
+from tritoncomm.scheduler.wire import Encoding, Section
 from tritoncomm_kernels import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class GTopk(Recipe):
+class GTopk(EntryRecipe):
     """Deliver exactly k entries. They are not always the k largest sums, because each merge sees only its subtree."""
 
     name: ClassVar[str] = "gtopk"
@@ -39,7 +40,7 @@ class GTopk(Recipe):
 
     def build(self, numel: int) -> GTopkAlgorithm:
         """See :meth:`Recipe.build`."""
-        return GTopkAlgorithm(numel, entries_to_keep(numel, self.density))
+        return GTopkAlgorithm(numel, entries_to_keep(numel, self.density), self.encoding)
 
 
 class GTopkAlgorithm(Algorithm):
@@ -48,9 +49,10 @@ class GTopkAlgorithm(Algorithm):
     Workers beyond the largest power of two send their entries to a partner first, and receive the result last.
     """
 
-    def __init__(self, numel: int, k: int) -> None:
+    def __init__(self, numel: int, k: int, encoding: Encoding) -> None:
         super().__init__(numel)
         self.k = k
+        self.encoding = encoding
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -60,49 +62,69 @@ class GTopkAlgorithm(Algorithm):
         """
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
-        own = acc.top_k(self.k)
-        acc.clear(own.indices)
-        merged, edges = own, tree(world_size)
+        merged = acc.top_k(self.k)
+        acc.clear(merged.indices)
+        edges = tree(world_size)
+        to_parent = self.encoding.section(0, self.numel, self.k)
         for pairs in edges:
-            inbox = yield from self._step("reduce", merged, pairs, rank)
-            for peer, message in inbox.items():
+            message = None
+            if rank in pairs:
+                message = self._packed(to_parent, merged, acc)
+            inbox = yield from _step("reduce", message, to_parent.words, pairs, rank)
+            for peer, arrived in inbox.items():
                 assert rank < peer, "messages go to the lower rank"
-                lists = [merged[:2], self._entries(message)]
+                lists = [merged[:2], to_parent.unpack(arrived)[:2]]
                 union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
-                cut = left_out(union, merged)
-                acc.add(cut.indices, cut.values)
-                if kernels.has_non_finite(acc.dense()[cut.indices.long()]):
-                    # The residual would overflow. NaN values reach all ranks, so that all reject the step.
-                    merged = merged._replace(values=torch.full_like(merged.values, torch.nan))
+                if not _keep(left_out(union, merged), acc):
+                    merged = _reject(merged)
+        # Rank 0 packs the result once. The others forward its message, so all ranks decode the same bits.
+        result = (self.encoding if world_size > 1 else wire.PLAIN).section(0, self.numel, self.k, divisor=world_size)
+        message = self._packed(result, merged, acc) if rank == 0 else None
         for pairs in reversed(edges):
-            inbox = yield from self._step("broadcast", merged, {parent: child for child, parent in pairs.items()}, rank)
-            for message in inbox.values():
-                merged = Selection.of(*self._entries(message))
-        if kernels.has_non_finite(merged.values):  # all ranks hold the same entries
+            downwards = {parent: child for child, parent in pairs.items()}
+            inbox = yield from _step("broadcast", message, result.words, downwards, rank)
+            message = next(iter(inbox.values()), message)
+        assert message is not None
+        mean = result.unpack(message)
+        if kernels.has_non_finite(mean.values):  # all ranks hold the same entries
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
-        return SparseVector(merged.indices, merged.values / world_size, self.numel)
+        return SparseVector(mean.indices, mean.values, self.numel)
 
-    def _step(self, phase: str, entries: Selection, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:
-        """Run one level of the tree. ``pairs`` maps senders to receivers. Other ranks take part without a message."""
-        words = 2 * self.k
-        sends = {pairs[rank]: wire.pack_padded(entries.indices, entries.values, words)} if rank in pairs else {}
-        receives = {sender: words for sender, receiver in pairs.items() if receiver == rank}
-        inbox: Inbox = yield Round(phase, sends, receives)
-        return inbox
-
-    def _entries(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        indices, values = wire.unpack_padded(message)
-        wire.check_indices(indices, 0, self.numel)
-        return indices, values
+    def _packed(self, section: Section, entries: Selection, acc: Accumulator) -> torch.Tensor:
+        """Return the message with ``entries``. What rounding takes away from them is added to the residual."""
+        message, sent = section.pack(entries.indices, entries.values)
+        if section.rounds and not _keep(rest_of(entries, sent), acc):
+            message, _ = section.pack(*_reject(entries)[:2])
+        return message
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Rank 0 takes part in every level, with 2k words each."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         levels = cost.log2(world_size)
-        phase = both(cost.messages(levels, 2 * self.k * levels))
+        words = self.encoding.words(self.numel, self.k)
+        phase = both(cost.messages(levels, words * levels))
         return Forecast({"reduce": phase, "broadcast": phase})
+
+
+def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:
+    """Run one level of the tree. ``pairs`` maps senders to receivers. Other ranks take part without a message."""
+    sends = {pairs[rank]: message} if rank in pairs and message is not None else {}
+    receives = {sender: words for sender, receiver in pairs.items() if receiver == rank}
+    inbox: Inbox = yield Round(phase, sends, receives)
+    return inbox
+
+
+def _keep(entries: Selection, acc: Accumulator) -> bool:
+    """Add ``entries`` to the residual. Return False if it overflows there."""
+    acc.add(entries.indices, entries.values)
+    return not kernels.has_non_finite(acc.dense()[entries.indices.long()])
+
+
+def _reject(entries: Selection) -> Selection:
+    """Return ``entries`` with NaN values. They reach all ranks, and all reject the step."""
+    return entries._replace(values=torch.full_like(entries.values, torch.nan))
 
 
 def tree(world_size: int) -> list[dict[int, int]]:

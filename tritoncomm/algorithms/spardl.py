@@ -19,20 +19,21 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep, left_out
+from tritoncomm.primitives.selection import entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
+from tritoncomm.scheduler.wire import Encoding, Sections
 from tritoncomm_kernels import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparDL(Recipe):
+class SparDL(EntryRecipe):
     """Settings of SparDL.
 
     * ``teams``: d, the number of teams. It must divide the world size. More teams need fewer rounds, but three or
@@ -129,13 +130,17 @@ class SparDLState:
 
 
 class _Place(NamedTuple):
-    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks."""
+    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks.
+
+    ``encoding`` is the format of messages.
+    """
 
     rank: int
     teams: int
     team_size: int
     cuts: list[int]
     budgets: list[int]
+    encoding: Encoding
 
     @property
     def position(self) -> int:
@@ -157,9 +162,10 @@ class _Place(NamedTuple):
         """Return ``count`` consecutive blocks from ``first`` on, modulo Q, in ascending order."""
         return sorted((first + i) % self.team_size for i in range(count))
 
-    def words(self, blocks: Sequence[int]) -> int:
-        """Return the length in words of the message that carries ``blocks``."""
-        return 2 * sum(self.budgets[b] for b in blocks)
+    def message(self, blocks: Sequence[int], *, room: int | None = None, divisor: int = 1) -> Sections:
+        """Return the layout of the message that carries ``blocks``, with their budgets or ``room`` entries each."""
+        ranges = [(self.cuts[b], self.cuts[b + 1], self.budgets[b] if room is None else room) for b in blocks]
+        return Sections(self.encoding, ranges, divisor=divisor)
 
 
 class _WorkingVector:
@@ -190,6 +196,17 @@ class _WorkingVector:
         self.values.index_fill_(0, taken.indices.long(), 0.0)
         self.taken.append(taken.indices)
         return taken
+
+    def pack(self, entries: Selection, layout: Sections, share: float = 1.0) -> tuple[torch.Tensor, Selection]:
+        """Return the message with ``entries``, and the entries that its receivers will decode.
+
+        W gets ``share`` times what rounding takes away. If W overflows, all values become NaN, and all ranks reject the
+        step.
+        """
+        message, sent = layout.pack(entries.indices, entries.values)
+        if self.place.encoding.rounds and not self.add_share(rest_of(entries, sent), share):
+            message, sent = layout.pack(entries.indices, torch.full_like(entries.values, torch.nan))
+        return message, sent
 
     def add(self, entries: Selection) -> None:
         """Add received entries to W."""
@@ -232,7 +249,7 @@ class SparDLAlgorithm(Algorithm):
         else:
             own, state = yield from self._merge_by_bruck(working, place, state)
         # Bruck all-gather inside the team.
-        delivered = yield from self._all_gather(own, place)
+        delivered = yield from self._all_gather(working, own, place)
         if kernels.has_non_finite(delivered.values):  # raised on all ranks, because all hold the same blocks
             raise NonFiniteError("a gradient or a sum of gradients contains NaN or Inf; nothing was applied")
         # Global residual collection (GRES).
@@ -240,7 +257,7 @@ class SparDLAlgorithm(Algorithm):
         acc.selected = sum(len(indices) for indices in working.taken)
         self.report = {"delivered": float(delivered.found), "h": float(state.h)}
         self.state = state
-        return SparseVector(delivered.indices, delivered.values / world_size, self.numel)
+        return SparseVector(delivered.indices, delivered.values, self.numel)
 
     def _place(self, rank: int, world_size: int) -> _Place | None:
         """Return this rank's place, or None if every entry is delivered and the exchange is dense."""
@@ -250,30 +267,32 @@ class SparDLAlgorithm(Algorithm):
         widths = [stop - start for start, stop in itertools.pairwise(cuts)]
         shares = [(b + 1) * self.k // size - b * self.k // size for b in range(size)]
         budgets = [min(width, max(1, share)) for width, share in zip(widths, shares, strict=True)]
-        return None if budgets == widths else _Place(rank, teams, size, cuts, budgets)
+        encoding = self.recipe.encoding if world_size > 1 else wire.PLAIN
+        return None if budgets == widths else _Place(rank, teams, size, cuts, budgets, encoding)
 
     def _reduce_scatter(self, working: _WorkingVector, place: _Place) -> Pattern[None]:
         """SRS: truncate a block only when it is sent, after everything that it has received is added."""
         team, w, size = place.team, place.position, place.team_size
         for distance, count in reduce_scatter_schedule(size):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
-            leaving, arriving = place.bag(w + distance, count), place.bag(w, count)
-            message = wire.pack_padded(*working.take(leaving)[:2], place.words(leaving))
-            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: place.words(arriving)})
-            working.add(self._entries(inbox[source], arriving, place))
+            leaving, arriving = place.bag(w + distance, count), place.message(place.bag(w, count))
+            message, _ = working.pack(working.take(leaving), place.message(leaving))
+            inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
+            working.add(arriving.unpack(inbox[source]))
 
     def _merge_recursively(self, working: _WorkingVector, place: _Place) -> Pattern[Selection]:
         """R-SAG: recursive doubling over the teams.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
         """
-        w = place.position
+        w, layout = place.position, place.message([place.position])
         own = working.take([w])
         for s in range(cost.log2(place.teams)):
             peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
-            words = place.words([w])
-            inbox: Inbox = yield Round("merge", {peer: wire.pack_padded(own.indices, own.values, words)}, {peer: words})
-            lists = [own, self._entries(inbox[peer], [w], place)]
+            # 2^s ranks hold the same entries, and round them alike.
+            message, own = working.pack(own, layout, 1 / (1 << s))
+            inbox: Inbox = yield Round("merge", {peer: message}, {peer: layout.words})
+            lists = [own, layout.unpack(inbox[peer])]
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
             kept = kernels.largest(union, place.budgets[w], workspace=self.workspace)
             # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
@@ -295,26 +314,29 @@ class SparDLAlgorithm(Algorithm):
         least = math.ceil(budget / place.teams)
         if state.h == 0:
             state = replace(state, h=least, step=max(1, (budget - least) // 100))
-        own = working.take([w], state.h)
-        words = 2 * state.h
-        message = wire.pack_padded(own.indices, own.values, words)
+        layout = place.message([w], room=state.h)
+        message, _ = working.pack(working.take([w], state.h), layout)
         blocks = yield from bruck_all_gather(
-            message, [words] * place.teams, team, place.teams, phase="merge", ring=place.column
+            message, [layout.words] * place.teams, team, place.teams, phase="merge", ring=place.column
         )
-        lists = [self._entries(block, [w], place)[:2] for block in blocks]
+        lists = [layout.unpack(block)[:2] for block in blocks]
         union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
         h, step, inertia = adapted(state.h, state.step, state.inertia, union.found, budget, least)
         own = kernels.largest(union, budget, workspace=self.workspace)
         return own, replace(state, h=h, step=step, inertia=inertia)
 
-    def _all_gather(self, own: Selection, place: _Place) -> Pattern[Selection]:
-        """Gather all blocks from the members of the team. A block has the same bits in every team."""
-        words = [place.words([b]) for b in range(place.team_size)]
-        message = wire.pack_padded(own.indices, own.values, words[place.position])
+    def _all_gather(self, working: _WorkingVector, own: Selection, place: _Place) -> Pattern[Selection]:
+        """Gather all blocks from the members of the team, as means. A block has the same bits in every team."""
+        teams, world_size = place.teams, place.teams * place.team_size
+        layouts = [place.message([b], divisor=world_size) for b in range(place.team_size)]
+        # All teams round the same block. They share what is left, exactly if their number is a power of two.
+        share = 1 / teams if _power_of_two(teams) else float(place.rank < place.team_size)
+        message, _ = working.pack(own, layouts[place.position], share)
+        words = [layout.words for layout in layouts]
         blocks = yield from bruck_all_gather(
             message, words, place.position, place.team_size, phase="all-gather", ring=place.team
         )
-        return Selection.join([self._entries(block, [b], place) for b, block in enumerate(blocks)])
+        return Selection.join([layout.unpack(block) for layout, block in zip(layouts, blocks, strict=True)])
 
     def _collect_residuals(self, acc: Accumulator, working: _WorkingVector, final: torch.Tensor) -> None:
         """Write the new residual.
@@ -327,20 +349,6 @@ class SparDLAlgorithm(Algorithm):
             return
         sent = torch.cat(working.taken).sort().values
         acc.clear(sent if self.recipe.residuals == "local" else sent[kernels.common_positions(sent, final)])
-
-    def _entries(self, message: torch.Tensor, blocks: Sequence[int], place: _Place) -> Selection:
-        """Return the entries of a received message. Raise ``ProtocolMismatchError`` if one is outside ``blocks``."""
-        entries = Selection.of(*wire.unpack_padded(message))
-        (first, last), *rest = runs(blocks)
-        if not rest:
-            wire.check_indices(entries.indices, place.cuts[first], place.cuts[last + 1])
-            return entries
-        # The blocks wrap around: one run starts at block 0, the other ends at the last block.
-        end = place.cuts[last + 1]
-        low = int(torch.searchsorted(entries.indices, end))
-        wire.check_indices(entries.indices[:low], 0, end)
-        wire.check_indices(entries.indices[low:], place.cuts[rest[0][0]], self.numel)
-        return entries
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
@@ -360,10 +368,15 @@ class SparDLAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         budget, peers, teams = max(place.budgets), place.team_size - 1, place.teams
         h = min(budget, max(h, math.ceil(budget / teams)))
-        words = 2 * budget * cost.log2(teams) if self.recipe.recursive(teams) else 2 * h * (teams - 1)
-        within = both(cost.messages(cost.log2(place.team_size), 2 * budget * peers))
+        blocks = range(place.team_size)
+        block = max(place.message([b]).words for b in blocks)
+        if self.recipe.recursive(teams):
+            between = block * cost.log2(teams)
+        else:
+            between = max(place.message([b], room=h).words for b in blocks) * (teams - 1)
+        within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
-            {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), words)), "all-gather": within}
+            {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
         )
 
 

@@ -13,14 +13,15 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange, share_rows
+from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
 from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, sidco_selection
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
 
 # SIDCo averages the relative count over a window of steps. It changes the number of stages if this mean differs from 1
@@ -29,7 +30,7 @@ _WINDOW, _TOLERANCE, _STAGES = 5, 0.2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardThreshold(Recipe):
+class HardThreshold(EntryRecipe):
     """Deliver all entries whose magnitude is at least ``threshold``. No residual reaches the threshold after a step.
 
     A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: a constant threshold
@@ -58,11 +59,12 @@ class HardThreshold(Recipe):
 
     def build(self, numel: int) -> HardThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        return HardThresholdAlgorithm(numel, entries_to_keep(numel, self.density), self.threshold or 0.0)
+        k = entries_to_keep(numel, self.density)
+        return HardThresholdAlgorithm(numel, k, self.threshold or 0.0, self.encoding)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianK(Recipe):
+class GaussianK(EntryRecipe):
     """Deliver about k entries, found by a normal fit to the accumulator.
 
     At most ``max_ratio`` times k entries are sent, the largest ones.
@@ -83,7 +85,7 @@ class GaussianK(Recipe):
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        return GaussianKAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio)
+        return GaussianKAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio, self.encoding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +100,16 @@ class SIDCo(GaussianK):
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        return SIDCoAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio)
+        return SIDCoAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio, self.encoding)
 
 
 class ThresholdAlgorithm(Algorithm):
     """Base class of the three methods. It exchanges the counts first, then exactly the selected entries."""
 
-    def __init__(self, numel: int, k: int, room: int) -> None:
+    def __init__(self, numel: int, k: int, room: int, encoding: Encoding) -> None:
         super().__init__(numel)
         self.k = k
+        self.encoding = encoding
         self.room = min(numel, room)
 
     @abstractmethod
@@ -120,13 +123,16 @@ class ThresholdAlgorithm(Algorithm):
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
+        encoding = self.encoding
+        if world_size > 1:
+            own = encoding.section(0, self.numel, own.found, divisor=world_size).sendable(own)
         (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts")
-        indices, sums = yield from all_gather_sum(own, counts, acc, rank, world_size)
-        acc.clear(own.indices)
+        mean, sent = yield from all_gather_mean(own, counts, encoding, acc, rank, world_size)
+        acc.subtract(sent, rounded=encoding.rounds)
         acc.selected = own.found
         self.report = {"passed": float(passed.found)}
         self.state = state
-        return SparseVector(indices, sums / world_size, self.numel)
+        return mean
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
@@ -142,7 +148,7 @@ class ThresholdAlgorithm(Algorithm):
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
-                "all-gather": both(cost.bruck(2 * entries, world_size)),
+                "all-gather": both(cost.bruck(self.encoding.words_at_most(self.numel, entries, 1), world_size)),
             }
         )
 
@@ -159,8 +165,8 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 
     state: HardThresholdState
 
-    def __init__(self, numel: int, k: int, threshold: float) -> None:
-        super().__init__(numel, k, numel)
+    def __init__(self, numel: int, k: int, threshold: float, encoding: Encoding) -> None:
+        super().__init__(numel, k, numel, encoding)
         self.state = HardThresholdState(threshold)
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
@@ -184,8 +190,8 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 class GaussianKAlgorithm(ThresholdAlgorithm):
     """Fit the threshold from scratch in every step."""
 
-    def __init__(self, numel: int, k: int, max_ratio: float) -> None:
-        super().__init__(numel, k, math.ceil(k * max_ratio))
+    def __init__(self, numel: int, k: int, max_ratio: float, encoding: Encoding) -> None:
+        super().__init__(numel, k, math.ceil(k * max_ratio), encoding)
         self.state = Stateless()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
@@ -207,8 +213,8 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
 
     state: SIDCoState
 
-    def __init__(self, numel: int, k: int, max_ratio: float) -> None:
-        super().__init__(numel, k, math.ceil(k * max_ratio))
+    def __init__(self, numel: int, k: int, max_ratio: float, encoding: Encoding) -> None:
+        super().__init__(numel, k, math.ceil(k * max_ratio), encoding)
         self.state = SIDCoState()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:

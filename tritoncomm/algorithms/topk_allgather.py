@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import all_gather_sum, dense_exchange
+from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.wire import PLAIN, Encoding
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopkAllgather(Recipe):
+class TopkAllgather(EntryRecipe):
     """Send the k largest entries of every worker to all workers. The union is delivered."""
 
     name: ClassVar[str] = "topk_allgather"
@@ -31,15 +32,16 @@ class TopkAllgather(Recipe):
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
         """See :meth:`Recipe.build`."""
-        return TopkAllgatherAlgorithm(numel, entries_to_keep(numel, self.density))
+        return TopkAllgatherAlgorithm(numel, entries_to_keep(numel, self.density), self.encoding)
 
 
 class TopkAllgatherAlgorithm(Algorithm):
     """Blocks have a fixed size of k entries, so no sizes are exchanged."""
 
-    def __init__(self, numel: int, k: int) -> None:
+    def __init__(self, numel: int, k: int, encoding: Encoding = PLAIN) -> None:
         super().__init__(numel)
         self.k = k
+        self.encoding = encoding
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -47,12 +49,13 @@ class TopkAllgatherAlgorithm(Algorithm):
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
         own = acc.top_k(self.k)
-        indices, sums = yield from all_gather_sum(own, [self.k] * world_size, acc, rank, world_size)
-        acc.clear(own.indices)
-        return SparseVector(indices, sums / world_size, self.numel)
+        rooms = [self.k] * world_size
+        mean, sent = yield from all_gather_mean(own, rooms, self.encoding, acc, rank, world_size)
+        acc.subtract(sent, rounded=self.encoding.rounds)
+        return mean
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1) words."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        return Forecast({"all-gather": both(cost.bruck(2 * self.k, world_size))})
+        return Forecast({"all-gather": both(cost.bruck(self.encoding.words(self.numel, self.k), world_size))})

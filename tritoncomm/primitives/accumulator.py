@@ -145,6 +145,17 @@ class Accumulator:
         self._add()
         self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
 
+    def subtract(self, delivered: Selection, *, rounded: bool) -> None:
+        """Remove the ``delivered`` entries from the sum.
+
+        If values were ``rounded``, they are subtracted, and the exact difference stays. Otherwise the sum becomes zero
+        at their indices. See :meth:`clear`.
+        """
+        if rounded:
+            self.add(delivered.indices, -delivered.values)
+        else:
+            self.clear(delivered.indices)
+
     def clear_range(self, start: int, stop: int) -> None:
         """Set the sum to zero at the coordinates from ``start`` up to ``stop``. See :meth:`clear`."""
         self._add()

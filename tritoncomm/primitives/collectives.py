@@ -13,6 +13,7 @@ from tritoncomm.primitives.region_cuts import balanced_sizes, moves
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
+from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
@@ -177,27 +178,39 @@ def _balance(
     return balanced
 
 
-def all_gather_sum(
-    own: Selection, rooms: Sequence[int], acc: Accumulator, rank: int, world_size: int, *, phase: str = "all-gather"
-) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the union of all ranks' entries: the indices, and the sum at each index.
+def all_gather_mean(
+    own: Selection,
+    rooms: Sequence[int],
+    encoding: Encoding,
+    acc: Accumulator,
+    rank: int,
+    world_size: int,
+    *,
+    phase: str = "all-gather",
+) -> Pattern[tuple[SparseVector, Selection]]:
+    """Return the mean over ranks of all ranks' entries, and the part of ``own`` that is in it, with the values sent.
 
-    Sums are added in rank order, so all ranks get the same bits. ``rooms[r]`` is the largest number of entries that
-    rank r sends. All ranks raise :class:`~tritoncomm.NonFiniteError` if an entry or a sum is NaN or Inf. No flag is
-    needed, because every selection includes NaN and Inf.
+    The mean stores the union of all indices. Values are added in rank order, so all ranks get the same bits.
+    ``rooms[r]`` is the largest number of entries that rank r sends. ``encoding`` is the format of messages. All ranks
+    raise :class:`~tritoncomm.NonFiniteError` if an entry or a sum is NaN or Inf. No flag is needed, because every
+    selection includes NaN and Inf.
     """
-    message = wire.pack_padded(own.indices, own.values, 2 * rooms[rank])
-    blocks = yield from bruck_all_gather(message, [2 * room for room in rooms], rank, world_size, phase=phase)
-    lists = [wire.unpack_padded(block) for block in blocks]
-    for indices, _ in lists:
-        wire.check_indices(indices, 0, acc.numel)
+    if world_size == 1:
+        encoding = wire.PLAIN
+    # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
+    divisor = world_size if encoding.rounds else 1
+    sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
+    message, sent = sections[rank].pack(own.indices, own.values)
+    words = [section.words for section in sections]
+    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
+    lists = [section.unpack(block)[:2] for section, block in zip(sections, blocks, strict=True)]
     indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
     if kernels.has_non_finite(sums):
         bad = [source for source, (_, values) in enumerate(lists) if kernels.has_non_finite(values)]
         if bad:
             raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
         raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
-    return indices, sums
+    return SparseVector(indices, sums if encoding.rounds else sums / world_size, acc.numel), sent
 
 
 def shared_sum(values: torch.Tensor, finite: bool, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:

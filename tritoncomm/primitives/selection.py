@@ -38,6 +38,14 @@ def left_out(union: Selection, kept: Selection) -> Selection:
     return Selection.of(union.indices[cut], union.values[cut])
 
 
+def rest_of(entries: Selection, sent: Selection) -> Selection:
+    """Return what is left of ``entries`` after a part of them was ``sent``, perhaps with rounded values. No zeros."""
+    values = entries.values.clone()
+    values[kernels.common_positions(entries.indices, sent.indices)] -= sent.values
+    left = values != 0
+    return Selection.of(entries.indices[left], values[left])
+
+
 # As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.
 _GAUSSIAN_TRIES, _GAUSSIAN_STEP = 20, 1.02
 

@@ -7,8 +7,9 @@ integers up to 2^24. A packed message consists of sections (:class:`Section`).
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -138,10 +139,13 @@ class Section:
             return False
         return self.packed == "always" or self.layout.words < 2 * self.layout.room
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
-        """True if values are rounded. False if the receiver gets the bits of the sender."""
-        return self.is_packed and self.values != "fp32"
+        """True if values are rounded. False if the receiver gets the bits of the sender, divided by ``divisor``.
+
+        A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
+        """
+        return self.values != "fp32" and (self.is_packed or self.divisor > 1)
 
     @cached_property
     def words(self) -> int:
@@ -156,8 +160,13 @@ class Section:
         """
         if not self.rounds:
             return entries
-        keep = sendable_together(entries.values, self.layout.bits, self.divisor)
-        return entries if keep is None else Selection.of(entries.indices[keep], entries.values[keep])
+        if self.is_packed:
+            keep = sendable_together(entries.values, self.layout.bits, self.divisor)
+        else:
+            keep = _rounded_quotients(entries.values, self.divisor) != 0
+        if keep is None or keep.all():
+            return entries
+        return Selection.of(entries.indices[keep], entries.values[keep])
 
     def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
         """Return the section (int32 ``[words]``) with ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32).
@@ -167,10 +176,11 @@ class Section:
         """
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
-        entries = Selection.of(indices, values)
+        entries = self.sendable(Selection.of(indices, values))
         if not self.is_packed:
-            return pack_padded(indices, values, self.words), entries
-        entries = self.sendable(entries)
+            sent = _rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+            delivered = sent * self.divisor if self.rounds else sent
+            return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
         message = indices.new_empty(self.words)
         delivered = write_section(self.layout, self.low, entries.indices, entries.values, message, divisor=self.divisor)
         return message, entries._replace(values=delivered)
@@ -196,54 +206,99 @@ class Section:
         return entries._replace(values=entries.values / self.divisor)
 
 
-class Sections:
-    """A message of several ``sections``, one after the other. Their ranges ascend and do not overlap.
+class Encoding(NamedTuple):
+    """How a method sends entries: the format of ``values``, and whether they are ``packed``. See :class:`Section`."""
 
-    If no section is packed, the message is plain as a whole, and sections cost nothing.
-    """
-
-    def __init__(self, sections: Iterable[Section]) -> None:
-        self.sections = list(sections)
-        self.words = sum(section.words for section in self.sections)
+    values: str = "fp32"
+    packed: bool | str = False
 
     @property
-    def is_plain(self) -> bool:
-        """True if no section is packed."""
-        return not any(section.is_packed for section in self.sections)
+    def rounds(self) -> bool:
+        """True if values are rounded."""
+        return self.values != "fp32"
+
+    def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
+        """Return the section of at most ``room`` entries in ``[low, high)``."""
+        return Section(low, high, room, self.values, divisor, self.packed)
+
+    def words(self, span: int, room: int) -> int:
+        """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
+        return self.section(0, span, room).words
+
+    def words_at_most(self, span: int, entries: int, sections: int) -> int:
+        """Return an upper bound in words for ``sections`` sections, with ``entries`` entries and ``span`` coordinates.
+
+        It holds for any split of the entries and the coordinates over the sections.
+        """
+        entries = min(entries, span)
+        if not self.packed or entries == 0:
+            return 2 * entries
+        bits = VALUE_BITS[self.values]
+        # A section of m entries in u coordinates needs at most m (2 + log2(u / m) + bits) bits, and whole words. The
+        # first part is largest in total if all sections have the same ratio.
+        packed = entries * (2 + math.log2(span / entries) + bits)
+        packed += sections * (97 + 31 * (math.ceil(math.log2(max(2, span))) + min(bits, 8)))
+        return math.ceil(packed / 32) if self.packed == "always" else min(2 * entries, math.ceil(packed / 32))
+
+
+PLAIN = Encoding()
+
+
+class Sections:
+    """A message of several sections, one after the other.
+
+    ``ranges`` holds (low, high, room) of each section. They ascend and do not overlap. ``encoding`` and ``divisor`` are
+    those of all sections. A plain message is written and read as a whole, however many sections it has.
+    """
+
+    def __init__(self, encoding: Encoding, ranges: Sequence[tuple[int, int, int]], *, divisor: int = 1) -> None:
+        self.ranges = ranges
+        self.divisor = divisor
+        self.sections: list[Section] = []
+        if encoding.packed or encoding.rounds:
+            self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
+            self.words = sum(section.words for section in self.sections)
+        else:
+            self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 
     def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
         """Do the same as :meth:`Section.pack` for entries of all sections."""
-        if self.is_plain:
+        if not self.sections:
             return pack_padded(indices, values, self.words), Selection.of(indices, values)
-        if len(self.sections) == 1:
-            return self.sections[0].pack(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
         cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
         parts = [
             section.pack(indices[start:stop], values[start:stop])
             for section, (start, stop) in zip(self.sections, itertools.pairwise(cuts), strict=True)
         ]
-        return torch.cat([message for message, _ in parts]), Selection.join([delivered for _, delivered in parts])
+        return torch.cat([message for message, _ in parts]), Selection.join([sent for _, sent in parts])
 
     def unpack(self, message: torch.Tensor) -> Selection:
         """Do the same as :meth:`Section.unpack` for a received ``message`` (int32 ``[words]``)."""
-        if not self.is_plain:
+        if self.sections:
             parts = torch.split(message, [section.words for section in self.sections])
             return Selection.join([section.unpack(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
         start = 0
-        for low, high in _runs(self.sections):  # few runs, of many sections each
-            stop = int(torch.searchsorted(entries.indices, high)) if high < self.sections[-1].high else entries.found
+        runs = _runs(self.ranges)
+        for low, high in runs:
+            last = high == runs[-1][1]
+            stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
-        divisor = self.sections[0].divisor
-        return entries if divisor == 1 else entries._replace(values=entries.values / divisor)
+        return entries if self.divisor == 1 else entries._replace(values=entries.values / self.divisor)
 
 
-def _runs(sections: Sequence[Section]) -> list[tuple[int, int]]:
-    """Return the bounds of each run of sections without a gap."""
-    starts = [at for at in range(1, len(sections)) if sections[at].low != sections[at - 1].high]
-    return [(sections[a].low, sections[b - 1].high) for a, b in itertools.pairwise([0, *starts, len(sections)])]
+def _rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return ``values / divisor`` (fp32) with so few significant bits that the product with ``divisor`` is exact."""
+    dropped = 1 + (divisor - 1).bit_length()
+    return ((values / divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
+
+
+def _runs(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the bounds of each run of ranges without a gap."""
+    starts = [at for at in range(1, len(ranges)) if ranges[at][0] != ranges[at - 1][1]]
+    return [(ranges[a][0], ranges[b - 1][1]) for a, b in itertools.pairwise([0, *starts, len(ranges)])]
 
 
 class Frame(NamedTuple):
