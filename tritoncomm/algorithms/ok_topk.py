@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
@@ -30,6 +30,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
+from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection, Workspace
 
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
@@ -40,12 +41,14 @@ from tritoncomm_kernels import Selection, Workspace
 WARM_START = 0.98
 # A reused threshold never changes by more than this factor in one step.
 MAX_CORRECTION = 2.0
+# Sums of this magnitude count as overflow if values are rounded.
+_LARGEST_ROUNDED = 2.0**126
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OkTopk(Recipe):
+class OkTopk(EntryRecipe):
     """Settings of Ok-Topk. The defaults are the paper's values where it gives one.
 
     * ``repartition_every``: tau, the period of space repartition in sparse steps (section "space repartition").
@@ -140,12 +143,15 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Delivered:
-    """Outcome of phase 2: indices and sums of the result, and the threshold state for the next step."""
+    """Outcome of phase 2: the mean, and the threshold state for the next step.
 
-    indices: torch.Tensor
-    sums: torch.Tensor
+    ``rest`` is the part of the sums that rounding has cut off on this rank.
+    """
+
+    mean: Selection
     threshold: float
     force_reevaluate: bool
+    rest: Selection | None = None
 
 
 class OkTopkAlgorithm(Algorithm):
@@ -156,6 +162,7 @@ class OkTopkAlgorithm(Algorithm):
     def __init__(self, recipe: OkTopk, numel: int) -> None:
         super().__init__(numel)
         self.recipe = recipe
+        self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
         self.local_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.local_cap))
         self.global_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.global_cap))
@@ -189,22 +196,25 @@ class OkTopkAlgorithm(Algorithm):
             # Each pair of ranks exchanges at most k/P entries. Entries above the limit stay in the residual.
             limits = [math.ceil(self.k / world_size) if p != rank else self.k for p in range(world_size)]
             local = largest_parts(local, offsets(local.indices, cuts), limits, workspace=self.workspace)
-        region, received = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
+        region, received, sent = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
         # Phase 2: global selection, data balancing, all-gather.
         floor = self._lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
-        candidates = self._candidates(region, floor, cuts[rank])
+        candidates = self._candidates(region, floor, cuts, rank)
         shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
             if floor > 0 and sum(shared.candidates) < self.k:  # some of the k largest sums are below the floor
-                candidates = self._candidates(region, 0.0, cuts[rank])
+                candidates = self._candidates(region, 0.0, cuts, rank)
                 shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
-            delivered = yield from self._global_top_k(candidates, shared, state, rank, world_size)
+            delivered = yield from self._global_top_k(candidates, shared, cuts, state, rank, world_size)
         else:
-            delivered = yield from self._balance_and_gather(candidates, shared, state, rank, world_size)
+            delivered = yield from self._balance_and_gather(candidates, shared, cuts, state, rank, world_size)
 
-        # Residual update: clear a coordinate if and only if this rank sent it and the global selection kept it.
-        acc.clear(local.indices[kernels.common_positions(local.indices, delivered.indices)])
+        # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
+        kept = kernels.common_positions(sent.indices, delivered.mean.indices)
+        acc.subtract(Selection.of(sent.indices[kept], sent.values[kept]), rounded=self.encoding.rounds)
+        if delivered.rest is not None:
+            acc.add(delivered.rest.indices, delivered.rest.values)
         loads = shared.loads
         skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
         self.report = {
@@ -222,7 +232,7 @@ class OkTopkAlgorithm(Algorithm):
             force_reevaluate=delivered.force_reevaluate,
             force_repartition=skewed and self.k >= world_size,  # below that no rank has enough entries to propose cuts
         )
-        return SparseVector(delivered.indices, delivered.sums / world_size, self.numel)
+        return SparseVector(delivered.mean.indices, delivered.mean.values, self.numel)
 
     def _alone(self, acc: Accumulator, local: Selection, threshold: float, finite: bool) -> SparseVector:
         """Return the result for a world size of 1, which is the local selection."""
@@ -279,40 +289,61 @@ class OkTopkAlgorithm(Algorithm):
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
-    ) -> Pattern[tuple[torch.Tensor, int]]:
-        """Phase 1, split and reduce. Return the dense sums of this rank's region and the number of entries in them.
+    ) -> Pattern[tuple[torch.Tensor, int, Selection]]:
+        """Phase 1, split and reduce: the dense sums of this rank's region.
 
-        Entries are added in rotation order, rank r, r-1, r-2, ..., regardless of the order of arrival.
+        Also returns the number of entries in them, and the entries of this rank in all sums, with the values that it
+        sent. Entries are added in rotation order, rank r, r-1, r-2, ..., regardless of the order of arrival.
         """
-        low, high = cuts[rank], cuts[rank + 1]
+        low, high, encoding = cuts[rank], cuts[rank + 1], self.encoding
         region = torch.zeros(high - low, device=local.values.device)
-        starts = offsets(local.indices, cuts)
-        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        parts = [local.slice(start, stop) for start, stop in itertools.pairwise(offsets(local.indices, cuts))]
+        sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
+        if encoding.rounds:  # this rank's own region is not sent, and not rounded
+            parts = [part if p == rank else sections[p].sendable(part) for p, part in enumerate(parts)]
+            sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
+        counts = [part.found for part in parts]
         incoming = yield from collectives.share_counts(counts, finite, local.indices.device)
+        arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
 
         def add(arrived: Inbox) -> None:
-            lists = list(arrived.values())
-            counts = [message.numel() // 2 for message in lists]
-            indices, values = wire.unpack_parts(lists)
-            wire.check_indices(indices, low, high, counts)
-            kernels.scatter_add_lists(region, indices - low, values, counts)
+            if encoding.packed:
+                found = [arriving[source].unpack(message) for source, message in arrived.items()]
+                entries, counts = Selection.join(found), [part.found for part in found]
+            else:
+                counts = [message.numel() // 2 for message in arrived.values()]
+                entries = Selection.of(*wire.unpack_parts(list(arrived.values())))
+                wire.check_indices(entries.indices, low, high, counts)
+            kernels.scatter_add_lists(region, entries.indices - low, entries.values, counts)
 
-        messages = wire.pack_parts(local.indices, local.values, counts)
-        add({rank: messages[rank]})
+        kernels.scatter_add_lists(region, parts[rank].indices - low, parts[rank].values, [counts[rank]])
+        if encoding.packed:
+            packed = [section.pack(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
+            messages = [message for message, _ in packed]
+            sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
+        else:
+            messages, sent = wire.pack_parts(local.indices, local.values, counts), local
         sends = {p: message for p, message in enumerate(messages) if p != rank}
-        receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
+        receives = {p: section.words for p, section in arriving.items()}
         width = self.recipe.bucket_width
         yield from collectives.rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
-        return region, sum(incoming)
+        return region, sum(incoming), sent
 
-    def _candidates(self, region: torch.Tensor, threshold: float, offset: int) -> Selection:
-        """Return the reduced non-zeros of this rank's region that reach ``threshold``, with global indices."""
+    def _candidates(self, region: torch.Tensor, threshold: float, cuts: Sequence[int], rank: int) -> Selection:
+        """Return the reduced non-zeros of this rank's region that reach ``threshold``, with global indices.
+
+        If values are rounded, only those that a message can hold together are candidates.
+        """
+        low, high = cuts[rank], cuts[rank + 1]
         found = kernels.select(region, threshold, workspace=self.workspace)
-        return found._replace(indices=found.indices + offset)
+        found = found._replace(indices=found.indices + low)
+        return self.encoding.section(low, high, found.found, divisor=len(cuts) - 1).sendable(found)
 
     def _share_sizes(self, candidates: Selection, received: int, threshold: float, world_size: int) -> Pattern[_Sizes]:
         """Size exchange: gather every owner's counts. Raise ``NonFiniteError`` on all ranks if a sum overflows."""
         finite = not kernels.has_non_finite(candidates.values)
+        if self.encoding.rounds and candidates.found:  # what rounding cuts off must not overflow in the residual
+            finite = finite and float(candidates.values.abs().max()) < _LARGEST_ROUNDED
         reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
         row = [candidates.found, received, int(reaching.sum())]
         sizes, loads, reached = yield from collectives.share_rows(
@@ -321,23 +352,53 @@ class OkTopkAlgorithm(Algorithm):
         return _Sizes(sizes, loads, sum(reached))
 
     def _global_top_k(
-        self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
+        self,
+        candidates: Selection,
+        shared: _Sizes,
+        cuts: Sequence[int],
+        state: OkTopkState,
+        rank: int,
+        world_size: int,
     ) -> Pattern[_Delivered]:
         """Phase 2 of a re-evaluation step: deliver exactly the k largest sums.
 
-        Either all candidates are gathered, or histograms find the k largest first.
+        Either all candidates are gathered, without rounding, or histograms find the k largest first.
         """
-        if sum(shared.candidates) <= self._worth_gathering(world_size):
-            gathered = yield from collectives.gather_blocks(
-                candidates, shared.candidates, self.numel, rank, world_size, phase="re-evaluation"
-            )
-        else:
+        if sum(shared.candidates) > self._worth_gathering(world_size):
             shares = yield from largest_shares(candidates, self.k)
-            gathered = yield from self._even_out_and_gather(candidates, shares, rank, world_size)
-        kept = kernels.largest(gathered, self.k, workspace=self.workspace)
-        # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
+            gathered = yield from self._even_out_and_gather(candidates, shares, cuts, rank, world_size)
+            return self._delivered(gathered, state, world_size)
+        exact = collectives.Regions(cuts, shared.candidates, Encoding("fp32", self.encoding.packed))
+        gathered = yield from collectives.gather_regions(
+            candidates, exact, rank, world_size, trigger=math.inf, width=1, phase="re-evaluation"
+        )
+        kept = kernels.largest(gathered.entries, self.k, workspace=self.workspace)
+        if not self.encoding.rounds:
+            return self._delivered(gathered._replace(entries=kept), state, world_size)
         threshold = kernels.smallest_magnitude(kept.values) or state.global_threshold
-        return _Delivered(kept.indices, kept.values, threshold, force_reevaluate=kept.found == 0)
+        # A rounded quotient loses nothing: its product with the world size is exact, and the owner keeps the rest.
+        mean = kept._replace(values=wire.rounded_quotients(kept.values, world_size))
+        mean = Selection.of(mean.indices[mean.values != 0], mean.values[mean.values != 0])
+        low, high = offsets(mean.indices, (cuts[rank], cuts[rank + 1]))
+        own = mean.slice(low, high)
+        rest = self._rest(candidates, own._replace(values=own.values * world_size))
+        return _Delivered(mean, threshold, kept.found == 0, rest)
+
+    def _delivered(self, gathered: collectives.Gathered, state: OkTopkState, world_size: int) -> _Delivered:
+        """Return the outcome of a re-evaluation that ``gathered`` exactly the k largest sums."""
+        entries = gathered.entries
+        if gathered.least is None:
+            # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
+            threshold = kernels.smallest_magnitude(entries.values) or state.global_threshold
+            mean = entries._replace(values=entries.values / world_size)
+            return _Delivered(mean, threshold, entries.found == 0)
+        threshold = gathered.least if entries.found else state.global_threshold
+        return _Delivered(entries, threshold, entries.found == 0, self._rest(gathered.own, gathered.sent))
+
+    def _rest(self, sums: Selection, sent: Selection) -> Selection:
+        """Return what rounding has cut off from the ``sent`` entries of ``sums``."""
+        exact = sums.values[kernels.common_positions(sums.indices, sent.indices)]
+        return sent._replace(values=exact - sent.values)
 
     def _worth_gathering(self, world_size: int) -> int:
         """Return the largest number of candidates for which gathering them all is preferred to histograms."""
@@ -346,24 +407,42 @@ class OkTopkAlgorithm(Algorithm):
         return self.k + distributed_topk.forecast(world_size).received.bytes // (2 * cost.WORD)
 
     def _balance_and_gather(
-        self, candidates: Selection, shared: _Sizes, state: OkTopkState, rank: int, world_size: int
+        self,
+        candidates: Selection,
+        shared: _Sizes,
+        cuts: Sequence[int],
+        state: OkTopkState,
+        rank: int,
+        world_size: int,
     ) -> Pattern[_Delivered]:
         """Phase 2 of a reuse step: trim to the global cap, balance if the trigger is exceeded, and gather."""
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
-        gathered = yield from self._even_out_and_gather(candidates, sizes, rank, world_size)
+        gathered = yield from self._even_out_and_gather(candidates, sizes, cuts, rank, world_size)
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
-        threshold = self._corrected(self._lowered(state.global_threshold), gathered, wanted)
-        return _Delivered(gathered.indices, gathered.values, threshold, not low <= shared.reaching <= high)
+        drifted = not low <= shared.reaching <= high
+        before, entries = self._lowered(state.global_threshold), gathered.entries
+        if gathered.least is None:
+            threshold = self._corrected(before, entries, wanted)
+            return _Delivered(entries._replace(values=entries.values / world_size), threshold, drifted)
+        threshold = before
+        if self.recipe.correct_thresholds and wanted >= self.k == entries.found:
+            threshold = gathered.least
+        elif self.recipe.correct_thresholds:
+            threshold = corrected_threshold(before, wanted, self.k, self.numel)
+        return _Delivered(entries, threshold, drifted, self._rest(gathered.own, gathered.sent))
 
     def _even_out_and_gather(
-        self, candidates: Selection, sizes: list[int], rank: int, world_size: int
-    ) -> Pattern[Selection]:
+        self, candidates: Selection, sizes: list[int], cuts: Sequence[int], rank: int, world_size: int
+    ) -> Pattern[collectives.Gathered]:
         """Gather the ``sizes[r]`` largest candidates of every rank r, balanced first if the trigger is exceeded."""
         block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
-        return collectives.balanced_gather(
-            block, sizes, self.numel, rank, world_size, trigger=self.balance_trigger, width=self.recipe.bucket_width
-        )
+        divisor = world_size if self.encoding.rounds else 1
+        regions = collectives.Regions(cuts, sizes, self.encoding, divisor)
+        return collectives.gather_regions(
+            block, regions, rank, world_size,
+            trigger=self.balance_trigger, width=self.recipe.bucket_width, phase="all-gather",
+        )  # fmt: skip
 
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`: everything except the local threshold, which differs between ranks."""
@@ -390,11 +469,17 @@ class OkTopkAlgorithm(Algorithm):
         sent = self.k if reevaluate else self.local_cap
         pair = math.ceil(self.k / world_size) if self.recipe.strict_volume and not reevaluate else sent
         sizes = cost.all_gather(3, 8, world_size)
+        exact = Encoding("fp32", self.encoding.packed)
+
+        def words(entries: int, sections: int, encoding: Encoding = self.encoding) -> int:
+            return encoding.words_at_most(self.numel, entries, sections)
+
         phases = {
             "counts": both(cost.all_to_all(1, 8, world_size)),
             # A rank sends each entry once. In the worst case one owner receives all entries of all peers.
             "split-and-reduce": Flow(
-                cost.messages(peers, 2 * min(sent, peers * pair)), cost.messages(peers, 2 * peers * pair)
+                cost.messages(peers, words(min(sent, peers * pair), peers)),
+                cost.messages(peers, peers * words(pair, 1)),
             ),
             # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
             "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
@@ -403,20 +488,25 @@ class OkTopkAlgorithm(Algorithm):
             phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
         if reevaluate:
             gathered = min(self.numel, world_size * self.k, self._worth_gathering(world_size))
-            phases["re-evaluation"] = Flow(
-                cost.messages(rounds, 2 * rounds * gathered), cost.messages(rounds, 2 * gathered)
-            )
+            volume = words(gathered, world_size, exact)
+            phases["re-evaluation"] = Flow(cost.messages(rounds, rounds * volume), cost.messages(rounds, volume))
             if gathered == min(self.numel, world_size * self.k):
                 return Forecast(phases)
             phases.update(distributed_topk.forecast(world_size).phases)
         delivered = self.k if reevaluate else self.global_cap
         share = math.ceil(delivered / world_size)
         largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))
+        pieces = world_size
         if self.balance_trigger < world_size:
-            phases["balance"] = Flow(cost.messages(peers, 2 * delivered), cost.messages(peers, 2 * share))
+            pieces = 2 * world_size - 1  # a balanced block may hold entries of several regions
+            phases["balance"] = Flow(
+                cost.messages(peers, words(delivered, peers, exact)), cost.messages(peers, words(share, peers, exact))
+            )
         # Bruck: each block arrives once, but a rank sends its own block, which may be large, in every round.
-        leaving = min(rounds * delivered, peers * largest)
-        phases["all-gather"] = Flow(cost.messages(rounds, 2 * leaving), cost.messages(rounds, 2 * delivered))
+        extra = int(self.encoding.rounds)
+        received = words(delivered, pieces) + extra * world_size
+        leaving = min(rounds * received, peers * (words(largest, min(pieces, largest)) + extra))
+        phases["all-gather"] = Flow(cost.messages(rounds, leaving), cost.messages(rounds, received))
         return Forecast(phases)
 
 

@@ -373,7 +373,8 @@ class SparDLAlgorithm(Algorithm):
         if self.recipe.recursive(teams):
             between = block * cost.log2(teams)
         else:
-            between = max(place.message([b], room=h).words for b in blocks) * (teams - 1)
+            widest = max(stop - start for start, stop in itertools.pairwise(place.cuts))
+            between = place.encoding.words_at_most(widest, h, 1) * (teams - 1)  # fewer entries may need more words
         within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}

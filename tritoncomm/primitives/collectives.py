@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.region_cuts import balanced_sizes, moves
+from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
-from tritoncomm.scheduler.wire import Encoding
+from tritoncomm.scheduler.wire import Encoding, Section, Sections
 from tritoncomm_kernels import Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
@@ -144,38 +146,104 @@ def gather_blocks(
     return gathered
 
 
-def balanced_gather(
-    block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, *, trigger: float, width: int
-) -> Pattern[Selection]:
-    """Do the same as :func:`gather_blocks`, but balance the blocks first if their sizes are uneven.
+class Regions(NamedTuple):
+    """The entries of all ranks before they are gathered. Rank r holds ``sizes[r]`` entries in its region of ``cuts``.
+
+    ``encoding`` is the format of messages. Values are divided by ``divisor`` at the receivers.
+    """
+
+    cuts: Sequence[int]
+    sizes: list[int]
+    encoding: Encoding
+    divisor: int = 1
+
+    def blocks(self, *, balanced: bool) -> list[Sections]:
+        """Return the layout of every rank's message, before or after balancing.
+
+        A balanced block may hold entries of several regions. Each has a section of its own.
+        """
+        if not balanced:
+            pieces = [[(owner, size)] for owner, size in enumerate(self.sizes)]
+        else:
+            pieces = balanced_pieces(self.sizes)
+        return [
+            Sections(
+                self.encoding,
+                [(self.cuts[owner], self.cuts[owner + 1], count) for owner, count in parts],
+                divisor=self.divisor,
+            )
+            for parts in pieces
+        ]
+
+
+class Gathered(NamedTuple):
+    """The entries of all ranks, and the part of ``own`` entries that was ``sent`` (see :meth:`Sections.pack`).
+
+    ``least`` is the smallest magnitude of the entries of all ranks before rounding. It is infinite without entries, and
+    None if values are not rounded.
+    """
+
+    entries: Selection
+    own: Selection
+    sent: Selection
+    least: float | None
+
+
+def gather_regions(
+    block: Selection, regions: Regions, rank: int, world_size: int, *, trigger: float, width: int, phase: str
+) -> Pattern[Gathered]:
+    """All-gather the entries of all ranks' regions. Balance the blocks first if their sizes are uneven.
 
     Blocks are balanced if the largest one exceeds ``trigger`` times the mean size. ``width`` is the number of peers per
     bucket of the rotation.
     """
-    total = sum(sizes)
-    if max(sizes) > max(trigger * total / world_size, -(-total // world_size)):
-        block = yield from _balance(block, sizes, numel, rank, world_size, width)
+    sizes, total = regions.sizes, sum(regions.sizes)
+    balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
+    if balanced:
+        block = yield from _balance(block, regions, rank, world_size, width)
         sizes = balanced_sizes(total, world_size)
-    return (yield from gather_blocks(block, sizes, numel, rank, world_size, phase="all-gather"))
+    if not regions.encoding.packed:
+        entries = yield from gather_blocks(block, sizes, regions.cuts[-1], rank, world_size, phase=phase)
+        return Gathered(entries, block, block, None)
+    layouts = regions.blocks(balanced=balanced)
+    message, sent = layouts[rank].pack(block.indices, block.values)
+    extra = int(regions.encoding.rounds)
+    if extra:  # thresholds must not be learnt from rounded values
+        least = sent_magnitudes(block, sent).min() if sent.found else torch.tensor(math.inf, device=message.device)
+        message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
+    words = [layout.words + extra if layout.words else 0 for layout in layouts]
+    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
+    parts = [layout.unpack(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
+    smallest = min((float(part[-1:].view(torch.float32)) for part in blocks if part.numel()), default=math.inf)
+    return Gathered(Selection.join(parts), block, sent, smallest if extra else None)
 
 
-def _balance(
-    block: Selection, sizes: list[int], numel: int, rank: int, world_size: int, width: int
-) -> Pattern[Selection]:
-    """Move entries until all ranks hold equal shares in the same order (Ok-Topk, "data balancing")."""
-    leaving, arriving = moves(sizes, rank)
+def sent_magnitudes(entries: Selection, sent: Selection) -> torch.Tensor:
+    """Return the magnitudes of those ``entries`` that were ``sent``, before rounding."""
+    return entries.values[kernels.common_positions(entries.indices, sent.indices)].abs()
+
+
+def _balance(block: Selection, regions: Regions, rank: int, world_size: int, width: int) -> Pattern[Selection]:
+    """Move entries until all ranks hold equal shares in the same order (Ok-Topk, "data balancing").
+
+    Values are not rounded on this way.
+    """
+    cuts = regions.cuts
+    exact = Encoding("fp32", regions.encoding.packed)
+    leaving, arriving = moves(regions.sizes, rank)
     parts = {rank: block.slice(*leaving.pop(rank))} if rank in leaving else {}
 
+    def section(owner: int, count: int) -> Section:
+        return exact.section(cuts[owner], cuts[owner + 1], count)
+
     def keep(arrived: Inbox) -> None:
-        parts.update((source, Selection.of(*wire.unpack(message))) for source, message in arrived.items())
+        parts.update((source, section(source, arriving[source]).unpack(part)) for source, part in arrived.items())
 
     slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
-    sends = {p: wire.pack(part.indices, part.values) for p, part in slices.items()}
-    receives = {p: 2 * count for p, count in arriving.items() if p != rank}
+    sends = {p: section(rank, part.found).pack(part.indices, part.values)[0] for p, part in slices.items()}
+    receives = {p: section(p, count).words for p, count in arriving.items() if p != rank}
     yield from rotate(sends, receives, keep, rank, world_size, width=width, phase="balance")
-    balanced = Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
-    wire.check_indices(balanced.indices, 0, numel)
-    return balanced
+    return Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
 
 
 def all_gather_mean(

@@ -68,6 +68,23 @@ def balanced_sizes(total: int, world_size: int) -> list[int]:
     return [share + (rank < extra) for rank in range(world_size)]
 
 
+def balanced_pieces(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return the pieces of every balanced block: (old owner, number of entries), in order. Pieces are not empty."""
+    pieces: list[list[tuple[int, int]]] = []
+    owner, left = -1, 0
+    for room in balanced_sizes(sum(sizes), len(sizes)):
+        block: list[tuple[int, int]] = []
+        while room:
+            while not left:
+                owner += 1
+                left = sizes[owner]
+            count = min(room, left)
+            block.append((owner, count))
+            room, left = room - count, left - count  # noqa: PLW2901
+        pieces.append(block)
+    return pieces
+
+
 def moves(sizes: Sequence[int], rank: int) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
     """Return the moves of ``rank`` that balance blocks of ``sizes`` and keep the global order.
 

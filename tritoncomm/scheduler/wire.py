@@ -163,7 +163,7 @@ class Section:
         if self.is_packed:
             keep = sendable_together(entries.values, self.layout.bits, self.divisor)
         else:
-            keep = _rounded_quotients(entries.values, self.divisor) != 0
+            keep = rounded_quotients(entries.values, self.divisor) != 0
         if keep is None or keep.all():
             return entries
         return Selection.of(entries.indices[keep], entries.values[keep])
@@ -178,7 +178,7 @@ class Section:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
         entries = self.sendable(Selection.of(indices, values))
         if not self.is_packed:
-            sent = _rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+            sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
             delivered = sent * self.divisor if self.rounds else sent
             return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
         message = indices.new_empty(self.words)
@@ -255,15 +255,17 @@ class Sections:
         self.ranges = ranges
         self.divisor = divisor
         self.sections: list[Section] = []
-        if encoding.packed or encoding.rounds:
+        self.words = 0
+        self.is_plain = not (encoding.packed or encoding.rounds)
+        if not self.is_plain:
             self.sections = [encoding.section(*bounds, divisor=divisor) for bounds in ranges]
             self.words = sum(section.words for section in self.sections)
-        else:
+        elif ranges:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 
     def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
         """Do the same as :meth:`Section.pack` for entries of all sections."""
-        if not self.sections:
+        if self.is_plain or not self.words:
             return pack_padded(indices, values, self.words), Selection.of(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
         cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
@@ -275,7 +277,9 @@ class Sections:
 
     def unpack(self, message: torch.Tensor) -> Selection:
         """Do the same as :meth:`Section.unpack` for a received ``message`` (int32 ``[words]``)."""
-        if self.sections:
+        if not self.words:
+            return Selection.of(message, message.view(torch.float32))
+        if not self.is_plain:
             parts = torch.split(message, [section.words for section in self.sections])
             return Selection.join([section.unpack(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
@@ -289,8 +293,8 @@ class Sections:
         return entries if self.divisor == 1 else entries._replace(values=entries.values / self.divisor)
 
 
-def _rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return ``values / divisor`` (fp32) with so few significant bits that the product with ``divisor`` is exact."""
+def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return ``values / divisor`` (fp32), rounded so that the product with ``divisor`` and its distance are exact."""
     dropped = 1 + (divisor - 1).bit_length()
     return ((values / divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
