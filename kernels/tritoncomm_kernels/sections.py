@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.compact import Selection
 
-# Bits of a value by the name of its format.
+# Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
 _BF16_LARGEST, _INFINITY = 0x7F7F, 0x7F800000
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     @property
     def quantized(self) -> bool:
         """True if values are codes with a header. False for fp32 and bf16."""
-        return self.bits < _BF16
+        return 0 < self.bits < _BF16
 
     @property
     def heads(self) -> int:
@@ -75,7 +75,9 @@ class Layout(NamedTuple):
     @property
     def value_words(self) -> int:
         """Words of the values after the planes."""
-        return 0 if self.quantized else self.room if self.bits == _FP32 else -(-self.room // 2)
+        if self.bits < _BF16:
+            return 0
+        return self.room if self.bits == _FP32 else -(-self.room // 2)
 
     @property
     def words(self) -> int:
@@ -160,7 +162,7 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
         values = quantize.dequantize(codes, header, layout.bits, divisor)
     elif layout.bits == _FP32:
         values = words[layout.words - layout.value_words :][:count].view(np.float32).copy()
-    else:
+    else:  # no values follow if they have 0 bits
         values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
     indices = torch.from_numpy(offsets.astype(np.int32) + np.int32(low))
     return Selection.of(indices.to(section.device), torch.from_numpy(values).to(section.device))

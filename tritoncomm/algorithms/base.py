@@ -15,7 +15,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.scheduler.wire import Encoding
+from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
 from tritoncomm_kernels.sections import VALUE_BITS
@@ -162,33 +162,48 @@ class Recipe(ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EntryRecipe(Recipe):
-    """A method whose messages hold entries: pairs of an index and a value.
+class IndexRecipe(Recipe):
+    """A method that sends indices.
 
-    * ``values``: format of a value on the wire. ``"fp32"`` sends all bits. ``"bf16"``, ``"8bit"``, ``"4bit"``,
-      ``"3bit"``, ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual.
-    * ``packed``: whether indices are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
-      Rounded values are always packed. ``"auto"`` packs if values are rounded. :func:`tritoncomm.wrap` also packs for
-      vectors on a GPU then. ``"always"`` packs messages that become longer too. It is for tests.
+    ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
+    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). For vectors on a GPU, :func:`tritoncomm.wrap`
+    resolves it to True. ``"always"`` packs messages that become longer too. It is for tests.
     """
 
-    values: str = "fp32"
     packed: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, "values", self.values in VALUE_BITS, f"must be one of {', '.join(VALUE_BITS)}")
         known = self.packed in ("auto", "always") or isinstance(self.packed, bool)
         check(self, "packed", known, "must be True, False, 'auto' or 'always'")
+
+    @property
+    def encoding(self) -> Encoding:
+        """The format of messages."""
+        return Encoding(NO_VALUES, False if self.packed == "auto" else self.packed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntryRecipe(IndexRecipe):
+    """A method whose messages hold entries: pairs of an index and a value.
+
+    ``values`` is the format of a value on the wire. ``"fp32"`` sends all bits. ``"bf16"``, ``"8bit"``, ``"4bit"``,
+    ``"3bit"``, ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual. Rounded values are
+    always packed.
+    """
+
+    values: str = "fp32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, "values", self.values in VALUE_BITS, f"must be one of {', '.join(VALUE_BITS)}")
         fix = f"values={self.values!r} are always packed: leave out packed, or choose values='fp32'"
         check(self, "packed", self.values == "fp32" or self.packed is not False, fix)
 
     @property
     def encoding(self) -> Encoding:
         """The format of messages."""
-        if self.packed == "auto":
-            return Encoding(self.values, self.values != "fp32")
-        return Encoding(self.values, self.packed)
+        return Encoding(self.values, self.values != "fp32" if self.packed == "auto" else self.packed)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:

@@ -19,14 +19,14 @@ from typing import ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, IndexRecipe, check, check_at_least
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
 from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler import cost, wire
+from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm_kernels import Selection
@@ -52,7 +52,7 @@ _MANY = 16  # smallest k for which the logarithm of a count is close to the loga
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExDyna(Recipe):
+class ExDyna(IndexRecipe):
     """Settings of ExDyna.
 
     * ``mode``: ``"paper"`` reproduces the authors' code bit for bit. Block sizes are multiples of 32 elements, and
@@ -173,6 +173,7 @@ class ExDynaAlgorithm(Algorithm):
 
     def __init__(self, recipe: ExDyna, numel: int) -> None:
         super().__init__(numel)
+        self.encoding = recipe.encoding
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = ExDynaState()
@@ -283,11 +284,15 @@ class ExDynaAlgorithm(Algorithm):
         self, own: torch.Tensor, kept: list[int], bounds: Sequence[int], step: int, rank: int, world_size: int
     ) -> Pattern[torch.Tensor]:
         """Return the union of all selections. They are disjoint, and in partition order they ascend."""
-        blocks = yield from bruck_all_gather(own, kept, rank, world_size, phase="indices")
         owners = [(partition - step) % world_size for partition in range(world_size)]
-        for partition, owner in enumerate(owners):
-            wire.check_indices(blocks[owner], bounds[partition], bounds[partition + 1])
-        return torch.cat([blocks[owner] for owner in owners])
+        sections = {
+            owner: self.encoding.section(bounds[partition], bounds[partition + 1], kept[owner])
+            for partition, owner in enumerate(owners)
+        }
+        words = [sections[owner].words for owner in range(world_size)]
+        message, _ = sections[rank].pack(own, own.new_empty(0, dtype=torch.float32))
+        blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
+        return torch.cat([sections[owner].unpack(blocks[owner]).indices for owner in owners])
 
     def _rebalanced(
         self, state: ExDynaState, layout: Layout, found: list[int], device: torch.device
@@ -368,11 +373,13 @@ class ExDynaAlgorithm(Algorithm):
         return self._forecast(world_size, -(-self.k // world_size), self.k)
 
     def _forecast(self, world_size: int, own: int, total: int) -> Forecast:
-        rounds, leaving = cost.log2(world_size), (world_size - 1) * own
+        rounds, peers = cost.log2(world_size), world_size - 1
+        leaving = peers * self.encoding.words_at_most(self.numel, own, 1)
+        arriving = min(leaving, self.encoding.words_at_most(self.numel, total, world_size))
         return Forecast(
             {
                 "counts": both(cost.all_gather(3, 8, world_size)),
-                "indices": Flow(cost.messages(rounds, leaving), cost.messages(rounds, min(leaving, total))),
+                "indices": Flow(cost.messages(rounds, leaving), cost.messages(rounds, arriving)),
                 "values": both(cost.all_reduce(total, cost.WORD, world_size)),
             }
         )

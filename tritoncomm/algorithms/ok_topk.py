@@ -41,8 +41,6 @@ from tritoncomm_kernels import Selection, Workspace
 WARM_START = 0.98
 # A reused threshold never changes by more than this factor in one step.
 MAX_CORRECTION = 2.0
-# Sums of this magnitude count as overflow if values are rounded.
-_LARGEST_ROUNDED = 2.0**126
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
 
@@ -343,7 +341,7 @@ class OkTopkAlgorithm(Algorithm):
         """Size exchange: gather every owner's counts. Raise ``NonFiniteError`` on all ranks if a sum overflows."""
         finite = not kernels.has_non_finite(candidates.values)
         if self.encoding.rounds and candidates.found:  # what rounding cuts off must not overflow in the residual
-            finite = finite and float(candidates.values.abs().max()) < _LARGEST_ROUNDED
+            finite = finite and float(candidates.values.abs().max()) < collectives.LARGEST_ROUNDED
         reaching = kernels.magnitude_keys(candidates.values) >= kernels.threshold_key(threshold)
         row = [candidates.found, received, int(reaching.sum())]
         sizes, loads, reached = yield from collectives.share_rows(

@@ -16,10 +16,11 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, Stateless, check, check_at_least
+from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
+    LARGEST_ROUNDED,
     OVERFLOW,
     bruck_all_gather,
     dense_exchange,
@@ -28,16 +29,17 @@ from tritoncomm.primitives.collectives import (
     share_rows,
 )
 from tritoncomm.primitives.region_cuts import offsets
-from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.selection import entries_to_keep, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import Inbox, Pattern
+from tritoncomm.scheduler.wire import Section
 from tritoncomm_kernels import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopkDSA(Recipe):
+class TopkDSA(EntryRecipe):
     """Settings of TopkDSA.
 
     Regions travel dense if their pairs would take at least ``dense_switch`` times the words of the dense vector (2/3 in
@@ -71,6 +73,7 @@ class TopkDSAAlgorithm(Algorithm):
         super().__init__(numel)
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
+        self.encoding = recipe.encoding
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -84,63 +87,85 @@ class TopkDSAAlgorithm(Algorithm):
             acc.clear(own.indices)
             return SparseVector(own.indices, own.values, self.numel)
         cuts = self._cuts(world_size)
-        region = yield from self._split_and_reduce(own, cuts, rank, world_size)
-        union = yield from self._all_gather(region, cuts, rank, world_size)
-        acc.clear(own.indices)
-        return SparseVector(union.indices, union.values / world_size, self.numel)
+        region, sent = yield from self._split_and_reduce(own, cuts, rank, world_size)
+        mean, rest = yield from self._all_gather(region, cuts, rank, world_size)
+        acc.subtract(sent, rounded=self.encoding.rounds)
+        if self.encoding.rounds:
+            acc.add(rest.indices, rest.values)
+        return SparseVector(mean.indices, mean.values, self.numel)
 
     def _cuts(self, world_size: int) -> list[int]:
         return [self.numel * p // world_size for p in range(world_size + 1)]
 
     def _split_and_reduce(
         self, own: Selection, cuts: Sequence[int], rank: int, world_size: int
-    ) -> Pattern[torch.Tensor]:
-        """Return the dense sum over this rank's region.
+    ) -> Pattern[tuple[torch.Tensor, Selection]]:
+        """Return the dense sum over this rank's region, and the entries of this rank in all sums.
 
         Entries are added in rank order, as in an all-gather of all lists.
         """
-        starts = offsets(own.indices, cuts)
-        counts = [stop - start for start, stop in itertools.pairwise(starts)]
+        low, high, encoding = cuts[rank], cuts[rank + 1], self.encoding
+        parts = [own.slice(start, stop) for start, stop in itertools.pairwise(offsets(own.indices, cuts))]
+        # This rank's own region is not sent, and not rounded.
+        sections = [self._section(cuts, p, part.found) for p, part in enumerate(parts)]
+        parts = [part if p == rank else sections[p].sendable(part) for p, part in enumerate(parts)]
+        sections = [self._section(cuts, p, part.found) for p, part in enumerate(parts)]
         finite = not kernels.has_non_finite(own.values)
-        incoming = yield from share_counts(counts, finite, own.values.device)
-        packed = wire.pack_parts(own.indices, own.values, counts)
-        sends = {p: message for p, message in enumerate(packed) if p != rank}
-        receives = {p: 2 * count for p, count in enumerate(incoming) if p != rank}
-        messages = {rank: packed[rank]}
+        incoming = yield from share_counts([part.found for part in parts], finite, own.values.device)
+        packed = [section.pack(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
+        arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
+        messages: Inbox = {}
         yield from rotate(
-            sends, receives, messages.update, rank, world_size,
-            width=self.recipe.bucket_width, phase="split-and-reduce",
-        )  # fmt: skip
-        low, high = cuts[rank], cuts[rank + 1]
+            {p: message for p, (message, _) in enumerate(packed) if p != rank},
+            {p: section.words for p, section in arriving.items()},
+            messages.update,
+            rank,
+            world_size,
+            width=self.recipe.bucket_width,
+            phase="split-and-reduce",
+        )
         region = torch.zeros(high - low, device=own.values.device)
-        for source in sorted(messages):
-            indices, values = wire.unpack(messages[source])
-            wire.check_indices(indices, low, high)
-            kernels.scatter_add(region, indices - low, values)
-        return region
+        for source in sorted({rank, *messages}):
+            part = parts[rank] if source == rank else arriving[source].unpack(messages[source])
+            kernels.scatter_add(region, part.indices - low, part.values)
+        return region, Selection.join([parts[p] if p == rank else sent for p, (_, sent) in enumerate(packed)])
 
-    def _all_gather(self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int) -> Pattern[Selection]:
-        """Gather all regions, as pairs while they are short and as values otherwise."""
-        entries = kernels.select(region, 0.0, workspace=self.workspace)
-        finite = not kernels.has_non_finite(entries.values)
+    def _section(self, cuts: Sequence[int], owner: int, room: int, divisor: int = 1) -> Section:
+        return self.encoding.section(cuts[owner], cuts[owner + 1], room, divisor=divisor)
+
+    def _all_gather(
+        self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int
+    ) -> Pattern[tuple[Selection, Selection]]:
+        """Gather all regions as means, in entries while these are short and as dense values otherwise.
+
+        Also returns what rounding has taken away from the sums of this rank's region.
+        """
+        sums = kernels.select(region, 0.0, workspace=self.workspace)
+        sums = sums._replace(indices=sums.indices + cuts[rank])
+        entries = self._section(cuts, rank, sums.found, world_size).sendable(sums)
+        section = self._section(cuts, rank, entries.found, world_size)
+        message, sent = section.pack(entries.indices, entries.values)
+        finite = not kernels.has_non_finite(sums.values)
+        if section.rounds and sums.found:  # what rounding cuts off must not overflow in the residual
+            finite = finite and float(sums.values.abs().max()) < LARGEST_ROUNDED
         (sizes,) = yield from share_rows(
             [entries.found], finite, world_size, region.device, phase="sizes", reason=OVERFLOW
         )
-        if self._goes_dense(sum(sizes)):
+        sections = [self._section(cuts, owner, size, world_size) for owner, size in enumerate(sizes)]
+        words = [section.words for section in sections]
+        if self._goes_dense(sum(words)):
             widths = [high - low for low, high in itertools.pairwise(cuts)]
-            message = region.view(torch.int32)
-            blocks = yield from bruck_all_gather(message, widths, rank, world_size, phase="all-gather")
-            return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
-        message = wire.pack(entries.indices + cuts[rank], entries.values)
-        blocks = yield from bruck_all_gather(
-            message, [2 * size for size in sizes], rank, world_size, phase="all-gather"
-        )
-        union = Selection.of(*wire.unpack_parts(blocks))
-        wire.check_indices(union.indices, 0, self.numel)
-        return union
+            means = wire.rounded_quotients(region, world_size) if self.encoding.rounds else region / world_size
+            blocks = yield from bruck_all_gather(means.view(torch.int32), widths, rank, world_size, phase="all-gather")
+            mean = kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
+            return mean, sums._replace(values=sums.values - means[sums.indices.long() - cuts[rank]] * world_size)
+        blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
+        mean = Selection.join([section.unpack(block) for section, block in zip(sections, blocks, strict=True)])
+        return mean, rest_of(sums, sent)
 
-    def _goes_dense(self, entries: int) -> bool:
-        return 2 * entries >= self.recipe.dense_switch * self.numel
+    def _goes_dense(self, words: int) -> bool:
+        """Return True if ``words`` for all entries are too many."""
+        return words >= self.recipe.dense_switch * self.numel
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
@@ -148,14 +173,15 @@ class TopkDSAAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
         union = min(self.numel, world_size * self.k)
-        if self._goes_dense(union):  # the bound also holds just below the switch
+        words = self.encoding.words_at_most
+        received, largest = words(self.numel, union, world_size), words(region, min(region, union), 1)
+        if self._goes_dense(received):  # the bound also holds just below the switch
             received, largest = self.numel, 2 * region
-        else:
-            received, largest = 2 * union, 2 * min(region, union)
         sent = min(rounds * received, peers * largest)
         gathering = Flow(cost.messages(rounds, sent), cost.messages(rounds, received))
-        hot = cost.messages(peers, 2 * peers * min(self.k, region))
-        return self._forecast(Flow(cost.messages(peers, 2 * self.k), hot), gathering, world_size)
+        hot = cost.messages(peers, peers * words(region, min(self.k, region), 1))
+        cold = cost.messages(peers, words(self.numel, self.k, peers))
+        return self._forecast(Flow(cold, hot), gathering, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
@@ -163,9 +189,12 @@ class TopkDSAAlgorithm(Algorithm):
             return cost.dense(self.numel, world_size)
         peers, rounds = world_size - 1, cost.log2(world_size)
         union = min(self.numel, world_size * self.k)
-        gathered = self.numel if self._goes_dense(union) else 2 * union
+        words = self.encoding.words_at_most
+        gathered = words(self.numel, union, world_size)
+        if self._goes_dense(gathered):
+            gathered = self.numel
         return self._forecast(
-            both(cost.messages(peers, 2 * self.k * peers // world_size)),
+            both(cost.messages(peers, words(self.numel, self.k, world_size) * peers // world_size)),
             both(cost.messages(rounds, gathered * peers // world_size)),
             world_size,
         )

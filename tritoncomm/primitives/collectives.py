@@ -19,6 +19,7 @@ from tritoncomm.scheduler.wire import Encoding, Section, Sections
 from tritoncomm_kernels import Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
+LARGEST_ROUNDED = 2.0**126  # sums of this magnitude count as overflow if values are rounded
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 

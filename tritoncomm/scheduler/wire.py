@@ -24,6 +24,7 @@ from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendab
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
 _PHASE_BYTES = 8
+NO_VALUES = "none"  # the format of messages that hold indices alone
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -112,9 +113,9 @@ class Section:
     """At most ``room`` entries with indices in ``[low, high)``, and their place in a message.
 
     Both ends know all fields, and therefore the length in ``words``. ``values`` is the format of the values, one of
-    :data:`VALUE_BITS`. Indices are packed by Elias-Fano, values are rounded to that format. A section that would not
-    become shorter, and one with ``packed=False``, is plain: int32 indices and fp32 values. ``packed="always"`` packs
-    longer sections too, for tests.
+    ``VALUE_BITS``, or :data:`NO_VALUES` for indices alone. Indices are packed by Elias-Fano, and values are rounded to
+    that format. A section that would not become shorter, and one with ``packed=False``, is plain: int32 indices and
+    fp32 values. ``packed="always"`` packs longer sections too, for tests.
 
     The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
     ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.
@@ -130,14 +131,14 @@ class Section:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the packed form."""
-        return Layout.of(self.room, self.high - self.low, VALUE_BITS[self.values])
+        return Layout.of(self.room, self.high - self.low, VALUE_BITS.get(self.values, 0))
 
     @cached_property
     def is_packed(self) -> bool:
         """True if the section is packed. Plain sections have two words per entry of room."""
         if not self.packed or self.room == 0:
             return False
-        return self.packed == "always" or self.layout.words < 2 * self.layout.room
+        return self.packed == "always" or self.layout.words < self._plain_words
 
     @cached_property
     def rounds(self) -> bool:
@@ -145,12 +146,16 @@ class Section:
 
         A plain section rounds only quotients. They lose so many bits that their product with ``divisor`` is exact.
         """
-        return self.values != "fp32" and (self.is_packed or self.divisor > 1)
+        return self.values not in ("fp32", NO_VALUES) and (self.is_packed or self.divisor > 1)
 
     @cached_property
     def words(self) -> int:
         """Length in words. The length does not depend on the entries."""
-        return self.layout.words if self.is_packed else 2 * self.layout.room
+        return self.layout.words if self.is_packed else self._plain_words
+
+    @property
+    def _plain_words(self) -> int:
+        return min(self.room, self.high - self.low) * (1 if self.values == NO_VALUES else 2)
 
     def sendable(self, entries: Selection) -> Selection:
         """Return the ``entries`` that the section can hold together.
@@ -177,6 +182,8 @@ class Section:
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
         entries = self.sendable(Selection.of(indices, values))
+        if not self.is_packed and self.values == NO_VALUES:
+            return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
         if not self.is_packed:
             sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
             delivered = sent * self.divisor if self.rounds else sent
@@ -199,7 +206,11 @@ class Section:
                     "The sender has a different partition of the vector, or the message is corrupt"
                 ) from None
         else:
-            entries = Selection.of(*unpack_padded(section))
+            if self.values == NO_VALUES:
+                indices = section[: int(torch.count_nonzero(section != _PADDING))]
+                entries = Selection.of(indices, indices.new_empty(0, dtype=torch.float32))
+            else:
+                entries = Selection.of(*unpack_padded(section))
             check_indices(entries.indices, self.low, self.high)
         if self.rounds or self.divisor == 1:
             return entries
@@ -215,7 +226,7 @@ class Encoding(NamedTuple):
     @property
     def rounds(self) -> bool:
         """True if values are rounded."""
-        return self.values != "fp32"
+        return self.values not in ("fp32", NO_VALUES)
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
@@ -231,14 +242,15 @@ class Encoding(NamedTuple):
         It holds for any split of the entries and the coordinates over the sections.
         """
         entries = min(entries, span)
+        plain = entries * (1 if self.values == NO_VALUES else 2)
         if not self.packed or entries == 0:
-            return 2 * entries
-        bits = VALUE_BITS[self.values]
+            return plain
+        bits = VALUE_BITS.get(self.values, 0)
         # A section of m entries in u coordinates needs at most m (2 + log2(u / m) + bits) bits, and whole words. The
         # first part is largest in total if all sections have the same ratio.
         packed = entries * (2 + math.log2(span / entries) + bits)
         packed += sections * (97 + 31 * (math.ceil(math.log2(max(2, span))) + min(bits, 8)))
-        return math.ceil(packed / 32) if self.packed == "always" else min(2 * entries, math.ceil(packed / 32))
+        return math.ceil(packed / 32) if self.packed == "always" else min(plain, math.ceil(packed / 32))
 
 
 PLAIN = Encoding()
