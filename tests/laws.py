@@ -179,9 +179,20 @@ class LawOfRuns:
         self.check(recorded(recipe, case, with_states=self.of_states), **options)
 
 
+def slack(recipe: Recipe) -> float:
+    """Return the relative error that exact laws allow: 0 unless values are rounded on the wire.
+
+    What rounding cuts off has more bits than the exact gradients. Adding the next gradient to it may round.
+    """
+    while hasattr(recipe, "recipe"):
+        recipe = recipe.recipe
+    return 0.0 if getattr(recipe, "values", "fp32") == "fp32" else 2.0**-20
+
+
 @LawOfRuns
-def conservation(run: Run, *, tolerance: float = 0.0) -> None:
+def conservation(run: Run, *, tolerance: float | None = None) -> None:
     """Per coordinate, the sum of residuals and gradients equals world_size x mean + the sum of residuals afterwards."""
+    tolerance = slack(run.recipe) if tolerance is None else tolerance
     for step in run.steps:
         before, gradient = step.before.double(), step.gradient.double()
         held = (before + gradient).sum(0)
@@ -226,7 +237,8 @@ def equivalence(run: Run, *, everything: bool = False) -> None:
             assert torch.equal(mean, step.gradient.mean(0))
             assert not step.after.any()
     left = run.steps[-1].after.double().sum(0) / run.case.world_size
-    assert torch.equal(delivered + left, dense)
+    scale = sum(step.gradient.double().abs().mean(0) for step in run.steps)
+    assert ((delivered + left - dense).abs() <= slack(run.recipe) * scale).all()
 
 
 @LawOfRuns

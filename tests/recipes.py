@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import math
 
-from tritoncomm import DGC, ExDyna, OkTopk, RandomBlock, Recipe, SparDL, TopkDSA, Warmup, algorithms, recipe
+from tritoncomm import (
+    DGC,
+    ExDyna,
+    OkTopk,
+    RandomBlock,
+    Recipe,
+    SparDL,
+    TopkAllgather,
+    TopkDSA,
+    Warmup,
+    algorithms,
+    recipe,
+)
 from tritoncomm.algorithms import DenseTail, Hierarchical, Preconditioned
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
+# Methods whose values are rounded on the wire, the format and further fields.
+ROUNDED = [
+    ("topk_allgather", "4bit", {}),
+    ("oktopk", "4bit", SHORT),
+    ("oktopk", "1bit", {"packed": "always", "balance_trigger": 1.0, **SHORT}),
+    ("spardl", "8bit", {}),
+    ("gtopk", "bf16", {}),
+    ("topk_dsa", "3bit", {}),
+    ("dgc", "4bit", {}),
+    ("gaussiank", "2bit", {}),
+]
 
 
 def under_test(density: float) -> dict[str, Recipe]:
@@ -53,6 +76,21 @@ def under_test(density: float) -> dict[str, Recipe]:
         ),
         "preconditioned-hierarchical": Preconditioned(
             recipe=Hierarchical(recipe=OkTopk(density=density), node_size=2), shapes=((40,), (6, 6)), renew_every=1
+        ),
+        **{
+            f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
+            for name, values, more in ROUNDED
+        },
+        "oktopk-packed": OkTopk(density=density, packed="always", **SHORT),
+        "exdyna-packed": ExDyna(density=density, packed="always"),
+        "spardl-3-teams-4bit": SparDL(density=density, teams=3, values="4bit"),
+        "spardl-4-teams-2bit": SparDL(density=density, teams=4, values="2bit", packed="always"),
+        "hierarchical-2-4bit": Hierarchical(recipe=OkTopk(density=density, values="4bit"), node_size=2),
+        "preconditioned-8bit": Preconditioned(
+            recipe=OkTopk(density=density, values="8bit", **SHORT), shapes=((9, 5), (11,)), renew_every=2
+        ),
+        "dense-tail-warmup-4bit": DenseTail(
+            recipe=Warmup(recipe=TopkAllgather(density=density, values="4bit"), steps=1), tail=3
         ),
         "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),

@@ -113,7 +113,7 @@ def sendable(magnitudes: NDArray[np.float32], bits: int, divisor: int = 1) -> ND
     """
     if not len(magnitudes):
         return None
-    least = np.float32(_scale(magnitudes, bits, divisor) * lookup(bits).least / 2)
+    least = _scale(magnitudes, bits, divisor) * np.float32(lookup(bits).least / 2)
     return None if magnitudes.min() >= least else magnitudes >= least
 
 
