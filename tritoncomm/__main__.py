@@ -33,6 +33,7 @@ from tritoncomm.planning.synthetic_gradients import (
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.step.options import DEFAULT_DENSITY
+from tritoncomm_kernels.sections import VALUE_BITS
 
 LINK = "10gbit,30us"
 
@@ -69,6 +70,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     trained = [name for name in tritoncomm.algorithms() if name != "dgc"]
     demo.add_argument("--algo", default=defaults.algo, choices=trained, help="method of the sparse run")
     demo.add_argument("--density", type=_density, default=defaults.density, help="fraction of entries to deliver")
+    _add_values(demo)
     demo.add_argument("--workers", type=_positive, default=defaults.workers, help="number of worker processes")
     demo.add_argument("--steps", type=_positive, default=defaults.steps, help="training steps per run")
     demo.add_argument("--seed", type=_seed, default=defaults.seed, help="seed of model and data")
@@ -93,10 +95,22 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(run=_demo)
 
 
+def _add_values(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--values",
+        default="fp32",
+        choices=tuple(VALUE_BITS),
+        help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual",
+    )
+
+
 def _demo(options: argparse.Namespace) -> int:
+    if options.values != "fp32":
+        tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
     settings = Settings(
         algo=options.algo,
         density=options.density,
+        values=options.values,
         workers=options.workers,
         steps=options.steps,
         seed=options.seed,
@@ -141,6 +155,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument("--workers", type=_numbers, default="8,64", help="numbers of workers, separated by commas")
     simulate.add_argument("--numel", type=_count, default="25e6", help="length of the vector")
     simulate.add_argument("--density", type=_density, default=0.01, help="fraction of entries to deliver")
+    _add_values(simulate)
     simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
     simulate.add_argument("--steps", type=_positive, default=4, help="steps to simulate; the table shows the last one")
     simulate.add_argument("--gradients", default="layered", help="layered, adversarial, or a file from demo --record")
@@ -162,7 +177,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
-    recipes = [replace(planner.at(name, options.density), **fields) for name, fields in methods]
+    recipes = [replace(planner.at(name, options.density, options.values), **fields) for name, fields in methods]
     if options.trace and len(recipes) * len(options.workers) != 1:
         raise ConfigurationError(
             f"--trace writes the timeline of one method and one number of workers, got {len(recipes)} methods and "
@@ -235,6 +250,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
     plan.add_argument("--workers", type=_positive, required=True)
     plan.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to plan for")
+    _add_values(plan)
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
     plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     plan.add_argument(
@@ -249,7 +265,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _plan(options: argparse.Namespace) -> int:
     advice = planner.advice(
         options.numel, options.workers, options.link, options.step_ms / 1e3,
-        density=options.density, overlap=options.overlap,
+        density=options.density, overlap=options.overlap, values=options.values,
     )  # fmt: skip
     print(advice)
     return 0
@@ -267,6 +283,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
     doctor.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to decide on")
+    _add_values(doctor)
     doctor.add_argument("--numel", type=_count, default="5e6", help="parameters of the model")
     doctor.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     doctor.add_argument("--workers", type=_positive, default=8, help="single process: workers to predict for")
@@ -288,7 +305,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         diagnosis = diagnose(
             options.numel,
-            lambda density: planner.at(options.algo, density),
+            lambda density: planner.at(options.algo, density, options.values),
             options.density,
             options.step_ms / 1e3,
             link=options.link,

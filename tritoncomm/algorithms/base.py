@@ -11,6 +11,7 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula
@@ -181,6 +182,11 @@ class IndexRecipe(Recipe):
     def encoding(self) -> Encoding:
         """The format of messages."""
         return Encoding(NO_VALUES, False if self.packed == "auto" else self.packed)
+
+    def entry_words(self, numel: int) -> float:
+        """Return the words per entry of a message with the largest entries of a vector of ``numel`` elements."""
+        k = entries_to_keep(numel, self.density)
+        return self.encoding.words(numel, k) / k if k else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_l
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
@@ -56,7 +56,7 @@ class DGC(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
@@ -119,6 +119,7 @@ class DGCAlgorithm(Algorithm):
         encoding = self.recipe.encoding
         mean, sent = yield from all_gather_mean(own, [self.k] * world_size, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
+        self.report = rounding_figures(own, sent) if encoding.rounds else {}
         if self.recipe.masking:
             velocity = velocity.index_fill(0, sent.indices.long(), 0.0)
         self.state = replace(self.state, velocity=velocity)

@@ -105,7 +105,7 @@ class ExDyna(IndexRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries."""
-        words = 3 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        words = (2 + self.entry_words(numel)) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:

@@ -18,7 +18,7 @@ from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep, left_out, rest_of
+from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, both
@@ -35,7 +35,7 @@ class GTopk(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = 4 * entries_to_keep(numel, self.density) * cost.log2(world_size)
+        words = 2 * self.entry_words(numel) * entries_to_keep(numel, self.density) * cost.log2(world_size)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> GTopkAlgorithm:
@@ -53,6 +53,7 @@ class GTopkAlgorithm(Algorithm):
         super().__init__(numel)
         self.k = k
         self.encoding = encoding
+        self._error = RoundingError()
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
@@ -62,6 +63,7 @@ class GTopkAlgorithm(Algorithm):
         """
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
+        self._error = RoundingError()
         merged = acc.top_k(self.k)
         acc.clear(merged.indices)
         edges = tree(world_size)
@@ -89,11 +91,14 @@ class GTopkAlgorithm(Algorithm):
         mean = result.unpack(message)
         if kernels.has_non_finite(mean.values):  # all ranks hold the same entries
             raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
+        self.report = self._error.figures() if self.encoding.rounds else {}
         return SparseVector(mean.indices, mean.values, self.numel)
 
     def _packed(self, section: Section, entries: Selection, acc: Accumulator) -> torch.Tensor:
         """Return the message with ``entries``. What rounding takes away from them is added to the residual."""
         message, sent = section.pack(entries.indices, entries.values)
+        if section.rounds:
+            self._error.add(entries, sent)
         if section.rounds and not _keep(rest_of(entries, sent), acc):
             message, _ = section.pack(*_reject(entries)[:2])
         return message

@@ -25,7 +25,7 @@ from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, trimmed_sizes
-from tritoncomm.primitives.selection import entries_to_keep, largest_parts
+from tritoncomm.primitives.selection import entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
@@ -100,8 +100,8 @@ class OkTopk(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports."""
-        words = entries_to_keep(numel, self.density) * (world_size - 1) / world_size
-        return Formula(2 * world_size + 2 * cost.log2(world_size), 2 * words, 6 * words)
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        return Formula(2 * world_size + 2 * cost.log2(world_size), words, 3 * words)
 
     def build(self, numel: int) -> OkTopkAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -215,7 +215,9 @@ class OkTopkAlgorithm(Algorithm):
             acc.add(delivered.rest.indices, delivered.rest.values)
         loads = shared.loads
         skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
+        rounding = rounding_figures(local, sent) if self.encoding.rounds else {}
         self.report = {
+            **rounding,
             "reevaluated": float(reevaluate),
             "repartitioned": float(repartition),
             "region_imbalance": max(loads) * world_size / max(1, sum(loads)),

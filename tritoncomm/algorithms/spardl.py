@@ -23,7 +23,7 @@ from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_l
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep, left_out, rest_of
+from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
@@ -67,9 +67,12 @@ class SparDL(EntryRecipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
         k = entries_to_keep(numel, self.density)
-        return self._formula(self.teams_for(world_size, k), world_size, k)
+        plain = self._formula(self.teams_for(world_size, k), world_size, k)
+        shorter = self.entry_words(numel) / 2
+        return Formula(plain.latencies, shorter * plain.low, shorter * plain.high)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
+        """Return the formula of the paper for d teams, with two words per entry."""
         size = world_size // d
         k = max(k, size)  # every block delivers at least one entry
         latencies = 2 * cost.log2(size) + cost.log2(d)
@@ -179,6 +182,7 @@ class _WorkingVector:
         self.place = place
         self.values = acc.workspace.buffer("spardl", acc.numel, torch.float32, acc.device).copy_(acc.dense())
         self.taken: list[torch.Tensor] = []
+        self.error = RoundingError()
 
     def take(self, blocks: Sequence[int], budget: int | None = None) -> Selection:
         """Remove the largest entries of each of ``blocks`` from W, up to the block's budget, and return them.
@@ -204,6 +208,8 @@ class _WorkingVector:
         step.
         """
         message, sent = layout.pack(entries.indices, entries.values)
+        if self.place.encoding.rounds:
+            self.error.add(entries, sent)
         if self.place.encoding.rounds and not self.add_share(rest_of(entries, sent), share):
             message, sent = layout.pack(entries.indices, torch.full_like(entries.values, torch.nan))
         return message, sent
@@ -255,7 +261,8 @@ class SparDLAlgorithm(Algorithm):
         # Global residual collection (GRES).
         self._collect_residuals(acc, working, delivered.indices)
         acc.selected = sum(len(indices) for indices in working.taken)
-        self.report = {"delivered": float(delivered.found), "h": float(state.h)}
+        rounding = working.error.figures() if place.encoding.rounds else {}
+        self.report = {"delivered": float(delivered.found), "h": float(state.h), **rounding}
         self.state = state
         return SparseVector(delivered.indices, delivered.values, self.numel)
 

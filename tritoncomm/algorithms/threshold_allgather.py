@@ -16,7 +16,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
-from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, sidco_selection
+from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, rounding_figures, sidco_selection
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
@@ -50,7 +50,7 @@ class HardThreshold(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
-        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
@@ -80,7 +80,7 @@ class GaussianK(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
-        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
@@ -124,13 +124,15 @@ class ThresholdAlgorithm(Algorithm):
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
         encoding = self.encoding
+        chosen = own
         if world_size > 1:
             own = encoding.section(0, self.numel, own.found, divisor=world_size).sendable(own)
         (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts")
         mean, sent = yield from all_gather_mean(own, counts, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
         acc.selected = own.found
-        self.report = {"passed": float(passed.found)}
+        rounding = rounding_figures(chosen, sent) if encoding.rounds else {}
+        self.report = {"passed": float(passed.found), **rounding}
         self.state = state
         return mean
 

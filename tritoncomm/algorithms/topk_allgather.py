@@ -11,7 +11,7 @@ from typing import ClassVar
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
-from tritoncomm.primitives.selection import entries_to_keep
+from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
@@ -27,7 +27,7 @@ class TopkAllgather(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1)
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
@@ -52,6 +52,7 @@ class TopkAllgatherAlgorithm(Algorithm):
         rooms = [self.k] * world_size
         mean, sent = yield from all_gather_mean(own, rooms, self.encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=self.encoding.rounds)
+        self.report = rounding_figures(own, sent) if self.encoding.rounds else {}
         return mean
 
     def predicted_traffic(self, world_size: int) -> Forecast:

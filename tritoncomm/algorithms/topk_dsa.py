@@ -29,7 +29,7 @@ from tritoncomm.primitives.collectives import (
     share_rows,
 )
 from tritoncomm.primitives.region_cuts import offsets
-from tritoncomm.primitives.selection import entries_to_keep, rest_of
+from tritoncomm.primitives.selection import entries_to_keep, rest_of, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
@@ -59,7 +59,8 @@ class TopkDSA(EntryRecipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`. The range is from full overlap to full regions."""
         k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
-        return Formula(world_size + 2 * cost.log2(world_size), 4 * k * share, (2 * k + numel) * share)
+        pairs = self.entry_words(numel) * k
+        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -90,6 +91,7 @@ class TopkDSAAlgorithm(Algorithm):
         region, sent = yield from self._split_and_reduce(own, cuts, rank, world_size)
         mean, rest = yield from self._all_gather(region, cuts, rank, world_size)
         acc.subtract(sent, rounded=self.encoding.rounds)
+        self.report = rounding_figures(own, sent) if self.encoding.rounds else {}
         if self.encoding.rounds:
             acc.add(rest.indices, rest.values)
         return SparseVector(mean.indices, mean.values, self.numel)

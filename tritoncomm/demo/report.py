@@ -24,6 +24,7 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
     return {
         "algo": settings.algo,
         "density": settings.density,
+        "values": settings.values,
         "workers": settings.workers,
         "steps": settings.steps,
         "seed": settings.seed,
@@ -86,11 +87,12 @@ def table(figures: dict[str, Any]) -> str:
         ("seconds in exchange", f"{figures['dense_seconds_exchange']:.1f}", f"{figures['seconds_exchange']:.1f}"),
         ("seconds in total", f"{figures['dense_seconds']:.1f}", f"{figures['seconds']:.1f}"),
     ]
+    values = "" if figures["values"] == "fp32" else f" with {figures['values']} values"
     gap = figures["val_loss"] / figures["dense_val_loss"] - 1
     lines = [f"{label:26}{dense:>14}{chosen:>18}" for label, dense, chosen in rows]
     lines += [
         "",
-        f"{figures['algo']} at density {figures['density']:.3%}: validation loss {gap:+.1%} relative to dense",
+        f"{figures['algo']} at density {figures['density']:.3%}{values}: validation loss {gap:+.1%} relative to dense",
     ]
     return "\n".join(lines)
 

@@ -33,6 +33,7 @@ class Settings:
 
     algo: str = "oktopk"
     density: float = 0.01
+    values: str = "fp32"
     workers: int = 4
     steps: int = 300
     seed: int = 0
@@ -86,6 +87,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
     chosen = {
         "algo": settings.algo,
         "density": settings.density,
+        **({"values": settings.values} if settings.values != "fp32" else {}),
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,
     }

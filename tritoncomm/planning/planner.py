@@ -7,9 +7,11 @@ turns it into seconds on a network.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
+from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
@@ -46,7 +48,7 @@ class Estimate(NamedTuple):
 
 def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
-    overlap: float = OVERLAP,
+    overlap: float = OVERLAP, values: str = "fp32",
 ) -> list[Estimate]:  # fmt: skip
     """Return the estimates of dense and of every method at every density, fastest step first.
 
@@ -61,6 +63,7 @@ def estimates(
         step_seconds: Seconds of computation in one training step.
         densities: Densities to estimate.
         overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
+        values: Format of values on the wire, for the methods that send entries.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -76,28 +79,32 @@ def estimates(
     found = [Estimate(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
     for name in algorithms():
         if name != dense.name:
-            found += [_estimate(at(name, density), numel, world_size, link, step_seconds) for density in densities]
+            found += [
+                _estimate(at(name, density, values), numel, world_size, link, step_seconds) for density in densities
+            ]
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
 def recommend(
-    numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP
-) -> Recipe:
+    numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP,
+    values: str = "fp32",
+) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
 
     The sparse step must take less than 95 % of the dense step. See :func:`estimates` for the arguments.
     """
-    candidates = estimates(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap)
+    candidates = estimates(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values)
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
     return trusted.recipe if trusted.step < WORTH_IT * dense.step else dense.recipe
 
 
-def at(name: str, density: float) -> Recipe:
-    """Return the recipe of the method ``name`` at ``density``."""
+def at(name: str, density: float, values: str = "fp32") -> Recipe:
+    """Return the recipe of the method ``name`` at ``density``. ``values`` applies to methods that send entries."""
     if name == RandomBlock.name:  # advice() prints the note that its warning would give
         return RandomBlock(density=density, reduced_lr=True)
-    return recipe(name, density=density)
+    found = recipe(name, density=density)
+    return replace(found, values=values) if isinstance(found, EntryRecipe) else found
 
 
 def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float) -> Estimate:
@@ -107,7 +114,7 @@ def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seco
 
 def advice(
     numel: int, world_size: int, link: Link, step_seconds: float, *, density: float = DEFAULT_DENSITY,
-    overlap: float = OVERLAP,
+    overlap: float = OVERLAP, values: str = "fp32",
 ) -> str:  # fmt: skip
     """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
 
@@ -116,7 +123,9 @@ def advice(
     """
     both = " and ".join(TRUSTED)
     others = [other for other in DENSITIES if other != density]
-    ranked = estimates(numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap)
+    ranked = estimates(
+        numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap, values=values
+    )
     if world_size == 1:
         return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
     dense = next(estimate for estimate in ranked if estimate.is_dense)
@@ -147,14 +156,16 @@ def advice(
         f"Loss of {both} with AdamW, in the training benchmark: {TRUSTED_LOSS}.",
         "",
     ]
-    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap)
+    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap, values=values)
     if isinstance(chosen, Dense):
         lines.append(
             f"Stay dense: at density {_percent(density)}, a step with {' or '.join(TRUSTED)} is not predicted to be "
             f"more than {1 - WORTH_IT:.0%} faster than a dense step."
         )
     else:
-        lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, algo={chosen.name!r}, density={chosen.density})")
+        chosen_values = f", values={values!r}" if values != "fp32" else ""
+        arguments = f"algo={chosen.name!r}, density={chosen.density}{chosen_values}"
+        lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, {arguments})")
     return "\n".join(lines)
 
 

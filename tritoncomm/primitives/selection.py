@@ -38,6 +38,33 @@ def left_out(union: Selection, kept: Selection) -> Selection:
     return Selection.of(union.indices[cut], union.values[cut])
 
 
+class RoundingError:
+    """How much rounding has cut off from the entries that a rank has sent in a step."""
+
+    def __init__(self) -> None:
+        self._rest = self._whole = 0.0
+        self._unsent = 0
+
+    def add(self, entries: Selection, sent: Selection) -> None:
+        """Count a message. ``sent`` are those of its ``entries`` that could be sent, with rounded values."""
+        exact = entries.values[kernels.common_positions(entries.indices, sent.indices)]
+        self._rest += float((exact - sent.values).double().square().sum())
+        self._whole += float(exact.double().square().sum())
+        self._unsent += entries.found - sent.found
+
+    def figures(self) -> dict[str, float]:
+        """Return the relative error of values (root of the ratio of squares), and the number of unsendable entries."""
+        error = math.sqrt(self._rest / self._whole) if self._whole else 0.0
+        return {"quantisation_error": error, "unsendable": float(self._unsent)}
+
+
+def rounding_figures(entries: Selection, sent: Selection) -> dict[str, float]:
+    """Return :meth:`RoundingError.figures` of a step that sends one message."""
+    error = RoundingError()
+    error.add(entries, sent)
+    return error.figures()
+
+
 def rest_of(entries: Selection, sent: Selection) -> Selection:
     """Return what is left of ``entries`` after a part of them was ``sent``, perhaps with rounded values. No zeros."""
     values = entries.values.clone()

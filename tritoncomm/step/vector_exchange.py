@@ -19,6 +19,7 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.options import with_packing
 
 logger = logging.getLogger("tritoncomm")
 
@@ -137,7 +138,8 @@ class VectorExchange:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel)
-        return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
+        packing = with_packing(whole, self.layout.device)
+        return ErrorFeedback(packing.build(self.layout.numel), self.layout.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.

@@ -1,0 +1,174 @@
+"""Packed indices and rounded values, method by method: what changes, and what must not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import ConfigurationError, SimulatedWorld
+from tritoncomm.algorithms import algorithms
+from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
+from tritoncomm.scheduler.wire import Encoding
+
+import laws
+from depth import DEEP
+from recipes import FIELDS, under_test
+from tritoncomm_kernels.sections import VALUE_BITS
+
+ENTRY = [name for name in algorithms() if isinstance(under_test(0.1)[name], EntryRecipe)]
+INDEX = [name for name in algorithms() if isinstance(under_test(0.1)[name], IndexRecipe)]
+ROUNDED = [name for name in VALUE_BITS if name != "fp32"]
+
+
+def method(name: str, **fields: object) -> tritoncomm.Recipe:
+    """Return the recipe called ``name``."""
+    return tritoncomm.recipe(name, **{**FIELDS.get(name, {}), **fields})
+
+
+def sparse_floats(workers: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Return gradients with heavy tails."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workers, numel)
+    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+
+
+def test_which_methods() -> None:
+    """Every method that sends indices can pack them, and every method that sends entries can round their values."""
+    assert set(algorithms()) - set(INDEX) == {"dense", "random_k", "random_block"}
+    assert set(INDEX) - set(ENTRY) == {"exdyna", "micro"}
+
+
+@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_packing_changes_no_bit(name: str, world_size: int) -> None:
+    """Packed messages deliver the same bits as plain ones, and leave the same residuals, with fewer bytes."""
+    worlds = [SimulatedWorld(method(name, density=0.02, packed=packed), world_size, 20_000) for packed in (False, True)]
+    sent = [0, 0]
+    for step in range(4):
+        gradients = sparse_floats(world_size, 20_000, step)
+        plain, packed = (world.step(gradients)[0] for world in worlds)
+        assert laws.same_vector(plain, packed)
+        assert laws.same_bits(worlds[0].residuals, worlds[1].residuals)
+        for at, world in enumerate(worlds):
+            sent[at] += sum(traffic.bytes for traffic in world.traffic)
+    assert sent[1] < 0.85 * sent[0]
+
+
+@pytest.mark.parametrize("values", ROUNDED)
+@pytest.mark.parametrize("name", ENTRY)
+def test_nothing_is_lost_to_the_bit(name: str, values: str) -> None:
+    """After the first step on exact gradients, conservation holds without any tolerance, in packed and short messages.
+
+    The sums of later steps may round, because the rest of a rounded value has more bits than the gradients.
+    """
+    for world_size in range(1, 18) if DEEP else (1, 2, 3, 5, 7, 9, 16):
+        for packed in ("auto", "always"):
+            recipe = method(name, density=0.1, values=values, packed=packed)
+            case = laws.fitted(laws.Case(world_size, 120, ("random",), seed=world_size), recipe)
+            laws.conservation(recipe, case, tolerance=0.0)
+
+
+@pytest.mark.parametrize("name", ENTRY)
+def test_rounding_reports_its_error(name: str) -> None:
+    """The metrics hold the relative error of the values sent, and how many entries could not be sent."""
+    errors = []
+    for values in ("bf16", "8bit", "4bit", "2bit"):
+        world = SimulatedWorld(method(name, density=0.02, values=values), 3, 20_000)
+        world.step(sparse_floats(3, 20_000))
+        report = world.workers[1].algorithm.report
+        assert report["unsendable"] == 0
+        errors.append(report["quantisation_error"])
+    assert 0 < errors[0] < errors[1] < errors[2] < errors[3] < 0.5
+    exact = SimulatedWorld(method(name, density=0.02), 3, 20_000)
+    exact.step(sparse_floats(3, 20_000))
+    assert "quantisation_error" not in exact.workers[1].algorithm.report
+
+
+@pytest.mark.parametrize("name", ENTRY)
+def test_a_worker_alone_rounds_nothing(name: str) -> None:
+    """A single worker sends nothing, so it rounds nothing."""
+    rounded, exact = (SimulatedWorld(method(name, density=0.1, values=v), 1, 500) for v in ("1bit", "fp32"))
+    for step in range(3):
+        gradient = sparse_floats(1, 500, step)
+        assert laws.same_vector(rounded.step(gradient)[0], exact.step(gradient)[0])
+    assert laws.same_bits(rounded.residuals, exact.residuals)
+
+
+@pytest.mark.parametrize(
+    ("values", "bits"), [("fp32", 40.56), ("bf16", 24.56), ("8bit", 16.56), ("4bit", 12.56), ("2bit", 10.56)]
+)
+def test_bits_per_entry_on_the_wire(values: str, bits: float) -> None:
+    """An all-gather of 1 % sends within 2 % of the format's bits per entry, its message headers included."""
+    numel, world_size = 400_000, 4
+    world = SimulatedWorld(method("topk_allgather", density=0.01, values=values, packed=True), world_size, numel)
+    world.step(sparse_floats(world_size, numel))
+    entries = numel // 100 * (world_size - 1)
+    assert 8 * world.traffic[0].bytes / entries == pytest.approx(bits, rel=0.02)
+
+
+def test_thresholds_come_from_exact_sums() -> None:
+    """Ok-Topk selects as many entries with rounded values as without, step after step."""
+    counts = {}
+    for values in ("fp32", "4bit", "1bit"):
+        world = SimulatedWorld(method("oktopk", density=0.02, values=values), 4, 20_000)
+        found = [len(world.step(sparse_floats(4, 20_000, step))[0]) for step in range(40)]
+        counts[values] = sum(found[8:]) / 32
+    assert counts["4bit"] == pytest.approx(counts["fp32"], rel=0.1)
+    assert counts["1bit"] == pytest.approx(counts["fp32"], rel=0.2)
+
+
+def test_formula_follows_the_encoding() -> None:
+    """The planner's formula counts the bits of the encoding."""
+    for name in ENTRY:
+        plain, packed = method(name, density=0.01), method(name, density=0.01, values="4bit")
+        ratio = packed.formula(25_000_000, 8).low / plain.formula(25_000_000, 8).low
+        assert ratio == pytest.approx(12.56 / 64, rel=0.01)
+
+
+def test_bound_of_several_sections() -> None:
+    """The bound for any split of entries and coordinates over sections holds, and is within 3 % for even ones."""
+    generator = torch.Generator().manual_seed(0)
+    for values in VALUE_BITS:
+        encoding = Encoding(values, True)
+        for span, entries, sections in ((10_000, 500, 7), (10_000, 9_000, 3), (25_000_000, 250_000, 16), (40, 3, 2)):
+            for trial in range(30):
+                share = torch.rand(2, sections, generator=generator) ** (trial % 4)
+                spans = (share[0] / share[0].sum() * span).long().tolist()
+                rooms = (share[1] / share[1].sum() * entries).long().tolist()
+                used = sum(encoding.words(u, min(m, u)) for u, m in zip(spans, rooms, strict=True))
+                assert used <= encoding.words_at_most(span, entries, sections)
+        large = encoding.words(25_000_000, 250_000)
+        assert large <= encoding.words_at_most(25_000_000, 250_000, 1) <= 1.03 * large
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"values": "5bit"}, "values='5bit'.*must be one of fp32, bf16"),
+        ({"packed": "yes"}, "packed='yes'.*True, False, 'auto' or 'always'"),
+        ({"values": "4bit", "packed": False}, "packed=False.*values='4bit' are always packed"),
+    ],
+)
+def test_settings_are_checked(fields: dict[str, object], message: str) -> None:
+    """An unknown format is refused, and so is a combination that cannot be honoured."""
+    with pytest.raises(ConfigurationError, match=message):
+        method("oktopk", **fields)
+
+
+def test_values_may_change_between_runs() -> None:
+    """Residuals are fp32 whatever travels, so a state continues with another format, and nothing is lost."""
+    before = SimulatedWorld(method("spardl", density=0.05, values="2bit"), 3, 3_000)
+    for step in range(3):
+        before.step(sparse_floats(3, 3_000, step))
+    after = SimulatedWorld(method("spardl", density=0.05), 3, 3_000)
+    after.load_state_dict(before.state_dict())
+    held = after.residuals.double().sum(0)
+    gradients = sparse_floats(3, 3_000, 9)
+    mean = after.step(gradients)[0]
+    left = 3 * mean.to_dense().double() + after.residuals.double().sum(0) - held - gradients.double().sum(0)
+    assert float(left.abs().max()) < 1e-4
+    assert math.isfinite(float(after.residuals.abs().max()))
+    assert dataclasses.replace(method("spardl"), values="4bit").encoding.rounds
