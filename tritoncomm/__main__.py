@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tritoncomm
+from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
@@ -81,6 +82,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="aware: AdamW accounts for delayed deliveries; off: unmodified AdamW",
     )
     demo.add_argument(
+        "--small",
+        default=defaults.small,
+        choices=SMALL_FORMATS,
+        help="format in which small tensors (biases, norms) travel",
+    )
+    demo.add_argument(
         "--door",
         default=defaults.door,
         choices=("wrap", "ddp", "fsdp"),
@@ -115,6 +122,7 @@ def _demo(options: argparse.Namespace) -> int:
         steps=options.steps,
         seed=options.seed,
         staleness=options.staleness,
+        small=options.small,
         door=options.door,
         record=options.record,
     )

@@ -25,8 +25,10 @@ from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
+    DEFAULT_SMALL,
     DENSE_BELOW,
     check_dense_below,
+    check_small,
     check_timeout,
     is_dense,
     one_of,
@@ -82,6 +84,8 @@ class CommState(HookState):
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
             all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
+        small: Format in which these tensors travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
+            ``"fp32"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Raises:
@@ -100,6 +104,7 @@ class CommState(HookState):
         scaler: torch.amp.GradScaler | None = None,
         timeout: timedelta | None = None,
         dense_below: int = DENSE_BELOW,
+        small: str = DEFAULT_SMALL,
         **recipe_fields: Any,
     ) -> None:
         recipe = resolve_recipe(
@@ -114,7 +119,8 @@ class CommState(HookState):
         one_of("on_nonfinite", policy, _POLICIES)
         check_timeout(timeout)
         check_dense_below(dense_below)
-        options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below)
+        check_small(small)
+        options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below, small=small)
         super().__init__(GradientExchange(options), process_group, policy, scaler)
         self._start()
 
@@ -323,7 +329,7 @@ class CommState(HookState):
             "version": __version__,
             "recipe": repr(options.recipe),
             "options": f"on_nonfinite={self.on_nonfinite!r}, dense_below={options.dense_below}, "
-            f"selection by {'update' if options.by_update else 'gradient'}",
+            f"small={options.small!r}, selection by {'update' if options.by_update else 'gradient'}",
             "parameter names": vector.names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
@@ -407,6 +413,7 @@ def register(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
+    small: str = DEFAULT_SMALL,
     **recipe_fields: Any,
 ) -> CommState:
     """Average the gradients of a ``DistributedDataParallel`` model by sparse exchanges, in parallel with backward.
@@ -428,6 +435,7 @@ def register(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension, are sent dense. 0 sends none dense.
             Default: 1024.
+        small: See :class:`CommState`. Default: ``"fp32"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Returns:
@@ -459,6 +467,7 @@ def register(
         scaler=scaler,
         timeout=timeout,
         dense_below=dense_below,
+        small=small,
         **recipe_fields,
     )
     state.name(dict(model.module.named_parameters()))

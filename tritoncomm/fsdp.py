@@ -23,8 +23,10 @@ from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
+    DEFAULT_SMALL,
     DENSE_BELOW,
     check_dense_below,
+    check_small,
     check_timeout,
     resolve_recipe,
 )
@@ -240,6 +242,7 @@ def register(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
+    small: str = DEFAULT_SMALL,
     **recipe_fields: Any,
 ) -> FSDPState:
     """Average the gradient shards of an FSDP2 model over its replicas by sparse exchanges, in the backward pass.
@@ -266,6 +269,8 @@ def register(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Shards with fewer elements, or at most one dimension (biases, norms), are sent dense. 0 sends none
             dense. Default: 1024.
+        small: Format in which these shards travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
+            ``"fp32"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Returns:
@@ -281,6 +286,7 @@ def register(
         )
         check_timeout(timeout)
         check_dense_below(dense_below)
+        check_small(small)
         found = list(_parameter_groups(model))
         for module, group in found:
             _check_group(module, group, replicate_group)
@@ -298,7 +304,12 @@ def register(
     device = found[0][1].fsdp_params[0].sharded_param.device
     flattened = False  # a shard of a matrix has rows
     options = ExchangeOptions(
-        recipe=recipe, group=replicate_group, timeout=timeout, dense_below=dense_below, flattened=flattened
+        recipe=recipe,
+        group=replicate_group,
+        timeout=timeout,
+        dense_below=dense_below,
+        small=small,
+        flattened=flattened,
     )
     recipe.check_world_size(dist.get_world_size(replicate_group))
     state = FSDPState(options, scaler, device, dict(model.named_parameters()))
@@ -308,6 +319,7 @@ def register(
     fields = {
         "recipe": repr(recipe),
         "dense_below": dense_below,
+        "small": small,
         "shards": [
             f"{name}, {tuple(local(p).shape)}, {p.dtype}"
             for hook in state.hooks

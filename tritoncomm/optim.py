@@ -512,6 +512,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             group=group,
             timeout=self._options.timeout,
             dense_below=self._options.dense_below,
+            small=self._options.small,
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
             alone=_ALONE,
         )

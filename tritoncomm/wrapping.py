@@ -20,6 +20,7 @@ from tritoncomm.step import setup_checks
 from tritoncomm.step.hook_state import HookState, hook_of
 from tritoncomm.step.options import (
     DEFAULT_DENSITY,
+    DEFAULT_SMALL,
     DENSE_BELOW,
     WrapOptions,
     check_optimizer,
@@ -46,6 +47,7 @@ def wrap(
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
+    small: str = DEFAULT_SMALL,
     broadcast_parameters: bool = False,
     model: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -93,6 +95,9 @@ def wrap(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
             all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
+        small: Format in which these tensors travel. ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: they
+            are then quantized in both directions, and have a residual. Dense steps are not quantized. Default:
+            ``"fp32"``.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
             ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
         model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
@@ -125,6 +130,7 @@ def wrap(
             max_grad_norm=max_grad_norm,
             timeout=timeout,
             dense_below=dense_below,
+            small=small,
         )
         if hook is not None and (algo, density, warmup_steps, node_group, recipe_fields) == _DEFAULTS:
             chosen = hook.recipe
@@ -187,7 +193,9 @@ def _check_hook(hook: HookState, recipe: Recipe, scaler: torch.amp.GradScaler | 
             f"the model was registered with {hook.recipe!r}, wrap() was called with {recipe!r}: pass the settings "
             "of the exchange to one of the two"
         )
-    hook.check_settings(scaler, options.timeout, None if options.dense_below == DENSE_BELOW else options.dense_below)
+    dense_below = None if options.dense_below == DENSE_BELOW else options.dense_below
+    small = None if options.small == DEFAULT_SMALL else options.small
+    hook.check_settings(scaler, options.timeout, dense_below, small)
 
 
 def _register(
@@ -204,6 +212,7 @@ def _register(
         "scaler": scaler,
         "timeout": options.timeout,
         "dense_below": options.dense_below,
+        "small": options.small,
     }
     if isinstance(model, DistributedDataParallel):
         return ddp.register(model, recipe, **settings)

@@ -29,6 +29,7 @@ def summary(settings: Settings, dense: Run, chosen: Run) -> dict[str, Any]:
         "steps": settings.steps,
         "seed": settings.seed,
         "staleness": settings.staleness,
+        "small": settings.small,
         "door": settings.door,
         "warmup_steps": settings.warmup,
         "numel": dense.numel,

@@ -15,6 +15,7 @@ import tritoncomm
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 from tritoncomm.scheduler.local_workers import Send
+from tritoncomm.step.options import DEFAULT_SMALL
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
@@ -38,6 +39,7 @@ class Settings:
     steps: int = 300
     seed: int = 0
     staleness: str = "aware"
+    small: str = DEFAULT_SMALL
     door: str = "wrap"
     record: Path | None = None
 
@@ -90,6 +92,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
         **({"values": settings.values} if settings.values != "fp32" else {}),
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,
+        "small": settings.small,
     }
     record = settings.record
     label = settings.algo if settings.algo != "dense" else "dense, again"

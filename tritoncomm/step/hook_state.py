@@ -148,7 +148,11 @@ class HookState(ABC):
         self.optimizers.append(weakref.ref(optimizer))
 
     def check_settings(
-        self, scaler: torch.amp.GradScaler | None, timeout: timedelta | None, dense_below: int | None
+        self,
+        scaler: torch.amp.GradScaler | None,
+        timeout: timedelta | None,
+        dense_below: int | None,
+        small: str | None,
     ) -> None:
         """Use ``scaler`` if there is none yet. None stands for a setting that was not given.
 
@@ -158,8 +162,13 @@ class HookState(ABC):
         options = self.exchange.options
         if self.scaler is None and not self.exchange.vectors:
             self.scaler = scaler
-        given = {"scaler": scaler, "timeout": timeout, "dense_below": dense_below}
-        registered = {"scaler": self.scaler, "timeout": options.timeout, "dense_below": options.dense_below}
+        given = {"scaler": scaler, "timeout": timeout, "dense_below": dense_below, "small": small}
+        registered = {
+            "scaler": self.scaler,
+            "timeout": options.timeout,
+            "dense_below": options.dense_below,
+            "small": options.small,
+        }
         for name, value in given.items():
             if value is not None and value != registered[name]:
                 raise ConfigurationError(

@@ -26,6 +26,7 @@ from tritoncomm.algorithms import (
     with_suggestions,
 )
 from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
@@ -36,6 +37,7 @@ logger = logging.getLogger("tritoncomm")
 DEFAULT_ALGO = "oktopk"
 DEFAULT_DENSITY = 0.01
 DENSE_BELOW = 1024
+DEFAULT_SMALL = "fp32"
 # Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
 # and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults-2026-11-22.md
 DEFAULT_WARMUP = 20
@@ -54,6 +56,7 @@ class WrapOptions:
     max_grad_norm: float | None = None
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
+    small: str = DEFAULT_SMALL
 
     def __post_init__(self) -> None:
         one_of("staleness", self.staleness, ("aware", "off"))
@@ -71,6 +74,7 @@ class WrapOptions:
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
         check_dense_below(self.dense_below)
+        check_small(self.small)
         check_timeout(self.timeout)
 
 
@@ -89,6 +93,11 @@ def check_dense_below(dense_below: int) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
     if not (isinstance(dense_below, int) and dense_below >= 0):
         raise ConfigurationError(f"dense_below={dense_below!r}: must be a number of elements, 0 sends no tensor dense")
+
+
+def check_small(small: str) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``small`` is a format of small tensors."""
+    one_of("small", small, SMALL_FORMATS)
 
 
 def check_timeout(timeout: timedelta | None) -> None:

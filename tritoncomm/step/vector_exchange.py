@@ -34,6 +34,8 @@ class ExchangeOptions:
         timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
         dense_below: Number of elements below which a tensor is small. See
             :func:`~tritoncomm.step.bucket.split_by_size`.
+        small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
+            :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
@@ -45,6 +47,7 @@ class ExchangeOptions:
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
     dense_below: int = 0
+    small: str = "fp32"
     flattened: bool | None = None
     by_update: bool = False
     alone: bool = False
@@ -91,7 +94,7 @@ class VectorExchange:
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {self.settings} {shapes}"
+            stamp = f"{recipe.name} {self.settings} in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
         self.feedback = self.new_feedback()
@@ -118,7 +121,7 @@ class VectorExchange:
 
     @property
     def settings(self) -> str:
-        """The recipe, and the number of values that are sent dense, as text."""
+        """The recipe, and the number of values that are sent dense, as text. A state fits whatever their format."""
         return f"{self.recipe!r}, {self.dense_numel} values dense"
 
     @property
@@ -137,7 +140,7 @@ class VectorExchange:
         if self.options.by_update:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
-        whole = DenseTail(recipe=recipe, tail=self.dense_numel)
+        whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
         packing = with_packing(whole, self.layout.device)
         return ErrorFeedback(packing.build(self.layout.numel), self.layout.device)
 
