@@ -68,6 +68,25 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_small_tensors_in_8_bits_around_every_method(name: str, world_size: int) -> None:
+    """Small tensors in 8 bits can be combined with every method. Steps of a dense warm-up send them in fp32."""
+    tailed = DenseTail(recipe=Warmup(recipe=under_test(0.1)[name], steps=1), tail=9, small="8bit")
+    case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
+    laws.equivalence(tailed, case)
+    laws.conservation(tailed, case)
+    laws.budget(tailed, case)
+    world, quantized = laws.world_of(tailed, case), []
+    for number, gradient in enumerate(case.gradients()):
+        rounds: set[str] = set()
+        world.step(gradient, before_round=lambda _, ops, rounds=rounds: rounds.add(ops[0].phase))
+        assert ("small tensors" in rounds) == (world_size > 1 and (number == 0 or name == "dense"))
+        quantized.append({"small-scatter", "small-gather"} <= rounds)
+        assert number or not world.residuals[:, -9:].any()
+    assert quantized == [world_size > 1 and name != "dense" and number > 0 for number in range(4)]
+
+
+@pytest.mark.parametrize("name", METHODS)
 @given(case=laws.cases())
 @example(case=BIG[0])
 @example(case=BIG[1])

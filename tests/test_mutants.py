@@ -6,19 +6,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
+from tritoncomm.algorithms.dense_tail import DenseTail, DenseTailAlgorithm
 from tritoncomm.algorithms.ok_topk import OkTopk, OkTopkAlgorithm
 from tritoncomm.algorithms.preconditioned import Preconditioned, PreconditionedAlgorithm
 from tritoncomm.algorithms.topk_allgather import TopkAllgather, TopkAllgatherAlgorithm
+from tritoncomm.primitives import block_float
 from tritoncomm.primitives.collectives import bruck_all_gather
 from tritoncomm.primitives.second_moment import FactoredSecondMoment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.cost import Forecast
+from tritoncomm.scheduler.rounds import AllGather, AllReduce
 
 import laws
 import tritoncomm_kernels as kernels
 
 CASE = laws.Case(5, 90, ("random",) * 6, seed=3)
+THREE = laws.Case(3, 90, ("random",) * 6, seed=3)
 FLOATS = laws.Case(5, 90, ("random",) * 6, seed=3, exact=False)
 
 
@@ -131,6 +136,69 @@ class ScalesByOwnResidual(PreconditionedAlgorithm):
         return mean
 
 
+class ForgetsItsError(DenseTailAlgorithm):
+    """Loses what quantization cuts off."""
+
+    def _tail_mean(self, values, rank, world_size):
+        mean, left = yield from super()._tail_mean(values, rank, world_size)
+        return mean, torch.zeros_like(left)
+
+
+class KeepsItsErrorTwice(DenseTailAlgorithm):
+    """Keeps the error of a sender in the residual of the owner as well."""
+
+    def _tail_mean(self, values, rank, world_size):
+        mean, left = yield from super()._tail_mean(values, rank, world_size)
+        everybody = yield AllGather("small-errors", left)
+        length = -(-len(left) // world_size)
+        own = slice(rank * length, (rank + 1) * length)
+        left = left.clone()
+        left[own] = everybody[:, own].sum(0)
+        return mean, left
+
+
+class QuantizesItsSum(DenseTailAlgorithm):
+    """Quantizes the sum instead of the mean, which every rank then divides and rounds."""
+
+    def _tail_mean(self, values, rank, world_size):
+        sums = yield AllReduce("small tensors", values)
+        sent = self.quantized(sums, world_size)
+        return sent, sums - world_size * sent if rank == 0 else torch.zeros_like(values)
+
+    @staticmethod
+    def quantized(sums, world_size):
+        return rounded(sums) / world_size
+
+
+class QuantizesItsMean(QuantizesItsSum):
+    """The intact form of it."""
+
+    @staticmethod
+    def quantized(sums, world_size):
+        return rounded(sums / world_size)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """Return what a receiver of ``values`` in 8 bits gets."""
+    return block_float.decode(block_float.encode(values[None], 8), len(values), 8)[0].float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenTail(DenseTail):
+    """A recipe for broken small tensors."""
+
+    name: ClassVar[str] = "broken"
+    kind: type[DenseTailAlgorithm] = DenseTailAlgorithm
+
+    def build(self, numel):
+        return self.kind(self.recipe.build(numel - self.tail), self.tail, 8)
+
+
+def tailed(kind: type[DenseTailAlgorithm]) -> BrokenTail:
+    """Return a recipe whose small tensors travel in 8 bits."""
+    return BrokenTail(recipe=TopkAllgather(density=0.1), tail=60, small="8bit", kind=kind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokenPreconditioned(Preconditioned):
     """A recipe for a broken preconditioner."""
@@ -196,6 +264,10 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.conservation, preconditioned(KeepsScaledResidual), CASE),
         (laws.equivalence, preconditioned(KeepsScaledResidual), CASE),
         (laws.conservation, preconditioned(ScalesByOwnResidual), CASE),
+        (laws.conservation, tailed(ForgetsItsError), CASE),
+        (laws.equivalence, tailed(ForgetsItsError), THREE),
+        (laws.conservation, tailed(KeepsItsErrorTwice), CASE),
+        (laws.equivalence, tailed(KeepsItsErrorTwice), THREE),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(getattr(value, "kind", None), "__name__", ""),
 )
@@ -207,8 +279,16 @@ def test_broken_method_breaks_its_law(law, recipe, case: laws.Case) -> None:
         OkTopk: OkTopk(density=recipe.density),
         TopkAllgather: TopkAllgather(density=recipe.density),
         Preconditioned: preconditioned(PreconditionedAlgorithm),
+        DenseTail: tailed(DenseTailAlgorithm),
     }
     law(next(method for kind, method in intact.items() if isinstance(recipe, kind)), case)
+
+
+def test_quantized_sums_break_conservation() -> None:
+    """A quantized sum that is divided by three is rounded again. A quantized mean is not."""
+    with pytest.raises(AssertionError):
+        laws.conservation(tailed(QuantizesItsSum), THREE)
+    laws.conservation(tailed(QuantizesItsMean), THREE)
 
 
 def test_hidden_nan_breaks_the_refusal_law() -> None:

@@ -6,7 +6,12 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
+from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
+from tritoncomm.algorithms import Dense, DenseTail
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.step.bucket import split_by_size
+
+import laws
 
 
 def backward(net: nn.Module) -> None:
@@ -42,6 +47,65 @@ def test_small_tensors_are_sent_dense() -> None:
             assert not residuals_by_parameter[b].any()
     small = sum(p.numel() for p in wrapped.parameters()) - 1200
     assert optimizer.metrics()["density_delivered"] == pytest.approx((60 + small) / (1200 + small))
+
+
+def gradients(step: int) -> torch.Tensor:
+    """Return the gradients of five workers."""
+    return torch.randn(5, 400, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize(("before", "after"), [("8bit", "fp32"), ("fp32", "8bit")])
+def test_format_may_change_when_a_run_is_resumed(before: str, after: str) -> None:
+    """A run that resumes in another format loses nothing. In fp32, the first step delivers the residual."""
+    recipe = OkTopk(density=0.1)
+    first = SimulatedWorld(DenseTail(recipe=recipe, tail=50, small=before), 5, 400)
+    first.step(gradients(0))
+    second = SimulatedWorld(DenseTail(recipe=recipe, tail=50, small=after), 5, 400)
+    second.load_state_dict(first.state_dict())
+    assert laws.same_bits(second.residuals, first.residuals)
+    assert first.residuals[:, -50:].any() == (before == "8bit")
+    held = (first.residuals + gradients(1)).double().sum(0)
+    mean = second.step(gradients(1))[0].to_dense().double()
+    assert torch.allclose(5 * mean + second.residuals.double().sum(0), held, atol=1e-5)
+    assert second.residuals[:, -50:].any() == (after == "8bit")
+
+
+def test_forecast_of_8_bits_is_exact() -> None:
+    """The forecast names the two phases of small tensors, and they take a quarter of the bytes of fp32."""
+    recipe = DenseTail(recipe=OkTopk(density=0.1), tail=300, small="8bit")
+    world = SimulatedWorld(recipe, 5, 400)
+    (allowed,) = {str(forecast) for forecast in world.predicted_traffic}
+    forecast = world.predicted_traffic[0]
+    assert "small-scatter" in allowed
+    world.step(gradients(0))
+    for meter in world.scheduler.meters:
+        for phase in ("small-scatter", "small-gather"):
+            assert meter.sent_by_phase[phase] == forecast.phases[phase].sent
+            assert meter.received_by_phase[phase] == forecast.phases[phase].received
+    payload = sum(
+        flow.sent.bytes - WORD * HEADER_WORDS * flow.sent.messages
+        for phase, flow in forecast.phases.items()
+        if phase.startswith("small")
+    )
+    assert payload == 2 * 4 * (60 + 4)
+    assert "small tensors" not in recipe.predicted_traffic(400, 5).phases
+
+
+def test_dense_steps_are_not_quantized() -> None:
+    """A method that delivers every entry sends small tensors in fp32, and predicts it."""
+    for inner in (OkTopk(density=1.0), Dense(density=0.01), Warmup(recipe=OkTopk(density=1.0), steps=1)):
+        recipe = DenseTail(recipe=inner, tail=50, small="8bit")
+        world = SimulatedWorld(recipe, 5, 400)
+        assert "small tensors" in recipe.predicted_traffic(400, 5).phases
+        assert "small tensors" in world.predicted_traffic[0].phases
+        world.step(gradients(0))
+        assert not world.residuals.any()
+
+
+def test_unknown_formats_are_named() -> None:
+    """A format that small tensors do not have is named."""
+    with pytest.raises(ConfigurationError, match=r"DenseTail\(small='4bit'\): must be 'fp32' or '8bit'"):
+        DenseTail(recipe=OkTopk(), tail=1, small="4bit")
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class Setup(NamedTuple):
     families: tuple[str, ...]
     optimizer: str = "SGD"
     dense_below: int = 0
+    small: str = "fp32"
 
     @property
     def is_one_vector(self) -> bool:
@@ -125,7 +126,12 @@ class Trained:
         self.shards = setup.shards(world_size)
         self.shapes = setup.global_shapes(world_size)
         self.module = Prescribed(self.shapes)
-        settings: dict[str, Any] = {"algo": setup.recipe, "dense_below": setup.dense_below, "warmup_steps": 0}
+        settings: dict[str, Any] = {
+            "algo": setup.recipe,
+            "dense_below": setup.dense_below,
+            "small": setup.small,
+            "warmup_steps": 0,
+        }
         if setup.door == "ddp":
             self.model: nn.Module = DistributedDataParallel(self.module, bucket_cap_mb=BUCKET_MEGABYTES)
         else:

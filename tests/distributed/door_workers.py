@@ -432,6 +432,8 @@ def groups_and_settings(rank: int, world_size: int, send) -> None:
     state = register(model, density=0.1, dense_below=0)
     with pytest.raises(ConfigurationError, match=r"dense_below=7: the model was registered with dense_below=0"):
         tritoncomm.wrap(adamw(model), dense_below=7)
+    with pytest.raises(ConfigurationError, match="small='8bit': the model was registered with small='fp32'"):
+        tritoncomm.wrap(adamw(model), small="8bit")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = tritoncomm.wrap(adamw(model), model=model, scaler=scaler, on_nonfinite="raise")
     assert state.scaler is scaler

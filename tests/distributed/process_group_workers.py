@@ -240,6 +240,7 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("recipe", lambda: wrap(repartition_every=7 if odd else 8))
     attempt("recipe", lambda: wrap(warmup_steps=7 if odd else 8))
     attempt("options", lambda: wrap(staleness="off" if odd else "aware"))
+    attempt("small='8bit'", lambda: wrap(small="8bit" if odd else "fp32"))
     attempt("optimizer", lambda: sparse_wrap((torch.optim.SGD if odd else torch.optim.Adam)(tiny_model().parameters())))
     attempt("parameter values, first at parameter 1", lambda: wrap(tiny_model(seed=int(odd))))
     attempt("parameter dtypes", lambda: wrap(tiny_model().double() if odd else tiny_model()))
@@ -261,6 +262,53 @@ def mismatches(rank: int, world_size: int, send) -> None:
         outcome = "own"
     assert outcome == "own" if odd else "ranks [1] reported an error: rank 1: OkTopk(density=0.0)" in outcome
     wrap()
+
+
+def small_in_8_bits(rank: int, world_size: int, send) -> None:
+    """Small tensors in 8 bits have a residual after the warm-up. A run in fp32 resumes it, and flush() delivers it."""
+    model = tiny_model()
+    trained = [p for p in model.parameters() if p is not model.unused and p is not model.frozen]
+
+    def wrapped(small: str) -> tritoncomm.SparseOptimizer:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return tritoncomm.wrap(sgd, density=0.2, warmup_steps=1, dense_below=100, small=small)
+
+    def step(optimizer: tritoncomm.SparseOptimizer, number: int) -> torch.Tensor:
+        """Take a step, and return what was delivered to the parameters beyond the mean of this step's gradients."""
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        dense = total(torch.cat([p.grad.reshape(-1) for p in trained])) / world_size
+        optimizer.synchronize()
+        delivered = torch.cat([p.grad.reshape(-1) for p in trained])
+        optimizer.step()
+        return delivered - dense
+
+    def small_residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
+        return optimizer._vector.feedback.residual[-optimizer._vector.dense_numel :]
+
+    first = wrapped("8bit")
+    owed = step(first, 0)
+    assert not small_residual(first).any()
+    assert "seconds_small-gather" not in first.metrics()
+    for number in range(1, 4):
+        owed += step(first, number)
+    assert total(small_residual(first).abs()).any()
+    assert "seconds_small-gather" in first.metrics()
+    second = wrapped("fp32")
+    second.load_state_dict(first.state_dict())
+    owed += step(second, 4)
+    assert not small_residual(second).any()
+    pending = second._vector.residuals_by_parameter()
+    left = total(torch.cat([pending[p] for p in trained])) / world_size
+    assert torch.allclose(owed + left, torch.zeros_like(owed), atol=1e-6)
+    third = wrapped("8bit")
+    third.load_state_dict(second.state_dict())
+    step(third, 5)
+    assert total(small_residual(third).abs()).any()
+    third.flush()
+    assert not third._vector.feedback.residual.any()
+    bits = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32)
+    assert torch.equal(total(bits), world_size * bits)
 
 
 def loading(rank: int, world_size: int, send) -> None:

@@ -37,6 +37,8 @@ def setups(door: str, world_size: int) -> dict[tuple[str, str], Setup]:
     for name, recipe in possible(0.1, ranks).items():
         if name in algorithms():
             found["several vectors", name] = Setup(door, recipe, SHAPES, FAMILIES[:6], dense_below=16)
+        if name == "oktopk":
+            found["small in 8 bits", name] = Setup(door, recipe, SHAPES, FAMILIES[:6], dense_below=16, small="8bit")
         if name in ("oktopk", "topk_allgather"):
             found["by update", name] = Setup(door, recipe, ((10, 15),), LONG, optimizer="AdamW")
     return found
@@ -111,6 +113,14 @@ def test_selection_by_update(law: laws.LawOfRuns, door: str, world_size: int) ->
 def test_several_vectors(law: laws.LawOfRuns, door: str, world_size: int) -> None:
     """The laws hold for the whole model while DDP rebuilds its buckets, and with FSDP's padded and empty shards."""
     for run in runs(door, world_size, "several vectors"):
+        law.check(run)
+
+
+@pytest.mark.parametrize(("door", "world_size"), PLACES)
+@pytest.mark.parametrize("law", OF_VALUES, ids=lambda law: law.__name__)
+def test_small_tensors_in_8_bits(law: laws.LawOfRuns, door: str, world_size: int) -> None:
+    """The laws hold for the whole model if small tensors travel in 8 bits, and have a residual."""
+    for run in runs(door, world_size, "small in 8 bits"):
         law.check(run)
 
 

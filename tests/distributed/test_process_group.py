@@ -49,6 +49,11 @@ def test_mismatched_configurations() -> None:
     assert run_workers(process_group_workers.mismatches, 3) == [None] * 3
 
 
+def test_small_tensors_in_8_bits() -> None:
+    """Small tensors in 8 bits lose nothing, and a checkpoint fits a run in which they travel in fp32."""
+    assert run_workers(process_group_workers.small_in_8_bits, 3) == [None] * 3
+
+
 def test_ranks_load_together() -> None:
     """All ranks load a checkpoint together, or none does."""
     assert run_workers(process_group_workers.loading, 3) == [None] * 3
