@@ -41,8 +41,7 @@ class RandomBlock(Recipe):
     elements. ``seed`` must be the same on all workers.
 
     ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
-    stays in the residuals, see :mod:`tritoncomm.primitives.quantized_mean`. A coordinate whose mean is rounded to zero
-    is not delivered.
+    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered.
 
     The gradients of a waiting coordinate accumulate and arrive as one large update. With error feedback, gradient
     descent is therefore stable only up to a lower learning rate. For ``perm`` the limit is about ``density`` times that

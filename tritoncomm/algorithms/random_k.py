@@ -31,8 +31,7 @@ class RandomK(Recipe):
     """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers.
 
     ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
-    stays in the residuals, see :mod:`tritoncomm.primitives.quantized_mean`. A coordinate whose mean is rounded to zero
-    is not delivered.
+    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered.
     """
 
     name: ClassVar[str] = "random_k"
