@@ -24,7 +24,6 @@ from tritoncomm.step.aware import is_linear
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
-    DEFAULT_DENSITY,
     DENSE_BELOW,
     check_dense_below,
     check_timeout,
@@ -67,7 +66,8 @@ class CommState(HookState):
         process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
             default process group.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
@@ -93,7 +93,7 @@ class CommState(HookState):
         process_group: dist.ProcessGroup | None = None,
         algo: str | Recipe = "oktopk",
         *,
-        density: float = DEFAULT_DENSITY,
+        density: float | None = None,
         warmup_steps: int | None = None,
         node_group: dist.ProcessGroup | None = None,
         on_nonfinite: str | None = None,
@@ -400,7 +400,7 @@ def register(
     model: DistributedDataParallel,
     algo: str | Recipe = "oktopk",
     *,
-    density: float = DEFAULT_DENSITY,
+    density: float | None = None,
     warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     on_nonfinite: str | None = None,
@@ -418,7 +418,8 @@ def register(
     Args:
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
         algo: See :class:`CommState`. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: See :class:`CommState`. Default: None, nodes are not treated separately.

@@ -22,7 +22,6 @@ from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
-    DEFAULT_DENSITY,
     DENSE_BELOW,
     check_dense_below,
     check_timeout,
@@ -234,7 +233,7 @@ def register(
     replicate_group: dist.ProcessGroup,
     algo: str | Recipe = "oktopk",
     *,
-    density: float = DEFAULT_DENSITY,
+    density: float | None = None,
     warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -257,7 +256,8 @@ def register(
             a mesh of replicas and shards.
         replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and
