@@ -3,6 +3,7 @@
 This file evaluates annotations, because DDP rejects hooks whose annotations are strings.
 """
 
+import copy
 import logging
 import math
 import weakref
@@ -59,8 +60,8 @@ class CommState(HookState):
     """The state of :func:`comm_hook`: the exchange of all buckets, and the residuals.
 
     :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. Buckets are
-    exchanged on a separate thread, in parallel with the backward pass. Pickling omits process groups and residuals.
-    Save residuals with :meth:`state_dict`.
+    exchanged on a separate thread, in parallel with the backward pass. Pickles and copies have the settings only. Save
+    residuals with :meth:`state_dict`. A deep copy of a DDP module has no hook: register it.
 
     Args:
         process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
@@ -127,6 +128,7 @@ class CommState(HookState):
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self.has_averaged = False  # gradients hold a mean to which nothing has been added
+        self.is_registered = True  # False for the copy in a copy of a DDP module, which DDP does not register
 
     def __getstate__(self) -> dict[str, Any]:
         options = replace(self.exchange.options, group=None)
@@ -135,6 +137,13 @@ class CommState(HookState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         HookState.__init__(self, GradientExchange(state["options"]), None, state["on_nonfinite"], state["scaler"])
         self._start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CommState":
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        clone.is_registered = False
+        return clone
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Use the names of ``parameters`` in messages and in :meth:`state_dict`. Call it before the first backward."""
@@ -149,6 +158,7 @@ class CommState(HookState):
     def schedule(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Start the exchange of ``bucket`` on the thread of this state, and return a future of the averaged buffer."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
+        self.is_registered = True
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tritoncomm")
         self._connect()
@@ -473,7 +483,7 @@ def register(
 def state_of(model: DistributedDataParallel) -> CommState | None:
     """Return the state with which ``model`` is registered, or None. It learns the names of the parameters."""
     for _, state in getattr(model, "_comm_hooks", []):
-        if isinstance(state, CommState):
+        if isinstance(state, CommState) and state.is_registered:
             if not state.parameters:
                 state.name(dict(model.module.named_parameters()))
             return state

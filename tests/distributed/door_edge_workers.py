@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_workers import ddp, net
+from ddp_workers import ddp, loss_of, net
 from door_workers import adamw
+from helpers import flat, same_everywhere
 from tritoncomm import ConfigurationError
-from tritoncomm.ddp import register
+from tritoncomm.ddp import comm_hook, register, state_of
 
 
 def settings_of_a_hook(rank: int, world_size: int, send) -> None:
@@ -42,3 +46,36 @@ def settings_of_a_hook(rank: int, world_size: int, send) -> None:
         assert optimizer.recipe == state.recipe
         assert state.exchange.options.dense_below == 0
         del optimizer
+
+
+def copied_model(rank: int, world_size: int, send) -> None:
+    """A deep copy of a DDP module has no hook, as DDP copies none. It can be registered like a new module."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    clone = copy.deepcopy(model)
+    assert state_of(model) is optimizer._hook
+    assert state_of(clone) is None
+    plain = ddp(copy.deepcopy(model.module))
+    for each in (clone, plain):
+        loss_of(each, rank, 1).backward()
+    for p, q in zip(clone.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # averaged by DDP, densely
+        p.grad = None
+    again = tritoncomm.wrap(adamw(clone), model=clone, density=0.1, dense_below=0)
+    assert again._hook is state_of(clone)
+    assert again._hook is not optimizer._hook
+    for step in range(1, 3):
+        for each, stepped in ((model, optimizer), (clone, again)):
+            stepped.zero_grad()
+            loss_of(each, rank, step).backward()
+            stepped.step()
+    assert again.metrics()["steps"] == 2
+    assert optimizer.metrics()["steps"] == 3
+    assert same_everywhere((flat(model), flat(clone)))
+    raw = ddp(net())  # a copied state is a new one with the same settings
+    raw.register_comm_hook(copy.deepcopy(again._hook), comm_hook)
+    loss_of(raw, rank, 0).backward()
+    assert state_of(raw).steps == 1

@@ -11,6 +11,7 @@ from helpers import run_workers, several
     "situations",
     [
         [door_edge_workers.settings_of_a_hook],
+        [door_edge_workers.copied_model],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
