@@ -32,6 +32,7 @@ from tritoncomm.step.options import (
     one_of,
     resolve_recipe,
 )
+from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 
@@ -302,7 +303,8 @@ class CommState(HookState):
         if self.exchange.options.group is None:
             if not dist.is_initialized():
                 raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
-            group = _private_group(self.process_group, self.exchange.options.timeout)
+            group, belongs_to = private_group(self.process_group, self.exchange.options.timeout)
+            belongs_to(self)
             self.exchange.options = replace(self.exchange.options, group=group)
 
     def build(self, layout: list[list[str]]) -> list[VectorExchange]:
@@ -368,19 +370,6 @@ class CommState(HookState):
             carry_over.across_groups(new, old)
         self.exchange.agree_on_exchange_id()
         model.register_comm_hook(self, comm_hook)
-
-
-def _private_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a new group of the ranks of ``group``. All of them call this together."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if len(ranks) == dist.get_world_size():
-        everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
-        return everybody
-    # torch numbers a group of some ranks by the groups that each rank has, and ranks with other numbers never meet.
-    known = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no public function
-    setup_checks.compare({"number of process groups of this rank, which must be equal": known}, group)
-    some: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    return some
 
 
 def _after_backward(callback: Callable[[], None]) -> None:

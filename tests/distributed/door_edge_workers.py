@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -79,3 +80,38 @@ def copied_model(rank: int, world_size: int, send) -> None:
     raw.register_comm_hook(copy.deepcopy(again._hook), comm_hook)
     loss_of(raw, rank, 0).backward()
     assert state_of(raw).steps == 1
+
+
+def groups_of_torch() -> int:
+    """Return the number of process groups of this process."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def groups_are_used_again(rank: int, world_size: int, send) -> None:
+    """A hook that replaces another one uses its process group. Two living hooks have two groups."""
+    counts = []
+    for number in range(6):
+        model = ddp(net())
+        optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        counts.append(groups_of_torch())
+        if number < 4:
+            del model, optimizer
+            if rank != 1 or number % 2:  # ranks need not collect the garbage at the same time
+                gc.collect()
+    assert counts[2:5] == counts[2:3] * 3, counts
+    first, second = ddp(net()), ddp(net())
+    for each in (first, second):
+        register(each, density=0.1, dense_below=0)
+    (loss_of(first, rank, 0) + loss_of(second, rank, 0)).backward()  # both exchange at the same time
+    groups = {id(state_of(each).exchange.options.group) for each in (model, first, second)}
+    assert len(groups) == 3
+    assert [p.grad.tolist() for p in first.parameters()] == [p.grad.tolist() for p in second.parameters()]
+    before = groups_of_torch()
+    for _ in range(5):
+        again = tritoncomm.wrap(optimizer.optimizer, model=model)
+    assert groups_of_torch() == before
+    assert again._hook is optimizer._hook
