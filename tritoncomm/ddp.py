@@ -7,8 +7,9 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
+from tritoncomm.errors import (
+    ConfigurationError,
+    ExchangeError,
+    ExchangeTimeoutError,
+    NonFiniteError,
+    ProtocolMismatchError,
+)
 from tritoncomm.step import carry_over, setup_checks
 from tritoncomm.step.aware import is_linear
 from tritoncomm.step.exchange import GradientExchange
@@ -33,6 +40,7 @@ from tritoncomm.step.options import (
     resolve_recipe,
 )
 from tritoncomm.step.private_group import private_group
+from tritoncomm.step.torch_internals import at_end_of_backward, current_backward, joins
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 
@@ -41,6 +49,15 @@ __all__ = ["CommState", "comm_hook", "register"]
 logger = logging.getLogger("tritoncomm")
 
 _POLICIES = ("raise", "propagate", "zero")
+_JOINED = (
+    "join() of DDP is not supported, because a rank without a batch has no gradient to exchange: give all ranks the "
+    "same number of batches, or pass throw_on_early_termination=True to end with the first rank that has none"
+)
+_UNUSED = (
+    "a parameter that received no gradient on a rank keeps DDP from finishing the pass there: use every parameter in "
+    "each pass, and call the DDP module, not its inner module; or call tritoncomm.wrap() on the optimizer of the plain "
+    "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, and exchange dense"
+)
 
 
 @dataclass
@@ -129,6 +146,10 @@ class CommState(HookState):
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self.has_averaged = False  # gradients hold a mean to which nothing has been added
+        self.is_unfinished = (
+            False  # a backward pass with gradient synchronization has begun, not reached its last bucket
+        )
+        self._model: weakref.ref[DistributedDataParallel] | None = None
         self.is_registered = True  # False for the copy in a copy of a DDP module, which DDP does not register
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,9 +181,9 @@ class CommState(HookState):
         """Start the exchange of ``bucket`` on the thread of this state, and return a future of the averaged buffer."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         self.is_registered = True
+        self._enter()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "tritoncomm")
-        self._connect()
         scale = self.scale
         on_gpu = buffer.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
@@ -189,15 +210,60 @@ class CommState(HookState):
                 self._release(last=last)
 
         self._thread.submit(work)
-        if last:
-            _after_backward(self._raise_failure)
+        if last:  # DDP queues its own callback between the two
+            at_end_of_backward(lambda: at_end_of_backward(self._raise_failure))
         return future
+
+    def belongs_to(self, model: DistributedDataParallel) -> None:
+        """Use the names of the parameters of ``model``, and its settings in messages."""
+        self.name(dict(model.module.named_parameters()))
+        self._model = weakref.ref(model)
+
+    def _is_joined(self) -> bool:
+        """Return True within ``join()`` of the model, if the model is known. Other ranks may run out of batches."""
+        model = self._model() if self._model is not None else None
+        return model is not None and joins(model)
+
+    def not_averaged(self) -> RuntimeError:
+        """See :meth:`HookState.not_averaged`. Tell the other ranks, which wait for this one in the pass."""
+        if not self.is_unfinished:
+            return super().not_averaged()
+        self.is_unfinished = False
+        error = RuntimeError(f"DDP has not averaged the gradients of the last backward pass: {_UNUSED}")
+        self._report(error)
+        return error
+
+    def _report(self, error: Exception) -> None:
+        """Raise ``error`` on the other ranks, which are in the exchange of a bucket, or compare settings before it."""
+        exchange, passes = self.exchange, self.exchange.steps + self.exchange.skipped
+        with suppress(ExchangeError, ConfigurationError):
+            self._connect()
+            # DDP builds other buckets after the first pass. Ranks are compared before each new one.
+            if exchange.vectors and (passes > 1 or self._keep_layout):
+                scheduler = exchange.vectors[0].scheduler
+                assert scheduler is not None
+                scheduler.fail(error)
+            else:
+                setup_checks.propagate_error(str(error), exchange.options.group)
+
+    def _enter(self) -> None:
+        """Connect, and raise on all ranks if DDP calls the hook outside of a backward pass."""
+        if current_backward() < 0:
+            error = ConfigurationError(_JOINED)
+            self._report(error)
+            raise error
+        try:
+            self._connect()
+        except ExchangeError as error:
+            raise _with_cause(error) from None
 
     def _begin(self, scale: float) -> None:
         """Begin a backward pass, and discard a previous one that did not finish."""
         self.exchange.reset()
         self.consumed = False
         self._pass, self._failure, self._built = _Pass(scale), self._broken, []
+        if self._is_joined():  # on all ranks, so none of them waits
+            self._failure = ConfigurationError(_JOINED)
 
     def _arrive(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
         """Exchange the vectors whose parameters have all arrived."""
@@ -259,6 +325,8 @@ class CommState(HookState):
         error, self._failure = self._failure, None
         if isinstance(error, (ExchangeError, ProtocolMismatchError)):
             self._broken = error  # the group is unusable
+        if isinstance(error, ExchangeError):
+            error = _with_cause(error)
         if error is None:
             return
         if not isinstance(error, NonFiniteError) or self.on_nonfinite not in ("propagate", "skip"):
@@ -276,7 +344,7 @@ class CommState(HookState):
                 exchange.finish()
         except BaseException as error:
             self._failure = error
-        self.has_averaged = True
+        self.has_averaged, self.is_unfinished = True, False
         if self._failure is not None:
             exchange.rollback()
             # The next pass builds them again, from the vectors that they would have replaced.
@@ -372,18 +440,6 @@ class CommState(HookState):
         model.register_comm_hook(self, comm_hook)
 
 
-def _after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` after DDP has finished the backward pass. An error in it leaves DDP in a valid state."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-    try:
-        queue(lambda: queue(callback))  # DDP queues its own callback between the two
-    except RuntimeError as error:
-        raise ConfigurationError(
-            "DDP called the hook outside of a backward pass, as its join() does, which is not supported: give all "
-            f"ranks the same number of batches ({error})"
-        ) from error
-
-
 def comm_hook(
     state: CommState,
     bucket: dist.GradBucket,  # type: ignore[name-defined] # exists at run time
@@ -461,9 +517,9 @@ def register(
         dense_below=dense_below,
         **recipe_fields,
     )
-    state.name(dict(model.module.named_parameters()))
+    state.belongs_to(model)
     model.register_comm_hook(state, comm_hook)
-    _check_accumulation(list(model.parameters()), weakref.ref(state))
+    _watch_passes(model, weakref.ref(state))
     if not is_dense(state.recipe) and state.recipe.density < 1:
         _watch_optimizers(state)
     return state
@@ -474,7 +530,7 @@ def state_of(model: DistributedDataParallel) -> CommState | None:
     for _, state in getattr(model, "_comm_hooks", []):
         if isinstance(state, CommState) and state.is_registered:
             if not state.parameters:
-                state.name(dict(model.module.named_parameters()))
+                state.belongs_to(model)
             return state
     return None
 
@@ -502,20 +558,32 @@ def _watch_optimizers(state: CommState) -> None:
     weakref.finalize(state, register_optimizer_step_pre_hook(check).remove)
 
 
-def _check_accumulation(parameters: list[torch.Tensor], owner: "weakref.ref[CommState]") -> None:
-    """Make a backward pass raise if it would add to averaged gradients."""
+def _with_cause(error: ExchangeError) -> ExchangeError:
+    """Return ``error`` with the likely cause, if a rank did not answer in a backward pass and has not said why."""
+    unanswered = isinstance(error, ExchangeTimeoutError) or not error.peers
+    return (
+        type(error)(f"{error}. In DDP, {_UNUSED}", error.peers) if unanswered and _UNUSED not in str(error) else error
+    )
+
+
+def _watch_passes(model: DistributedDataParallel, owner: "weakref.ref[CommState]") -> None:
+    """Note when a backward pass begins, and make it raise if it would add to averaged gradients."""
+    parameters, watched = [p for p in model.parameters() if p.requires_grad], weakref.ref(model)
+    # DDP finishes a pass without these parameters.
+    may_be_unused = model.find_unused_parameters or model.static_graph
 
     def check(_: torch.Tensor) -> None:  # runs before this pass adds to any gradient
-        state = owner()
-        if state is None or not state.has_averaged:
+        state, model = owner(), watched()
+        if state is None or model is None:
             return
-        state.has_averaged = False
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
-            raise RuntimeError(
-                "the averaged gradients of the last backward pass were not reset, and must not be averaged again: call "
-                "model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
-            )
+        if state.has_averaged:
+            state.has_averaged = False
+            if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
+                raise RuntimeError(
+                    "the averaged gradients of the last backward pass were not reset, and must not be averaged again: "
+                    "call model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
+                )
+        state.is_unfinished = model.require_backward_grad_sync and not may_be_unused
 
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(check)  # type: ignore[no-untyped-call]
+        parameter.register_hook(check)  # type: ignore[no-untyped-call]

@@ -322,10 +322,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if exchange.deliveries == step_state.used_delivery:
             if all(parameter.grad is None for parameter in self._hook_parameters()):
                 return  # like an optimizer without gradients
-            raise RuntimeError(
-                "the hook has averaged no gradients since the last step(): call step() after a backward pass that is "
-                "not in model.no_sync()"
-            )
+            raise hook.not_averaged()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if hook.scaler is None and (scale is not None or found is not None):
             raise RuntimeError(

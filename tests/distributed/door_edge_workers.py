@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import tritoncomm
 from ddp_workers import ddp, loss_of, net
 from door_workers import adamw
 from helpers import flat, same_everywhere
+from torch import nn
 from tritoncomm import ConfigurationError
-from tritoncomm.ddp import comm_hook, register, state_of
+from tritoncomm.ddp import CommState, comm_hook, register, state_of
 
 
 def settings_of_a_hook(rank: int, world_size: int, send) -> None:
@@ -80,6 +83,80 @@ def copied_model(rank: int, world_size: int, send) -> None:
     raw.register_comm_hook(copy.deepcopy(again._hook), comm_hook)
     loss_of(raw, rank, 0).backward()
     assert state_of(raw).steps == 1
+
+
+def joined(rank: int, world_size: int, send, *, known: bool, started: bool) -> None:
+    """``join()`` raises an error that names it on all ranks, in the first pass or in the first one that is uneven."""
+    model = ddp(net())
+    if known:
+        register(model, density=0.1, dense_below=0, timeout=timedelta(seconds=20))
+    else:
+        state = CommState(model.process_group, density=0.1, dense_below=0, timeout=timedelta(seconds=20))
+        model.register_comm_hook(state, comm_hook)
+    for step in range(3 if started else 0):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    text = ""
+    try:
+        with model.join():
+            for step in range(2 if rank else 0):
+                model.zero_grad()
+                loss_of(model, rank, step).backward()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    send((rank, text))
+    os._exit(0)
+
+
+def early_termination(rank: int, world_size: int, send) -> None:
+    """``join(throw_on_early_termination=True)`` trains until the first rank has no batch, and raises on all ranks."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
+
+    def train(steps: int) -> None:
+        with model.join(throw_on_early_termination=True):
+            for step in range(steps):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train(3 + rank)
+    assert optimizer.metrics()["steps"] == 3
+    assert same_everywhere(flat(model))
+
+
+class Branches(nn.Module):
+    """A model whose second branch is used on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(6, 40), nn.Linear(6, 40), nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        """Run with or without the second branch."""
+        return self.head(self.first(x) + self.second(x) if both else self.first(x))
+
+
+def unused_parameter(rank: int, world_size: int, send, *, everywhere: bool, started: bool) -> None:
+    """If a rank does not use a parameter, all ranks raise an error that names the cause and the ways out."""
+    model = ddp(Branches())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0, timeout=timedelta(seconds=5))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3 if started else 0):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    text = ""
+    try:
+        model(x, both=not everywhere and rank != 1).square().sum().backward()
+        optimizer.step()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    send((rank, text))
+    os._exit(0)
 
 
 def groups_of_torch() -> int:

@@ -147,6 +147,13 @@ class HookState(ABC):
         self.optimizers = [weakref.ref(each) for each in self.connected if not own & _parameters_of(each)]
         self.optimizers.append(weakref.ref(optimizer))
 
+    def not_averaged(self) -> RuntimeError:
+        """Return the error of an optimizer that finds no new averaged gradients."""
+        return RuntimeError(
+            "the hook has averaged no gradients since the last step(): call step() after a backward pass that is not "
+            "in model.no_sync()"
+        )
+
     def check_settings(
         self, scaler: torch.amp.GradScaler | None, timeout: timedelta | None, dense_below: int | None
     ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 
 def current_backward() -> int:
@@ -32,3 +33,12 @@ def number_of_groups() -> int:
     With ``use_local_synchronization``, torch names a new group by this number. Ranks with other numbers never meet.
     """
     return len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+
+
+def joins(model: DistributedDataParallel) -> bool:
+    """Return True if the last ``join()`` of ``model`` lets ranks go on without a batch.
+
+    The hook cannot see ``join()`` on the ranks that have a batch.
+    """
+    settings = model._join_config  # noqa: SLF001
+    return bool(settings.enable and not settings.throw_on_early_termination)
