@@ -16,7 +16,11 @@ from tritoncomm.scheduler.local_workers import WorkerError
 @pytest.mark.parametrize(
     "situations",
     [
-        [door_edge_workers.settings_of_a_hook],
+        [
+            door_edge_workers.settings_of_a_hook,
+            door_edge_workers.groups_and_settings,
+            door_edge_workers.two_optimizers,
+        ],
         [door_edge_workers.copied_model, door_edge_workers.early_termination],
         [door_edge_workers.groups_are_used_again],
     ],
