@@ -339,7 +339,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _consume(self, hook: HookState) -> None:
         """Note that what the hook has delivered so far was used or discarded."""
         self._step_state.used_delivery = self._exchange.deliveries
-        hook.consumed = True
+        hook.discard({id(parameter) for parameter in self._hook_parameters()})
 
     def _hook_parameters(self) -> list[torch.Tensor]:
         """The parameters of this optimizer that a hook exchanges."""

@@ -213,6 +213,11 @@ class CommState(HookState):
         """The DDP module, if it is alive and known. :func:`comm_hook` alone does not see it."""
         return None if self._model is None else self._model()
 
+    def discard(self, parameters: set[int]) -> None:
+        """See :meth:`HookState.discard`."""
+        super().discard(parameters)
+        self.is_unfinished = False
+
     def not_averaged(self) -> RuntimeError:
         """See :meth:`HookState.not_averaged`. Tell the other ranks, which wait for this one in the pass."""
         if not self.is_unfinished:

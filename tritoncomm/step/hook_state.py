@@ -147,6 +147,10 @@ class HookState(ABC):
         self.optimizers = [weakref.ref(each) for each in self.connected if not own & _parameters_of(each)]
         self.optimizers.append(weakref.ref(optimizer))
 
+    def discard(self, parameters: set[int]) -> None:
+        """Note that the gradients of ``parameters`` (ids) were reset, or used."""
+        self.consumed = True
+
     def not_averaged(self) -> RuntimeError:
         """Return the error of an optimizer that finds no new averaged gradients."""
         return RuntimeError(
