@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from ddp_workers import ddp, loss_of, net
-from door_workers import adamw
+from door_workers import adamw, log_lines
 from helpers import flat, same_everywhere
 from torch import nn
 from tritoncomm import ConfigurationError
@@ -246,3 +247,109 @@ def two_optimizers(rank: int, world_size: int, send) -> None:
     for part, old in zip((matrices, vectors), before, strict=True):
         assert not all(map(torch.equal, part, old))
     assert second.metrics()["residual_norm"] == 0
+
+
+def states_of_other_ranks(rank: int, world_size: int, send) -> None:
+    """The state of a hook without residual loads on any rank. With a residual it needs ``residuals="reset"``."""
+
+    def trained(steps: int) -> tuple[CommState, torch.optim.Optimizer, nn.Module]:
+        model = ddp(net())
+        state = register(model, "topk_allgather", density=0.1, dense_below=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return state, optimizer, model
+
+    state, optimizer, model = trained(4)
+    owing = [state.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(owing)
+    state.flush()
+    optimizer.step()
+    flushed = [state.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(flushed)
+    again, second, other = trained(1)
+    before = again.state_dict()
+    with pytest.raises(tritoncomm.TritoncommError, match=r'rank=0, here it is .*residuals="reset"'):
+        again.load_state_dict(owing[0])
+    assert again.state_dict()["checksum"] == before["checksum"]
+    other.module.load_state_dict(model.module.state_dict())
+    again.load_state_dict(flushed[0])
+    assert again.steps == state.steps
+    for step in range(5, 8):
+        for each, stepped in ((model, optimizer), (other, second)):
+            stepped.zero_grad()
+            loss_of(each, rank, step).backward()
+            stepped.step()
+    assert flat(other) == flat(model)
+    again.load_state_dict(owing[0], residuals="reset")
+    assert not any(left.any() for left in again.state_dict()["residuals"].values())
+    with pytest.raises(ConfigurationError, match="residuals='drop': choose one of"):
+        again.load_state_dict(owing[0], residuals="drop")
+
+
+def replaced_optimizer(rank: int, world_size: int, send) -> None:
+    """An optimizer whose parameters another one has taken over cannot step. A warning names both."""
+    model = ddp(net())
+    inner = adamw(model)
+    first = tritoncomm.wrap(inner, model=model, density=0.1, dense_below=0)
+    with log_lines(logging.WARNING) as lines:
+        again = tritoncomm.wrap(inner, model=model)  # the same optimizer: nothing is lost
+    assert not lines
+    with log_lines(logging.WARNING) as lines:
+        second = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    assert len(lines) == (rank == 0)
+    assert all("AdamW" in line and "SGD" in line and "same parameters" in line for line in lines)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    for old in (first, again):
+        for action in (old.step, old.synchronize, old.flush):
+            with pytest.raises(RuntimeError, match=r"another optimizer \(SGD\) was wrapped for the same parameters"):
+                action()
+    assert flat(model) == before
+    second.step()
+    assert flat(model) != before
+    del second
+    gc.collect()
+    with log_lines(logging.WARNING) as lines:
+        third = tritoncomm.wrap(adamw(model), model=model)
+    assert not lines  # the one before is gone
+    third.zero_grad()
+    loss_of(model, rank, 1).backward()
+    third.step()
+    assert same_everywhere(flat(model))
+
+
+def zero_gradients(rank: int, world_size: int, send) -> None:
+    """Zero gradients are used by a step if the hook has averaged them. Otherwise an error says what is missing."""
+    model, plain = ddp(net()), ddp(net())
+    settings = {"algo": "dense"}
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **settings)
+    reference = adamw(plain)
+    for step in range(4):
+        for each, stepped in ((model, optimizer), (plain, reference)):
+            stepped.zero_grad(set_to_none=False)
+            loss_of(each, rank, step).backward()
+            if step == 1:
+                stepped.zero_grad(set_to_none=False)  # after the pass, as a guard against bad batches does
+            if step == 2:
+                for parameter in each.parameters():
+                    parameter.grad.zero_()
+            stepped.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.state_dict()
+    for action in (optimizer.step, optimizer.synchronize):
+        with pytest.raises(RuntimeError, match="the hook has averaged no gradients since the last step"):
+            action()
+    loss_of(model, rank, 9).backward()
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients, like any optimizer
+    with pytest.raises(RuntimeError, match="the hook has averaged no gradients since the last step"):
+        optimizer.synchronize()
+    loss_of(model, rank, 9).backward()
+    optimizer.synchronize()
+    optimizer.step()
+    assert same_everywhere(flat(model))

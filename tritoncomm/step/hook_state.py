@@ -16,8 +16,8 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import carry_over, checkpoint_format, setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange
-from tritoncomm.step.exchange_state import restored_by_name, saved_by_name
-from tritoncomm.step.options import with_density
+from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
+from tritoncomm.step.options import one_of, with_density
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 # All states with a model, to find the hook of the parameters of an optimizer.
@@ -243,16 +243,25 @@ class HookState(ABC):
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         return saved_by_name(self.exchange, rank, size, **self.kind)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: str = "restore") -> None:
         """Load what :meth:`state_dict` of the same rank returned.
 
-        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+        A state without residuals, for example after :meth:`flush`, may be the one of any rank. All ranks must call this.
+        If a rank cannot load its state, nothing changes on any rank.
+
+        Args:
+            state: The state.
+            residuals: ``"restore"`` loads the saved residual. ``"reset"`` sets residuals to zero: the pending update is
+                lost, and the state may be the one of any rank. Default: ``"restore"``.
 
         Raises:
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         with setup_checks.propagate_errors(self.process_group):
+            one_of("residuals", residuals, ("restore", "reset"))
+            wrapped = {"tritoncomm": state}
+            state = for_this_rank(wrapped, self.process_group, reset=residuals == "reset")["tritoncomm"]
             self.check_loadable(state)
         setup_checks.compare({"steps": state["steps"]}, self.process_group)
         self.load_checked(state)
