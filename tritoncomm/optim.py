@@ -319,6 +319,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _step_after_hook(self, hook: HookState) -> None:
         """Take the step over what the hook has delivered in the last backward pass."""
         exchange, step_state = self._exchange, self._step_state
+        hook.check_connected(self)
         if exchange.deliveries == step_state.used_delivery:
             if all(parameter.grad is None for parameter in self._hook_parameters()):
                 return  # like an optimizer without gradients
@@ -365,6 +366,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         step_state = self._step_state
         if self._hook is not None:
+            self._hook.check_connected(self)
             return
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
@@ -396,6 +398,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
         """
+        if self._hook is not None:
+            self._hook.check_connected(self)
         self._check_no_pending_step("flush()")
         delivered = []
         for mean, layout in self._exchange.flush() if self._hook is None else self._hook.flush():
