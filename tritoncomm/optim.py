@@ -261,11 +261,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and discard an exchange that :meth:`step` has not used."""
+        """Reset the gradients, and discard an exchange that :meth:`step` has not used.
+
+        With a hook, a step after ``zero_grad(set_to_none=False)`` uses gradients of zero if the hook has averaged some.
+        """
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        zeroed = self._hook is not None and not set_to_none and (self._has_new_gradients() or self._step_state.zeroed)
         self._step_state.reset()
         if self._hook is not None:
             self._consume(self._hook)
+            self._step_state.zeroed = zeroed
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
@@ -319,16 +324,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _step_after_hook(self, hook: HookState) -> None:
         """Take the step over what the hook has delivered in the last backward pass."""
         exchange, step_state = self._exchange, self._step_state
-        hook.check_connected(self)
-        if exchange.deliveries == step_state.used_delivery:
-            if all(parameter.grad is None for parameter in self._hook_parameters()):
-                return  # like an optimizer without gradients
-            raise hook.not_averaged()
+        if all(parameter.grad is None for parameter in self._hook_parameters()) and not self._has_new_gradients():
+            return  # like an optimizer without gradients
+        self._check_averaged(hook)
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if hook.scaler is None and (scale is not None or found is not None):
             raise RuntimeError(
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
             )
+        step_state.zeroed = False
         self._consume(hook)
         finite = scale is None or self._optimizer_step.unscale(scale)
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
@@ -336,6 +340,19 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._warn_about_scale()
         else:
             self._optimizer_step.step(exchange.delivered)
+
+    def _has_new_gradients(self) -> bool:
+        """Return True if the hook has averaged gradients that have not been used."""
+        return self._exchange.deliveries != self._step_state.used_delivery
+
+    def _check_averaged(self, hook: HookState) -> None:
+        """Raise :class:`RuntimeError` unless ``.grad`` is what the hook has averaged since the last step."""
+        hook.check_connected(self)
+        if self._has_new_gradients():
+            return
+        gradients = [parameter.grad for parameter in self._hook_parameters()]
+        if not self._step_state.zeroed or any(each is not None and bool(local(each).any()) for each in gradients):
+            raise hook.not_averaged()
 
     def _consume(self, hook: HookState) -> None:
         """Note that what the hook has delivered so far was used or discarded."""
@@ -359,14 +376,18 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created. The
         staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
-        ``scaler.unscale_(optimizer)`` first. With a hook, this does nothing: the gradients are averaged already.
+        ``scaler.unscale_(optimizer)`` first.
+
+        With a hook, the backward pass has averaged the gradients already. This then changes nothing, so that code for
+        both ways of training may call it.
 
         Raises:
-            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
+            RuntimeError: The gradients were exchanged already. With a hook, none have been averaged since the last
+                step. For other errors see :meth:`step`.
         """
         step_state = self._step_state
         if self._hook is not None:
-            self._hook.check_connected(self)
+            self._check_averaged(self._hook)
             return
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")

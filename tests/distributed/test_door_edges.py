@@ -21,7 +21,11 @@ from tritoncomm.scheduler.local_workers import WorkerError
             door_edge_workers.groups_and_settings,
             door_edge_workers.two_optimizers,
         ],
-        [door_edge_workers.states_of_other_ranks, door_edge_workers.replaced_optimizer],
+        [
+            door_edge_workers.states_of_other_ranks,
+            door_edge_workers.replaced_optimizer,
+            door_edge_workers.zero_gradients,
+        ],
         [door_edge_workers.copied_model, door_edge_workers.early_termination],
         [door_edge_workers.groups_are_used_again],
     ],

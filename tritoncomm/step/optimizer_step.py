@@ -35,6 +35,7 @@ class StepState:
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
         used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
+        zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
@@ -42,11 +43,12 @@ class StepState:
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
     used_delivery: int = 0
+    zeroed: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
-        self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
+        self.exchanged, self.written_gradients, self.found_in_unscale, self.zeroed = False, [], None, False
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
