@@ -23,6 +23,7 @@ from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
 from tritoncomm.step.options import (
     WrapOptions,
+    check_optimizer,
     is_dense,
     one_of,
     with_density,
@@ -38,6 +39,11 @@ logger = logging.getLogger("tritoncomm")
 
 # Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
 _ALONE = False
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
+    return not _ALONE and not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -62,7 +68,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         broadcast_parameters: bool = False,
         hook: HookState | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options, process_group)
+        self._bind(optimizer, recipe, options, process_group if hook is None else hook.replicas)
         self._hook = hook
         self._exchange = self._build(process_group)
         setup_checks.warn_about_lost_residual(optimizer)
@@ -89,7 +95,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe), group=process_group)
+        self._optimizer_step = OptimizerStep(
+            optimizer, options, delayed=not is_dense(recipe), alone=is_alone(process_group), group=process_group
+        )
         self._optimizer_step.check()
         self._step_state = StepState()
 
@@ -251,6 +259,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
+            self._optimizer_step.alone = is_alone(process_group)
+            check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
+            self._optimizer_step.check()
         parameters = exchange.parameters if hook is None else self._hook_parameters()
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
         if hook is None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ddp, fsdp
 from tritoncomm.algorithms import Hierarchical, Recipe, Warmup
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optim import SparseOptimizer, is_alone
 from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
@@ -120,7 +120,7 @@ def wrap(
     hook = _hook(optimizer, model)
     group = _group(process_group, model, hook)
     with setup_checks.propagate_errors(group):
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, alone=is_alone(group if hook is None else hook.replicas))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         options = WrapOptions(

@@ -157,7 +157,7 @@ class GradientExchange:
         (vector,) = self.vectors
         started, zeroed = time.perf_counter(), 0
         try:
-            vector.layout.gather(vector.flat)
+            vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
         except ConfigurationError as error:
             local_error = error
         if scale != 1.0:

@@ -202,13 +202,16 @@ def is_dense(chosen: Recipe) -> bool:
     return is_dense(inner) if inner is not None else isinstance(chosen, Dense)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped."""
+def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped.
+
+    ``alone``: there is a single worker, whose gradients are not exchanged.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
 
 
