@@ -353,3 +353,30 @@ def zero_gradients(rank: int, world_size: int, send) -> None:
     optimizer.synchronize()
     optimizer.step()
     assert same_everywhere(flat(model))
+
+
+def sparse_gradients(rank: int, world_size: int, send) -> None:
+    """A sparse gradient under DDP's hook is rejected by name. One worker, which exchanges nothing, accepts it."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # explicitly, otherwise torch logs a warning
+
+    def embedding() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 3))
+
+    model, plain = ddp(embedding()), embedding()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model, density=0.1, dense_below=0)
+    if world_size > 1:
+        with pytest.raises(ConfigurationError, match=r"0\.weight has a sparse gradient.*Embedding\(sparse=False\)"):
+            model(torch.tensor([rank, 2])).square().sum().backward()
+        return
+    bare = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        for each, stepped in ((model, optimizer), (plain, bare)):
+            stepped.zero_grad()
+            each(torch.tensor([step, 2, 2])).square().sum().backward()
+            stepped.step()
+    assert flat(model) == flat(plain)
+    optimizer.zero_grad()
+    (model(torch.tensor([1])) * float("nan")).sum().backward()
+    optimizer.step()
+    assert flat(model) == flat(plain)  # skipped

@@ -54,6 +54,12 @@ def test_sharded(situations: list) -> None:
     assert done == [situation.__name__ for situation in situations]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sparse_gradients(world_size: int) -> None:
+    """Sparse gradients are defined under a hook, and do not make it wait for ever."""
+    run_workers(door_edge_workers.sparse_gradients, world_size, limit=timedelta(seconds=30))
+
+
 def texts_of(worker, world_size: int, **fields) -> list[str]:
     """Return the error of each rank. The workers end without a result."""
     heard: list[tuple[int, str]] = []

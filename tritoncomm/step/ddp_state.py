@@ -263,6 +263,9 @@ class CommState(HookState):
         """Exchange the vectors whose parameters have all arrived."""
         if self._failure is not None:  # in an earlier bucket of this pass: all ranks stop exchanging
             return
+        if buffer.layout != torch.strided:
+            self._keep_sparse(parameters, buffer)
+            return
         parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
         self._pass.arrived |= dict(zip(map(id, parameters), parts, strict=True))
         # On this thread, not in the hook: the comparison of ranks must not overlap with an exchange.
@@ -279,6 +282,17 @@ class CommState(HookState):
             ready = [v for v in self.exchange.vectors if v.names == names] or [self._new_vector_of(parameters)]
         for vector in ready:
             self._average(vector, buffer.dtype)
+
+    def _keep_sparse(self, parameters: list[torch.Tensor], gradient: torch.Tensor) -> None:
+        """Leave a sparse ``gradient`` as it is with one worker. Several cannot exchange it."""
+        name = self.name_of(parameters[0])
+        if dist.get_world_size(self.process_group) > 1:
+            raise ConfigurationError(
+                f"{name} has a sparse gradient, and only dense gradients are exchanged: use Embedding(sparse=False)"
+            )
+        if not bool(gradient.coalesce().values().isfinite().all()):
+            raise NonFiniteError(f"NaN or Inf in the gradients of {name}; nothing was applied", [0])
+        self._pass.written.update(map(id, parameters))
 
     def _average(self, vector: VectorExchange, dtype: torch.dtype) -> None:
         """Replace the parts of ``vector`` in DDP's buffers by their mean."""
@@ -310,7 +324,7 @@ class CommState(HookState):
             if not (averaged or last):
                 waiting.append((parameters, buffer, future))
                 continue
-            if not averaged or (last and self._failure is not None):
+            if buffer.layout == torch.strided and (not averaged or (last and self._failure is not None)):
                 buffer.fill_(math.nan)
             future.set_result(buffer)
         self._pass.waiting = waiting
