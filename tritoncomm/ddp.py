@@ -1,14 +1,9 @@
-"""A communication hook for ``DistributedDataParallel``.
+"""A communication hook for ``DistributedDataParallel``."""
 
-This file evaluates annotations, because DDP rejects hooks whose annotations are strings.
-"""
+from __future__ import annotations
 
 import logging
-import math
 import weakref
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,395 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, ProtocolMismatchError
-from tritoncomm.step import carry_over, setup_checks
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import is_linear
-from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.hook_state import HookState
-from tritoncomm.step.options import (
-    DEFAULT_DENSITY,
-    DEFAULT_SMALL,
-    DENSE_BELOW,
-    check_dense_below,
-    check_small,
-    check_timeout,
-    is_dense,
-    one_of,
-    resolve_recipe,
-)
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
-from tritoncomm.version import __version__
+from tritoncomm.step.ddp_state import CommState, comm_hook
+from tritoncomm.step.options import DEFAULT_SMALL, DENSE_BELOW, is_dense, resolve_recipe
 
 __all__ = ["CommState", "comm_hook", "register"]
 
 logger = logging.getLogger("tritoncomm")
-
-_POLICIES = ("raise", "propagate", "zero")
-
-
-@dataclass
-class _Pass:
-    """One backward pass.
-
-    ``scale`` is the loss scale. ``arrived`` holds each parameter's part of DDP's buffers, by id of the parameter.
-    ``written`` are the ids of parameters whose part holds the mean. ``waiting`` are buckets whose future is not set.
-    """
-
-    scale: float
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-    waiting: list[tuple[set[int], torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
-
-
-class CommState(HookState):
-    """The state of :func:`comm_hook`: the exchange of all buckets, and the residuals.
-
-    :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. Buckets are
-    exchanged on a separate thread, in parallel with the backward pass. Pickling omits process groups and residuals.
-    Save residuals with :meth:`state_dict`.
-
-    Args:
-        process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
-            default process group.
-        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
-        warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
-            and 0 for a dense one or a recipe that wraps another.
-        node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
-            between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
-        on_nonfinite: Action when any rank has a NaN or Inf, or when the mean overflows in the dtype of the bucket, as
-            it may with ``fp16_compress_wrapper``. ``"raise"``: ``backward()`` raises
-            :class:`~tritoncomm.NonFiniteError` on all ranks. ``"propagate"``: gradients become NaN on all ranks, and a
-            ``GradScaler`` skips the step on all ranks. ``"zero"``: NaN and Inf are replaced by zero, and an overflow
-            raises. If the step is rejected, residuals do not change. ``wrap(optimizer, model=ddp_model)`` replaces this
-            by its own argument. Default: ``"propagate"`` with a ``scaler``, else ``"raise"``.
-        scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
-        timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
-        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
-            all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
-        small: Format in which these tensors travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
-            ``"fp32"``.
-        **recipe_fields: Further fields of the recipe of ``algo``.
-
-    Raises:
-        ConfigurationError: An argument is invalid.
-    """
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        algo: str | Recipe = "oktopk",
-        *,
-        density: float = DEFAULT_DENSITY,
-        warmup_steps: int | None = None,
-        node_group: dist.ProcessGroup | None = None,
-        on_nonfinite: str | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        timeout: timedelta | None = None,
-        dense_below: int = DENSE_BELOW,
-        small: str = DEFAULT_SMALL,
-        **recipe_fields: Any,
-    ) -> None:
-        recipe = resolve_recipe(
-            algo, density, warmup_steps, recipe_fields, node_group, process_group, function=CommState
-        )
-        if on_nonfinite == "skip":
-            raise ConfigurationError(
-                "on_nonfinite='skip': a hook cannot prevent the optimizer's step; call tritoncomm.wrap(optimizer, "
-                "model=ddp_model), use 'propagate' with a GradScaler, which skips the step, or use 'raise'"
-            )
-        policy = on_nonfinite or ("raise" if scaler is None else "propagate")
-        one_of("on_nonfinite", policy, _POLICIES)
-        check_timeout(timeout)
-        check_dense_below(dense_below)
-        check_small(small)
-        options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below, small=small)
-        super().__init__(GradientExchange(options), process_group, policy, scaler)
-        self._start()
-
-    def _start(self) -> None:
-        # One thread exchanges the vectors in the order in which DDP passes buckets, which is the same on all ranks.
-        self._thread: ThreadPoolExecutor | None = None
-        self._pass = _Pass(1.0)
-        self._keep_layout = False
-        self._built: list[VectorExchange] = []  # in this pass
-        self._failure: BaseException | None = None
-        self._broken: BaseException | None = None
-        self.has_averaged = False  # gradients hold a mean to which nothing has been added
-
-    def __getstate__(self) -> dict[str, Any]:
-        options = replace(self.exchange.options, group=None)
-        return {"options": options, "on_nonfinite": self.on_nonfinite, "scaler": self.scaler}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        HookState.__init__(self, GradientExchange(state["options"]), None, state["on_nonfinite"], state["scaler"])
-        self._start()
-
-    def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Use the names of ``parameters`` in messages and in :meth:`state_dict`. Call it before the first backward."""
-        super().name(parameters)
-        flattened = all(parameter.dim() <= 1 for parameter in parameters.values())
-        self.exchange.options = replace(self.exchange.options, flattened=flattened)
-
-    def length(self, parameter: torch.Tensor) -> int:
-        """See :meth:`HookState.length`."""
-        return parameter.numel()
-
-    def schedule(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Start the exchange of ``bucket`` on the thread of this state, and return a future of the averaged buffer."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "tritoncomm")
-        self._connect()
-        scale = self.scale
-        on_gpu = buffer.device.type == "cuda"
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
-        ready = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
-        first, last = bucket.index() == 0, bucket.is_last()
-
-        def work() -> None:
-            try:
-                if first:
-                    self._begin(scale)
-                self._pass.waiting.append((set(map(id, parameters)), buffer, future))
-                if ready is None:
-                    self._arrive(parameters, buffer)
-                else:  # pragma: no cover - needs a GPU
-                    with torch.cuda.stream(self._stream(buffer.device)) as stream:
-                        stream.wait_event(ready)
-                        self._arrive(parameters, buffer)
-                        stream.synchronize()
-            except BaseException as error:
-                self._failure = self._failure or error
-            finally:  # DDP always waits for this future
-                if last:
-                    self._finish()
-                self._release(last=last)
-
-        self._thread.submit(work)
-        if last:
-            _after_backward(self._raise_failure)
-        return future
-
-    def _begin(self, scale: float) -> None:
-        """Begin a backward pass, and discard a previous one that did not finish."""
-        self.exchange.reset()
-        self.consumed = False
-        self._pass, self._failure, self._built = _Pass(scale), self._broken, []
-
-    def _arrive(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Exchange the vectors whose parameters have all arrived."""
-        if self._failure is not None:  # in an earlier bucket of this pass: all ranks stop exchanging
-            return
-        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
-        self._pass.arrived |= dict(zip(map(id, parameters), parts, strict=True))
-        # On this thread, not in the hook: the comparison of ranks must not overlap with an exchange.
-        names = [self.name_of(parameter) for parameter in parameters]
-        if self._loaded is not None and set(self._loaded["residuals"]) <= set(self.parameters):
-            self._build_loaded()
-        if self._loaded is not None:
-            return
-        if self._keep_layout:
-            arrived = self._pass.arrived
-            whole = [v for v in self.exchange.vectors if all(id(p) in arrived for p in v.parameters)]
-            ready = [vector for vector in whole if id(vector.parameters[0]) not in self._pass.written]
-        else:
-            ready = [v for v in self.exchange.vectors if v.names == names] or [self._new_vector_of(parameters)]
-        for vector in ready:
-            self._average(vector, buffer.dtype)
-
-    def _average(self, vector: VectorExchange, dtype: torch.dtype) -> None:
-        """Replace the parts of ``vector`` in DDP's buffers by their mean."""
-        layout, scale = vector.layout, self._pass.scale
-        pairs = [
-            (self._pass.arrived[id(parameter)], part)
-            for parameter, part in zip(layout.parameters, layout.parts(vector.flat), strict=True)
-        ]
-        for bucket_part, flat_part in pairs:
-            flat_part.copy_(bucket_part)
-        if scale != 1.0:
-            vector.flat.mul_(1.0 / scale)
-        if self.on_nonfinite == "zero":
-            self.exchange.zeroed += vector.zero_non_finite()
-        kept = vector.keeps_gradient()
-        self.exchange.deliver(vector, scale=scale, dtype=dtype)
-        for bucket_part, flat_part in [] if kept else pairs:
-            bucket_part.copy_(flat_part if scale == 1.0 else flat_part * scale)
-        self._pass.written.update(map(id, layout.parameters))
-
-    def _release(self, *, last: bool) -> None:
-        """Set the futures of the buckets that hold the mean, and of all buckets after the last one.
-
-        A bucket without a mean gets NaN. DDP would report an exception without its type.
-        """
-        waiting = []
-        for parameters, buffer, future in self._pass.waiting:
-            averaged = parameters <= self._pass.written
-            if not (averaged or last):
-                waiting.append((parameters, buffer, future))
-                continue
-            if not averaged or (last and self._failure is not None):
-                buffer.fill_(math.nan)
-            future.set_result(buffer)
-        self._pass.waiting = waiting
-
-    def _raise_failure(self) -> None:
-        error, self._failure = self._failure, None
-        if isinstance(error, (ExchangeError, ProtocolMismatchError)):
-            self._broken = error  # the group is unusable
-        if error is None:
-            return
-        if not isinstance(error, NonFiniteError) or self.on_nonfinite not in ("propagate", "skip"):
-            raise error
-        if self.on_nonfinite == "skip":
-            level = logging.WARNING if self.scaler is None else logging.INFO
-            logger.log(level, "step skipped on all ranks: %s", error)
-
-    def _finish(self) -> None:
-        """Commit the backward pass after its last bucket, or roll it back."""
-        exchange = self.exchange
-        try:
-            if self._failure is None:
-                self._check_loaded()
-                exchange.finish()
-        except BaseException as error:
-            self._failure = error
-        self.has_averaged = True
-        if self._failure is not None:
-            exchange.rollback()
-            # The next pass builds them again, from the vectors that they would have replaced.
-            exchange.vectors = [vector for vector in exchange.vectors if vector not in self._built]
-            return
-        # DDP rebuilds its buckets after the first pass. The state of old vectors was copied to new ones.
-        used = {id(parameter) for means in exchange.delivered or () for parameter in means.layout.parameters}
-        layouts = {id(means.layout) for means in exchange.delivered or ()}
-        exchange.vectors = [
-            vector
-            for vector in exchange.vectors
-            if id(vector.layout) in layouts or not used.intersection(map(id, vector.parameters))
-        ]
-        if exchange.steps == 1:
-            exchange.log_choice()
-
-    def _check_loaded(self) -> None:
-        if self._loaded is not None:  # some of its parameters have not arrived
-            missing = ", ".join(sorted(set(self._loaded["residuals"]) - set(self.parameters)))
-            raise ConfigurationError(f"the loaded state belongs to another model: this one has no {missing}")
-
-    def _connect(self) -> None:
-        """Create the group of the exchange. DDP uses its own group at the same time."""
-        if self.exchange.options.group is None:
-            if not dist.is_initialized():
-                raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
-            group = _private_group(self.process_group, self.exchange.options.timeout)
-            self.exchange.options = replace(self.exchange.options, group=group)
-
-    def build(self, layout: list[list[str]]) -> list[VectorExchange]:
-        """See :meth:`HookState.build`."""
-        self._connect()
-        return [self._new_vector([self.parameters[name] for name in names]) for names in layout]
-
-    def load_checked(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`HookState.load_checked`. A loaded layout is kept, whatever buckets DDP builds."""
-        super().load_checked(state)
-        self._keep_layout = bool(state["residuals"])
-
-    def _new_vector_of(self, parameters: list[torch.Tensor]) -> VectorExchange:
-        """Return a vector for a bucket that DDP has not passed before."""
-        vector = self._new_vector(parameters)
-        carry_over.across_layout(vector, self.exchange.vectors)
-        vector.agree_on_exchange_id()
-        self.exchange.vectors.append(vector)
-        self._built.append(vector)
-        return vector
-
-    def _new_vector(self, parameters: list[torch.Tensor]) -> VectorExchange:
-        """Return a vector for ``parameters`` after the ranks have been compared."""
-        options, group = self.exchange.options, self.exchange.options.group
-        with setup_checks.propagate_errors(group):
-            vector = self.new_vector(parameters)
-        fields = {
-            "version": __version__,
-            "recipe": repr(options.recipe),
-            "options": f"on_nonfinite={self.on_nonfinite!r}, dense_below={options.dense_below}, "
-            f"small={options.small!r}, selection by {'update' if options.by_update else 'gradient'}",
-            "parameter names": vector.names,
-            "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
-        }
-        setup_checks.compare(fields, group)
-        return vector
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:  # pragma: no cover - needs a GPU
-        if not hasattr(self, "_side_stream"):
-            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._side_stream
-
-    @torch.no_grad()
-    def flush(self) -> list[Any]:
-        """See :meth:`HookState.flush`."""
-        self.has_averaged = True
-        return super().flush()
-
-    def move(self, model: DistributedDataParallel, recipe: Recipe) -> None:
-        """Continue with ``model``, a new DDP module around the same parameters, in its process group of any size.
-
-        Residuals are scaled so that the pending update of the remaining ranks does not change.
-        """
-        before = self.exchange.vectors
-        self.process_group = model.process_group
-        self.exchange.reset()
-        self.exchange.pending = []
-        self._failure = self._broken = None
-        self.exchange.options = replace(self.exchange.options, group=None, recipe=recipe)
-        self.exchange.vectors = self.build([vector.names for vector in before])
-        self._keep_layout = True
-        for new, old in zip(self.exchange.vectors, before, strict=True):
-            carry_over.across_groups(new, old)
-        self.exchange.agree_on_exchange_id()
-        model.register_comm_hook(self, comm_hook)
-
-
-def _private_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a new group of the ranks of ``group``. All of them call this together."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if len(ranks) == dist.get_world_size():
-        everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
-        return everybody
-    # torch numbers a group of some ranks by the groups that each rank has, and ranks with other numbers never meet.
-    known = len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001 - there is no public function
-    setup_checks.compare({"number of process groups of this rank, which must be equal": known}, group)
-    some: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    return some
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` after DDP has finished the backward pass. An error in it leaves DDP in a valid state."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
-    try:
-        queue(lambda: queue(callback))  # DDP queues its own callback between the two
-    except RuntimeError as error:
-        raise ConfigurationError(
-            "DDP called the hook outside of a backward pass, as its join() does, which is not supported: give all "
-            f"ranks the same number of batches ({error})"
-        ) from error
-
-
-def comm_hook(
-    state: CommState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined] # exists at run time
-) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook for ``ddp_model.register_comm_hook(CommState(...), comm_hook)``, and for trainers.
-
-    Accumulate gradients under ``ddp_model.no_sync()``. A hook cannot see which gradients have been averaged before.
-    """
-    return state.schedule(bucket)
 
 
 def register(
     model: DistributedDataParallel,
     algo: str | Recipe = "oktopk",
     *,
-    density: float = DEFAULT_DENSITY,
+    density: float | None = None,
     warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     on_nonfinite: str | None = None,
@@ -425,7 +46,8 @@ def register(
     Args:
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
         algo: See :class:`CommState`. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: See :class:`CommState`. Default: None, nodes are not treated separately.
@@ -470,9 +92,9 @@ def register(
         small=small,
         **recipe_fields,
     )
-    state.name(dict(model.module.named_parameters()))
+    state.belongs_to(model)
     model.register_comm_hook(state, comm_hook)
-    _check_accumulation(list(model.parameters()), weakref.ref(state))
+    _watch_passes(model, weakref.ref(state))
     if not is_dense(state.recipe) and state.recipe.density < 1:
         _watch_optimizers(state)
     return state
@@ -481,9 +103,9 @@ def register(
 def state_of(model: DistributedDataParallel) -> CommState | None:
     """Return the state with which ``model`` is registered, or None. It learns the names of the parameters."""
     for _, state in getattr(model, "_comm_hooks", []):
-        if isinstance(state, CommState):
+        if isinstance(state, CommState) and state.is_registered:
             if not state.parameters:
-                state.name(dict(model.module.named_parameters()))
+                state.belongs_to(model)
             return state
     return None
 
@@ -511,20 +133,24 @@ def _watch_optimizers(state: CommState) -> None:
     weakref.finalize(state, register_optimizer_step_pre_hook(check).remove)
 
 
-def _check_accumulation(parameters: list[torch.Tensor], owner: "weakref.ref[CommState]") -> None:
-    """Make a backward pass raise if it would add to averaged gradients."""
+def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState]) -> None:
+    """Note when a backward pass begins, and make it raise if it would add to averaged gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def check(_: torch.Tensor) -> None:  # runs before this pass adds to any gradient
         state = owner()
-        if state is None or not state.has_averaged:
+        model = None if state is None else state.model
+        if state is None or model is None:
             return
-        state.has_averaged = False
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
-            raise RuntimeError(
-                "the averaged gradients of the last backward pass were not reset, and must not be averaged again: call "
-                "model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
-            )
+        if state.has_averaged:
+            state.has_averaged = False
+            if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
+                raise RuntimeError(
+                    "the averaged gradients of the last backward pass were not reset, and must not be averaged again: "
+                    "call model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"
+                )
+        may_be_unused = model.find_unused_parameters or model.static_graph  # DDP finishes a pass without them
+        state.is_unfinished = model.require_backward_grad_sync and not may_be_unused
 
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(check)  # type: ignore[no-untyped-call]
+        parameter.register_hook(check)  # type: ignore[no-untyped-call]

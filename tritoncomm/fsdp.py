@@ -22,7 +22,6 @@ from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
-    DEFAULT_DENSITY,
     DEFAULT_SMALL,
     DENSE_BELOW,
     check_dense_below,
@@ -51,7 +50,9 @@ class ShardHook:
     def __init__(self, group: Any, owner: FSDPState) -> None:
         self._group = group
         self.owner = owner
+        # The sum of the micro-batches that are not exchanged yet, in unscaled units, and the parameters that have it.
         self._unsent: torch.Tensor | None = None
+        self._held: set[int] = set()
         trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
         # FSDP places the shards one after the other, each padded to the same length on all ranks.
         self._starts, self._numel = [], 0
@@ -76,14 +77,20 @@ class ShardHook:
                 f"{self.names[0]}: call register() after fully_shard() and after freezing parameters, and "
                 "use every parameter in each pass"
             )
+        self.discard(
+            {id(parameter) for parameter in self.parameters if parameter.grad is None}
+        )  # zero_grad() was called
         # The user called set_requires_all_reduce(False). FSDP itself obeys it only with HSDP, so it is handled here.
         if not self._group.all_reduce_grads:
-            self._unsent = shard.to(torch.float32, copy=True) if self._unsent is None else self._unsent.add_(shard)
+            unscaled = shard.to(torch.float32, copy=True).mul_(1.0 / self.owner.scale)
+            self._unsent = unscaled if self._unsent is None else self._unsent.add_(unscaled)
+            self._held.update(map(id, self.parameters))
             shard.zero_()
             return
         if self._unsent is not None:
-            shard.add_(self._unsent)
+            shard.add_(self._unsent.mul_(self.owner.scale))
             self._unsent = None
+            self._held.clear()
         vector = self.owner.enter(self)
         parts = self._parts(vector, shard)
         for flat_part, shard_part in parts:
@@ -94,6 +101,16 @@ class ShardHook:
             return
         for flat_part, shard_part in [] if kept else parts:
             shard_part.copy_(flat_part)
+
+    def discard(self, parameters: set[int]) -> None:
+        """Discard the micro-batches of ``parameters`` (ids) that are not exchanged yet."""
+        self._held -= parameters
+        if not self._held:
+            self._unsent = None
+        if self._unsent is not None:
+            for parameter, start in zip(self.parameters, self._starts, strict=True):
+                if id(parameter) in parameters:
+                    self._unsent[start : start + local(parameter).numel()] = 0.0
 
     def _parts(self, vector: VectorExchange, shard: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the part of the flat vector and of ``shard`` that belong to each parameter, without padding."""
@@ -108,6 +125,10 @@ class FSDPState(HookState):
 
     A backward pass is committed at its end. If any rank found a NaN or Inf in it, the pass is rejected, and residuals
     stay as they were before the pass.
+
+    Micro-batches under ``model.set_requires_all_reduce(False)`` are part of the gradient: a state dict does not have
+    them, and ``zero_grad`` discards them. One that sets gradients to zero, not to None, does so for a wrapped optimizer
+    only.
 
     Attributes:
         group: Process group of the replicas.
@@ -171,6 +192,24 @@ class FSDPState(HookState):
                 "register() as in the run that saved it"
             )
 
+    def not_averaged(self) -> RuntimeError:
+        """See :meth:`HookState.not_averaged`."""
+        return RuntimeError(
+            "the hook has averaged no gradients since the last step(): call step() after a backward pass without "
+            "model.set_requires_gradient_sync(False) and model.set_requires_all_reduce(False)"
+        )
+
+    def discard(self, parameters: set[int]) -> None:
+        """See :meth:`HookState.discard`. Micro-batches that are not exchanged yet belong to the gradients."""
+        super().discard(parameters)
+        for hook in self.hooks:
+            hook.discard(parameters)
+
+    def load_checked(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`HookState.load_checked`."""
+        super().load_checked(state)
+        self.discard(_ids(self.parameters))
+
     def enter(self, hook: ShardHook) -> VectorExchange:
         """Return the vector of ``hook``, which begins. The first hook of a pass queues the commit at its end."""
         backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public function
@@ -228,7 +267,12 @@ class FSDPState(HookState):
     @torch.no_grad()
     def flush(self) -> list[Delivered]:
         """See :meth:`HookState.flush`."""
+        self.discard(_ids(self.parameters))
         return super().flush()
+
+
+def _ids(parameters: Mapping[str, torch.Tensor]) -> set[int]:
+    return {id(parameter) for parameter in parameters.values()}
 
 
 def register(
@@ -236,7 +280,7 @@ def register(
     replicate_group: dist.ProcessGroup,
     algo: str | Recipe = "oktopk",
     *,
-    density: float = DEFAULT_DENSITY,
+    density: float | None = None,
     warmup_steps: int | None = None,
     node_group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -260,7 +304,8 @@ def register(
             a mesh of replicas and shards.
         replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and

@@ -23,6 +23,7 @@ from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
 from tritoncomm.step.options import (
     WrapOptions,
+    check_optimizer,
     is_dense,
     one_of,
     with_density,
@@ -38,6 +39,11 @@ logger = logging.getLogger("tritoncomm")
 
 # Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
 _ALONE = False
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
+    return not _ALONE and not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -62,7 +68,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         broadcast_parameters: bool = False,
         hook: HookState | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options, process_group)
+        self._bind(optimizer, recipe, options, process_group if hook is None else hook.replicas)
         self._hook = hook
         self._exchange = self._build(process_group)
         setup_checks.warn_about_lost_residual(optimizer)
@@ -89,7 +95,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().__setstate__({})
         self.recipe = recipe
         self._options = options
-        self._optimizer_step = OptimizerStep(optimizer, options, delayed=not is_dense(recipe), group=process_group)
+        self._optimizer_step = OptimizerStep(
+            optimizer, options, delayed=not is_dense(recipe), alone=is_alone(process_group), group=process_group
+        )
         self._optimizer_step.check()
         self._step_state = StepState()
 
@@ -251,6 +259,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         with setup_checks.propagate_errors(process_group):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
+            self._optimizer_step.alone = is_alone(process_group)
+            check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
+            self._optimizer_step.check()
         parameters = exchange.parameters if hook is None else self._hook_parameters()
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
         if hook is None:
@@ -261,11 +272,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.recipe = recipe
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and discard an exchange that :meth:`step` has not used."""
+        """Reset the gradients, and discard an exchange that :meth:`step` has not used.
+
+        With a hook, a step after ``zero_grad(set_to_none=False)`` uses gradients of zero if the hook has averaged some.
+        """
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        zeroed = self._hook is not None and not set_to_none and (self._has_new_gradients() or self._step_state.zeroed)
         self._step_state.reset()
         if self._hook is not None:
             self._consume(self._hook)
+            self._step_state.zeroed = zeroed
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
@@ -319,18 +335,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _step_after_hook(self, hook: HookState) -> None:
         """Take the step over what the hook has delivered in the last backward pass."""
         exchange, step_state = self._exchange, self._step_state
-        if exchange.deliveries == step_state.used_delivery:
-            if all(parameter.grad is None for parameter in self._hook_parameters()):
-                return  # like an optimizer without gradients
-            raise RuntimeError(
-                "the hook has averaged no gradients since the last step(): call step() after a backward pass that is "
-                "not in model.no_sync()"
-            )
+        if all(parameter.grad is None for parameter in self._hook_parameters()) and not self._has_new_gradients():
+            return  # like an optimizer without gradients
+        self._check_averaged(hook)
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if hook.scaler is None and (scale is not None or found is not None):
             raise RuntimeError(
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
             )
+        step_state.zeroed = False
         self._consume(hook)
         finite = scale is None or self._optimizer_step.unscale(scale)
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
@@ -339,10 +352,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         else:
             self._optimizer_step.step(exchange.delivered)
 
+    def _has_new_gradients(self) -> bool:
+        """Return True if the hook has averaged gradients that have not been used."""
+        return self._exchange.deliveries != self._step_state.used_delivery
+
+    def _check_averaged(self, hook: HookState) -> None:
+        """Raise :class:`RuntimeError` unless ``.grad`` is what the hook has averaged since the last step."""
+        hook.check_connected(self)
+        if self._has_new_gradients():
+            return
+        gradients = [parameter.grad for parameter in self._hook_parameters()]
+        if not self._step_state.zeroed or any(each is not None and bool(local(each).any()) for each in gradients):
+            raise hook.not_averaged()
+
     def _consume(self, hook: HookState) -> None:
         """Note that what the hook has delivered so far was used or discarded."""
         self._step_state.used_delivery = self._exchange.deliveries
-        hook.consumed = True
+        hook.discard({id(parameter) for parameter in self._hook_parameters()})
 
     def _hook_parameters(self) -> list[torch.Tensor]:
         """The parameters of this optimizer that a hook exchanges."""
@@ -361,13 +387,18 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created. The
         staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
-        ``scaler.unscale_(optimizer)`` first. With a hook, this does nothing: the gradients are averaged already.
+        ``scaler.unscale_(optimizer)`` first.
+
+        With a hook, the backward pass has averaged the gradients already. This then changes nothing, so that code for
+        both ways of training may call it.
 
         Raises:
-            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
+            RuntimeError: The gradients were exchanged already. With a hook, none have been averaged since the last
+                step. For other errors see :meth:`step`.
         """
         step_state = self._step_state
         if self._hook is not None:
+            self._check_averaged(self._hook)
             return
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
@@ -399,6 +430,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
         """
+        if self._hook is not None:
+            self._hook.check_connected(self)
         self._check_no_pending_step("flush()")
         delivered = []
         for mean, layout in self._exchange.flush() if self._hook is None else self._hook.flush():

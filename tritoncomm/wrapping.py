@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm import ddp, fsdp
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Hierarchical, Recipe, Warmup
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optim import SparseOptimizer, is_alone
 from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
 from tritoncomm.step.hook_state import HookState, hook_of
 from tritoncomm.step.options import (
+    DEFAULT_ALGO,
     DEFAULT_DENSITY,
     DEFAULT_SMALL,
     DENSE_BELOW,
     WrapOptions,
+    check_keywords,
     check_optimizer,
     resolve_recipe,
     with_warmup_and_nodes,
@@ -33,9 +36,9 @@ __all__ = ["wrap"]
 
 def wrap(
     optimizer: torch.optim.Optimizer,
-    algo: str | Recipe = "oktopk",
+    algo: str | Recipe | None = None,
     *,
-    density: float = DEFAULT_DENSITY,
+    density: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     node_group: dist.ProcessGroup | None = None,
     warmup_steps: int | None = None,
@@ -46,8 +49,8 @@ def wrap(
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     timeout: timedelta | None = None,
-    dense_below: int = DENSE_BELOW,
-    small: str = DEFAULT_SMALL,
+    dense_below: int | None = None,
+    small: str | None = None,
     broadcast_parameters: bool = False,
     model: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -73,13 +76,15 @@ def wrap(
         algo: Name of a method from :func:`tritoncomm.algorithms`, a recipe, or ``"auto"``. ``"auto"`` measures the
             network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
             and the methods known to train well, and ignores that a dense exchange can overlap with computation.
-        density: Fraction of entries to deliver per step, in (0, 1]. A recipe has its own density. Default: 0.01.
+            Default: None, which is ``"oktopk"``, or the method of a hook that is registered.
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+            recipe or of a hook that is registered.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
             of the model is used. Default: the default process group.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
             between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
-            and 0 for a dense one or a recipe that wraps another.
+            and 0 for a dense one or a recipe that wraps another, or the number of a hook that is registered.
         staleness: ``"aware"``: Adam and AdamW take the staleness-aware step. ``"off"``: the optimizer takes its own
             step. Default: ``"aware"``.
         select_by: Criterion by which methods compare entries. ``"gradient"``: the gradient. ``"update"``: the gradient
@@ -94,15 +99,17 @@ def wrap(
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
-            all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
+            all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: None,
+            which is 1024, or the setting of a hook that is registered.
         small: Format in which these tensors travel. ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: they
-            are then quantized in both directions, and have a residual. Dense steps are not quantized. Default:
-            ``"fp32"``.
+            are then quantized in both directions, and have a residual. Dense steps are not quantized. Default: None,
+            which is ``"fp32"``, or the setting of a hook that is registered.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
             ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
         model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
             this calls :func:`tritoncomm.ddp.register` or :func:`tritoncomm.fsdp.register`. Default: None. A module that
-            is registered is found by its parameters.
+            is registered is found by its parameters. Settings of the exchange that are given must be those with which
+            it was registered.
         scaler: The ``GradScaler`` that scales the loss. Needed with a hook only, which averages unscaled gradients
             before ``scaler.step()``. Default: None.
         **recipe_fields: Further fields of the recipe of ``algo``.
@@ -118,7 +125,7 @@ def wrap(
     hook = _hook(optimizer, model)
     group = _group(process_group, model, hook)
     with setup_checks.propagate_errors(group):
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, alone=is_alone(group if hook is None else hook.replicas))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         options = WrapOptions(
@@ -129,19 +136,26 @@ def wrap(
             on_nonfinite=on_nonfinite,
             max_grad_norm=max_grad_norm,
             timeout=timeout,
-            dense_below=dense_below,
-            small=small,
+            dense_below=DENSE_BELOW if dense_below is None else dense_below,
+            small=DEFAULT_SMALL if small is None else small,
         )
-        if hook is not None and (algo, density, warmup_steps, node_group, recipe_fields) == _DEFAULTS:
-            chosen = hook.recipe
-        elif algo == "auto":
-            chosen = automatic_recipe(optimizer, density, group, recipe_fields, wrap)
+        if algo == "auto":
+            measured_for = DEFAULT_DENSITY if density is None else density
+            chosen = automatic_recipe(optimizer, measured_for, group, recipe_fields, wrap)
             chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
-        else:
+        elif hook is None:
+            algo = DEFAULT_ALGO if algo is None else algo
             chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap)
+        else:
+            chosen = hook.recipe
+            _check_registered(chosen, algo, density, warmup_steps, node_group, recipe_fields)
         chosen.check_optimizer(optimizer)
         if hook is not None:
-            _check_hook(hook, chosen, scaler, options)
+            if chosen != hook.recipe:
+                raise _differs("algo", f"'auto', which is {chosen!r}", hook.recipe)
+            hook.check_settings(scaler, timeout, dense_below, small)
+            registered = hook.exchange.options
+            options = replace(options, dense_below=registered.dense_below, small=registered.small)
         if broadcast_parameters and model is not None and fsdp.is_sharded(model):
             raise ConfigurationError(
                 "broadcast_parameters=True: the hook of a sharded model compares the replicas when it is registered; "
@@ -153,10 +167,6 @@ def wrap(
         hook = _register(model, chosen, process_group, options, scaler)
     with setup_checks.propagate_errors(group):
         return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
-
-
-# Arguments of wrap() that mean: use the settings with which the model was registered.
-_DEFAULTS: tuple[Any, ...] = ("oktopk", DEFAULT_DENSITY, None, None, {})
 
 
 def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookState | None:
@@ -186,16 +196,46 @@ def _trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
     return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
-def _check_hook(hook: HookState, recipe: Recipe, scaler: torch.amp.GradScaler | None, options: WrapOptions) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``hook`` was registered with other settings."""
-    if recipe != hook.recipe:
-        raise ConfigurationError(
-            f"the model was registered with {hook.recipe!r}, wrap() was called with {recipe!r}: pass the settings "
-            "of the exchange to one of the two"
-        )
-    dense_below = None if options.dense_below == DENSE_BELOW else options.dense_below
-    small = None if options.small == DEFAULT_SMALL else options.small
-    hook.check_settings(scaler, options.timeout, dense_below, small)
+def _check_registered(
+    registered: Recipe,
+    algo: str | Recipe | None,
+    density: float | None,
+    warmup_steps: int | None,
+    node_group: dist.ProcessGroup | None,
+    fields: dict[str, Any],
+) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if an argument of :func:`wrap` differs from a registered recipe.
+
+    None stands for an argument that was not given.
+    """
+    layers = [registered]
+    while isinstance(layers[-1], (Hierarchical, Warmup)):
+        layers.append(layers[-1].recipe)
+    method = layers[-1]
+    check_keywords(wrap, algo or method.name, fields)
+    if isinstance(algo, Recipe):
+        if algo not in layers:
+            raise _differs("algo", repr(algo), registered)
+    elif algo not in (None, method.name):
+        raise _differs("algo", repr(algo), registered)
+    if density not in (None, method.density):
+        raise _differs("density", repr(density), registered)
+    steps = next((layer.steps for layer in layers if isinstance(layer, Warmup)), 0)
+    if warmup_steps not in (None, steps):
+        raise _differs("warmup_steps", repr(warmup_steps), registered)
+    for name, value in fields.items():
+        if value != getattr(method, name):
+            raise _differs(name, repr(value), registered)
+    size = next((layer.node_size for layer in layers if isinstance(layer, Hierarchical)), None)
+    if node_group is not None and dist.get_world_size(node_group) != size:
+        raise _differs("node_group", f"{dist.get_world_size(node_group)} ranks", registered)
+
+
+def _differs(name: str, given: str, registered: Recipe) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name}={given}: the model was registered with {registered!r}; leave out {name} here, or give it where the "
+        "model is registered first, by register() or an earlier wrap()"
+    )
 
 
 def _register(

@@ -14,16 +14,8 @@ from helpers import run_workers, several
         [door_workers.several_buckets, door_workers.buckets_keep_moments],
         [door_workers.registered_before, door_workers.warning_of_plain_adam, door_workers.life_of_a_step],
         [door_workers.rejected_steps, door_workers.loss_scaling, door_workers.resume, door_workers.density_and_flush],
-        [
-            door_workers.two_optimizers,
-            door_workers.ddp_options,
-            door_workers.new_module_after_a_lost_rank,
-        ],
-        [
-            door_workers.between_backward_and_step,
-            door_workers.rejected_while_buckets_change,
-            door_workers.groups_and_settings,
-        ],
+        [door_workers.ddp_options, door_workers.new_module_after_a_lost_rank],
+        [door_workers.between_backward_and_step, door_workers.rejected_while_buckets_change],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

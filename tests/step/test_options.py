@@ -37,8 +37,11 @@ def test_readable_size(size: float, text: str) -> None:
 def test_entry_points_share_defaults(function: Callable) -> None:
     """All entry points have the default method and density that the planner names."""
     parameters = inspect.signature(function).parameters
-    assert parameters["algo"].default == DEFAULT_ALGO
-    assert parameters["density"].default == DEFAULT_DENSITY
+    text = " ".join(inspect.getdoc(function).split())
+    assert parameters["algo"].default == (None if function is tritoncomm.wrap else DEFAULT_ALGO)
+    assert f'``"{DEFAULT_ALGO}"``' in text.split("algo: ")[1].split(" density: ")[0] or function is ddp.register
+    assert parameters["density"].default is None
+    assert f"Default: None, which is {DEFAULT_DENSITY}, or the density of a recipe" in text
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,16 @@ _TAGS = 1 << 30
 _FIRST_PART_WORDS = 1 << 12
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
 _exchange_ids: Counter[str] = Counter()
+# Names of the groups in which an exchange has failed. Their connections may be closed.
+_broken: set[str] = set()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
+
+
+def is_broken(group: dist.ProcessGroup | None) -> bool:
+    """Return True if an exchange in ``group`` has failed on this rank."""
+    return _name(group) in _broken
 
 
 def is_distributed() -> bool:
@@ -275,6 +282,7 @@ class ProcessGroupScheduler:
                     missing,
                 )
         self._failure = raised
+        _broken.add(_name(self.group))
         return raised
 
     def _post(self, round_: Round) -> Ticket:

@@ -50,7 +50,7 @@ def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout != torch.strided:
+    if _is_sparse(gradient):
         raise ConfigurationError(
             f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {gradient.layout}: "
             "only dense gradients are supported, use Embedding(sparse=False)"
@@ -104,9 +104,15 @@ class BucketLayout:
         """Return the number of values of ``parameter`` in this vector."""
         return local(parameter).numel()
 
-    def gather(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero."""
+    def gather(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
+        """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
+
+        ``sparse``: accept sparse gradients.
+        """
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            if sparse and _is_sparse(parameter.grad):
+                part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
+                continue
             gradient = strided_gradient(parameter)
             if gradient is None:
                 part.zero_()
@@ -117,7 +123,7 @@ class BucketLayout:
     def multiply(self, factor: float) -> None:
         """Multiply every ``.grad`` by ``factor``, in place."""
         for parameter in self.parameters:
-            gradient = strided_gradient(parameter)
+            gradient = parameter.grad if _is_sparse(parameter.grad) else strided_gradient(parameter)
             if gradient is not None:
                 gradient.mul_(factor)
 
@@ -152,8 +158,14 @@ class BucketLayout:
         return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
 
 
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout != torch.strided
+
+
 def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return False if the elements of ``gradient`` cannot hold different values, or are partial sums of a DTensor."""
+    """Return False if ``gradient`` is sparse, if its elements share memory, or if it is a partial sum of a DTensor."""
+    if _is_sparse(gradient):
+        return False
     if hasattr(gradient, "placements"):
         return bool(gradient.placements == parameter.placements)  # type: ignore[attr-defined]
     return 0 not in gradient.stride()  # elements of an expanded gradient share memory

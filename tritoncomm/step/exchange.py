@@ -21,6 +21,7 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, fits_dtype
 from tritoncomm.step.options import log_choice
+from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
 
 logger = logging.getLogger("tritoncomm")
@@ -156,7 +157,7 @@ class GradientExchange:
         (vector,) = self.vectors
         started, zeroed = time.perf_counter(), 0
         try:
-            vector.layout.gather(vector.flat)
+            vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
         except ConfigurationError as error:
             local_error = error
         if scale != 1.0:
@@ -366,8 +367,10 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody = dist.new_group(timeout=options.timeout)
-    return ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
+    everybody, belongs_to = private_group(None, options.timeout)
+    scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
+    belongs_to(scheduler)
+    return scheduler
 
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:

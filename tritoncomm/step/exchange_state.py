@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms.preconditioned import without_scale
+from tritoncomm.algorithms.dense_tail import DenseTailAlgorithm
+from tritoncomm.algorithms.preconditioned import PreconditionedAlgorithm, without_scale
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
@@ -76,10 +77,12 @@ def restored(
     device = vector.flat.device
     parts = [residuals[parameter].to(device) for parameter in vector.layout.parameters]
     residual = torch.cat([vector.flat[:0], *parts])
-    by_update = vector.options.by_update
+    whole = feedback.algorithm
+    # Selection by update, or a recipe of this kind that the user has given.
+    scaled = isinstance(whole, DenseTailAlgorithm) and isinstance(whole.inner, PreconditionedAlgorithm)
 
     def fitting(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if by_update else without_scale(state)
+        return state if scaled else without_scale(state)
 
     if migrated is not None:
         feedback.algorithm.migrate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,9 +17,11 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import carry_over, checkpoint_format, setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange
-from tritoncomm.step.exchange_state import restored_by_name, saved_by_name
-from tritoncomm.step.options import with_density
+from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
+from tritoncomm.step.options import one_of, with_density
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+
+logger = logging.getLogger("tritoncomm")
 
 # All states with a model, to find the hook of the parameters of an optimizer.
 _states: weakref.WeakSet[HookState] = weakref.WeakSet()
@@ -122,7 +125,8 @@ class HookState(ABC):
     def connect(self, optimizer: Any, *, by_update: bool, on_nonfinite: str) -> None:
         """Let a wrapped ``optimizer`` take its steps over what this hook delivers.
 
-        It replaces an optimizer that was wrapped earlier for one of its parameters.
+        It replaces an optimizer that was wrapped earlier for one of its parameters, which cannot step any more. If that
+        is another optimizer, and not one that is wrapped again, this logs a warning.
 
         Args:
             optimizer: The wrapped optimizer.
@@ -144,8 +148,40 @@ class HookState(ABC):
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
         self.on_nonfinite = on_nonfinite if self.scaler is None else "skip"
         own = _parameters_of(optimizer)
-        self.optimizers = [weakref.ref(each) for each in self.connected if not own & _parameters_of(each)]
+        replaced = [each for each in self.connected if own & _parameters_of(each)]
+        others = [_kind(each) for each in replaced if each.optimizer is not optimizer.optimizer]
+        if others and dist.get_rank(self.replicas) == 0:
+            logger.warning(
+                "%s replaces %s, which was wrapped earlier for the same parameters and cannot step any more: wrap one "
+                "optimizer for each parameter, or delete the earlier one first",
+                _kind(optimizer),
+                " and ".join(others),
+            )
+        self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
+
+    def check_connected(self, optimizer: Any) -> None:
+        """Raise :class:`RuntimeError` if another optimizer has replaced ``optimizer``, see :meth:`connect`."""
+        own, connected = _parameters_of(optimizer), self.connected
+        # A framework's proxy of an optimizer has its attributes.
+        if any(each._step_state is optimizer._step_state for each in connected):  # noqa: SLF001
+            return
+        kinds = [_kind(each) for each in connected if own & _parameters_of(each)]
+        raise RuntimeError(
+            f"another optimizer ({', '.join(kinds) or 'deleted since'}) was wrapped for the same parameters after this "
+            "one: use that one, or wrap this one again"
+        )
+
+    def discard(self, parameters: set[int]) -> None:
+        """Note that the gradients of ``parameters`` (ids) were reset, or used."""
+        self.consumed = True
+
+    def not_averaged(self) -> RuntimeError:
+        """Return the error of an optimizer that finds no new averaged gradients."""
+        return RuntimeError(
+            "the hook has averaged no gradients since the last step(): call step() after a backward pass that is not "
+            "in model.no_sync()"
+        )
 
     def check_settings(
         self,
@@ -241,16 +277,25 @@ class HookState(ABC):
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         return saved_by_name(self.exchange, rank, size, **self.kind)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, residuals: str = "restore") -> None:
         """Load what :meth:`state_dict` of the same rank returned.
 
-        All ranks must call this. If a rank cannot load its state, nothing changes on any rank.
+        A state without residuals, for example after :meth:`flush`, may be the one of any rank. All ranks must call
+        this. If a rank cannot load its state, nothing changes on any rank.
+
+        Args:
+            state: The state.
+            residuals: ``"restore"`` loads the saved residual. ``"reset"`` sets residuals to zero: the pending update is
+                lost, and the state may be the one of any rank. Default: ``"restore"``.
 
         Raises:
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         with setup_checks.propagate_errors(self.process_group):
+            one_of("residuals", residuals, ("restore", "reset"))
+            wrapped = {"tritoncomm": state}
+            state = for_this_rank(wrapped, self.process_group, reset=residuals == "reset")["tritoncomm"]
             self.check_loadable(state)
         setup_checks.compare({"steps": state["steps"]}, self.process_group)
         self.load_checked(state)
@@ -304,6 +349,10 @@ class HookState(ABC):
         """Return a vector of ``parameters``."""
         names = [self.name_of(parameter) for parameter in parameters]
         return VectorExchange(parameters, names, options or self.exchange.options)
+
+
+def _kind(optimizer: Any) -> str:
+    return type(optimizer.optimizer).__name__
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -35,6 +35,7 @@ class StepState:
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
         used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
+        zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
@@ -42,11 +43,12 @@ class StepState:
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
     used_delivery: int = 0
+    zeroed: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
-        self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
+        self.exchanged, self.written_gradients, self.found_in_unscale, self.zeroed = False, [], None, False
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -70,7 +72,12 @@ class OptimizerStep:
         optimizer: The original optimizer.
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
+        alone: Whether there is a single worker. It takes the optimizer's own step.
         group: Process group whose first rank logs warnings. None is the default group.
+
+    Attributes:
+        alone: See above. It may change between steps.
+        grad_norm: Norm of the averaged gradient before it was clipped.
     """
 
     def __init__(
@@ -79,24 +86,27 @@ class OptimizerStep:
         options: WrapOptions,
         *,
         delayed: bool,
+        alone: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._max_grad_norm = options.max_grad_norm
+        self._options = options
         self._aware: AwareStep | None = None
-        self.alone = False  # a single worker, to which every entry is delivered in every step
+        self.alone = alone
         self.grad_norm = 0.0
-        if not delayed or options.staleness == "off":
-            return
-        rule = find_rule(optimizer)
-        if rule is not None:
-            self._aware = rule.from_options(optimizer, options)
-        else:
+        is_aware = delayed and options.staleness == "aware"
+        self._rule = find_rule(optimizer) if is_aware else None
+        if is_aware and self._rule is None:
             log_missing_rule(optimizer, group)
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-        if self._aware is not None:
+        if self._rule is None or self.alone:
+            return
+        if self._aware is None:
+            self._aware = self._rule.from_options(self.optimizer, self._options)  # checks the options
+        else:
             self._aware.check_options()
 
     def step(self, delivered: Sequence[Delivered], *, clip: bool = True) -> None:

@@ -108,7 +108,7 @@ def check_timeout(timeout: timedelta | None) -> None:
 
 def resolve_recipe(
     algo: str | Recipe,
-    density: float,
+    density: float | None,
     warmup_steps: int | None,
     fields: dict[str, Any],
     node_group: dist.ProcessGroup | None = None,
@@ -120,7 +120,7 @@ def resolve_recipe(
 
     Args:
         algo: Name of a method, or a recipe.
-        density: Fraction of entries to deliver. A recipe has its own.
+        density: Fraction of entries to deliver. None is the density of a recipe, and :data:`DEFAULT_DENSITY` otherwise.
         warmup_steps: Number of dense exchanges before the first sparse one. None is the default number.
         fields: Further fields of the recipe.
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
@@ -132,9 +132,9 @@ def resolve_recipe(
     """
     check_keywords(function, algo, fields)
     if not isinstance(algo, Recipe):
-        chosen = recipe(algo, density=density, **fields)
+        chosen = recipe(algo, density=DEFAULT_DENSITY if density is None else density, **fields)
     else:
-        given = sorted(fields) + ([] if density in (DEFAULT_DENSITY, algo.density) else ["density"])
+        given = sorted(fields) + ([] if density in (None, algo.density) else ["density"])
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
@@ -225,13 +225,16 @@ def is_dense(chosen: Recipe) -> bool:
     return is_dense(inner) if inner is not None else isinstance(chosen, Dense)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped."""
+def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped.
+
+    ``alone``: there is a single worker, whose gradients are not exchanged.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
 
 

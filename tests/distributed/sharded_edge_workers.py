@@ -1,0 +1,127 @@
+"""Worker processes of tests/distributed/test_door_edges.py: two replicas of two shards in unusual situations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import torch
+import tritoncomm
+from door_edge_workers import groups_of_torch
+from fsdp_workers import Net, loss_of, mesh, sharded
+from sharded_door_workers import SETTINGS, adamw, whole
+from torch import nn
+from torch.amp import GradScaler
+
+
+def groups_are_used_again(rank: int, world_size: int, send) -> None:
+    """Wrapping an optimizer of shards again, or another model, creates no further process group."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    model = sharded(Net(), grid["shard"])
+    counts = []
+    for step in range(6):
+        optimizer = tritoncomm.wrap(adamw(model), process_group=replicas, density=0.1, dense_below=0)
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(groups_of_torch())
+    assert counts[1:] == counts[1:2] * 5, counts
+    del optimizer
+    for _ in range(5):
+        model = sharded(Net(), grid["shard"])
+        optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=replicas, density=0.1)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        counts.append(groups_of_torch())
+        del model, optimizer
+        gc.collect()
+    assert counts[-1] == counts[1], counts
+
+
+def accumulate(model: nn.Module, rank: int, step: int, micro: int, scaler: GradScaler | None = None) -> None:
+    """Run one of two micro-batches. The second is exchanged."""
+    model.set_requires_all_reduce(micro == 1)
+    loss = loss_of(model, rank, 10 * step + micro)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def discarded_micro_batches(rank: int, world_size: int, send) -> None:
+    """``zero_grad`` discards micro-batches that were not exchanged, in every form."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    finals = []
+    for way in ("none", "wrapped", "wrapped to zero", "model", "original", "halves"):
+        model = sharded(Net(), grid["shard"])
+        optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=replicas, **SETTINGS)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2 and way != "none":
+                accumulate(model, rank, 90, 0)
+                if way == "halves":
+                    parameters = list(model.parameters())
+                    for part in (parameters[::2], parameters[1::2]):
+                        optimizer._hook.discard({id(parameter) for parameter in part})
+                elif way.startswith("wrapped"):
+                    optimizer.zero_grad(set_to_none=way == "wrapped")
+                else:
+                    (model if way == "model" else optimizer.optimizer).zero_grad()
+            for micro in range(2):
+                accumulate(model, rank, step, micro)
+            optimizer.step()
+        finals.append(whole(model))
+    assert all(final == finals[0] for final in finals)
+
+
+def saved_micro_batches(rank: int, world_size: int, send) -> None:
+    """A state that is saved during an accumulation is that of the last step. Loading it discards micro-batches."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    model = sharded(Net(), grid["shard"])
+    optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=replicas, **SETTINGS)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            for micro in range(2):
+                accumulate(model, rank, step, micro)
+            optimizer.step()
+
+    train(0, 2)
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad()
+    accumulate(model, rank, 2, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    accumulate(model, rank, 2, 1)
+    optimizer.step()
+    train(3, 5)
+    expected = whole(model)
+    optimizer.zero_grad()
+    accumulate(model, rank, 99, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    optimizer.load_state_dict(state)
+    train(2, 5)
+    assert whole(model) == expected
+
+
+def scaled_micro_batches(rank: int, world_size: int, send) -> None:
+    """Micro-batches with different loss scales give the sum of the unscaled gradients."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    finals = []
+    for scales in ((1.0, 1.0), (256.0, 256.0), (256.0, 64.0)):
+        model = sharded(Net(), grid["shard"])
+        scaler = GradScaler("cpu", growth_interval=1000)
+        scaler.scale(torch.zeros(()))  # creates the scale
+        optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=replicas, scaler=scaler, **SETTINGS)
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                scaler.update(scales[micro])
+                accumulate(model, rank, step, micro, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+        finals.append(whole(model))
+    assert finals[0] == finals[1] == finals[2]

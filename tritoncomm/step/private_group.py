@@ -1,0 +1,64 @@
+"""Process groups that no other exchange uses at the same time. They are used again when their owner is gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tritoncomm.scheduler.process_group import is_broken
+from tritoncomm.step import setup_checks
+from tritoncomm.step.torch_internals import number_of_groups
+
+_Groups = dict[str, dist.ProcessGroup]
+# Groups without an owner, by their name, for each set of ranks and time-out. They belong to the default process group
+# of the time: its successor has other connections.
+_free: dict[tuple[tuple[int, ...], timedelta | None], _Groups] = {}
+_world: dist.ProcessGroup | None = None
+
+
+def private_group(
+    group: dist.ProcessGroup | None, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, Callable[[object], None]]:
+    """Return a group of the ranks of ``group`` that nothing else uses. All of its ranks call this together.
+
+    torch keeps every group until the process ends, so a group whose owner is gone is used again. Ranks collect garbage
+    at different times. They therefore agree on a group that is free on all of them.
+
+    Args:
+        group: Process group with the same ranks. None is the default group.
+        timeout: Time-out of the new group. None is the default of torch.
+
+    Returns:
+        The group, and a function. Call it with the owner: the group is free when the owner is garbage.
+
+    Raises:
+        ConfigMismatchError: Ranks of a part of the default group have different numbers of process groups.
+        ExchangeError: A rank was lost or did not take part.
+    """
+    global _world  # noqa: PLW0603 - there is one default group
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _free.clear()
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    free = _free.setdefault((ranks, timeout), {})
+    usable = [name for name, each in list(free.items()) if not is_broken(each)]
+    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group)]
+    common = set.intersection(*offered)
+    chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout)
+
+    def belongs_to(owner: object) -> None:
+        weakref.finalize(owner, free.__setitem__, chosen.group_name, chosen).atexit = False
+
+    return chosen, belongs_to
+
+
+def _new_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
+        return everybody
+    setup_checks.compare({"number of process groups of this rank, which must be equal": number_of_groups()}, group)
+    some: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return some
