@@ -40,6 +40,7 @@ _SMALL = 1 << 14  # elements below which root mean squares are computed together
 
 _Array = npt.NDArray[Any]
 _Indices = Sequence[torch.Tensor | None]
+_Values = Sequence[torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -112,27 +113,39 @@ class AdamMany:
         return same and self._addresses == [list(map(torch.Tensor.data_ptr, column)) for column in columns]
 
     def update(
-        self, gradients: Sequence[torch.Tensor], control: AdamControl, indices: _Indices, *, keep: float = 1.0
+        self,
+        gradients: Sequence[torch.Tensor],
+        control: AdamControl,
+        indices: _Indices,
+        *,
+        keep: float = 1.0,
+        values: _Values = None,
     ) -> None:
         """Multiply the parameters by ``keep``, then apply one Adam step to the delivered coordinates, in place.
 
         ``gradients`` and ``indices`` have one item per parameter. ``keep`` is the factor of decoupled weight decay.
         ``indices`` are those of :func:`adam_update`, and None means all coordinates. Here they must ascend. On the CPU,
         an index outside its parameter raises ``ValueError`` before any value changes. The Triton kernel ignores it.
+
+        ``values`` (fp32 ``[k]`` beside ``[k]`` indices, ``[numel]`` without indices) are the gradients at the delivered
+        coordinates, before they were rounded to the dtype of ``gradients``. They are read instead of ``gradients``,
+        except where parameters are updated one by one. Default: None.
         """
         shapes = [gradient.shape for gradient in gradients]
         if shapes != self._shapes:
             raise ValueError(f"gradients have shapes {shapes}, expected {self._shapes}, like the parameters")
+        self._check(indices, values)
         others = list(self._others)
         for group in self._groups:
             own = [gradients[i] for i in group.positions]
             where = [indices[i] for i in group.positions]
+            given = None if values is None else [values[i] for i in group.positions]
             if any(gradient.dtype != group.dtype for gradient in own):
                 others += group.positions
             elif triton_runs(own[0]):
-                group.launch(own, control, where, keep)
+                group.launch(own, control, where, keep, given)
             elif group.dtype == torch.float32 and own[0].device.type == "cpu":
-                group.update(own, control, where, keep)
+                group.update(own, control, where, keep, given)
             else:
                 others += group.positions
         for position in others:
@@ -140,6 +153,18 @@ class AdamMany:
             if keep != 1:
                 parameter.mul_(keep)
             adam_update(parameter, gradients[position], self._states.at(position), control, indices[position])
+
+    def _check(self, indices: _Indices, values: _Values) -> None:
+        """Raise ``ValueError`` unless there is one of ``values``, if there are any, per delivered coordinate."""
+        if values is None:
+            return
+        for position, (given, at, shape) in enumerate(zip(values, indices, self._shapes, strict=True)):
+            count = shape.numel() if at is None else at.numel()
+            if given.dtype != torch.float32 or given.shape != (count,):
+                raise ValueError(
+                    f"values[{position}] is {given.dtype} of shape {tuple(given.shape)}: expected float32 of shape "
+                    f"({count},), one value per delivered coordinate"
+                )
 
 
 @dataclass(frozen=True)
@@ -155,8 +180,10 @@ class _Group:
         """The memory of ``columns`` as flat numpy arrays."""
         return [[tensor.numpy(force=True).reshape(-1) for tensor in column] for column in self.columns]
 
-    def launch(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
-        """Update with the Triton kernel."""
+    def launch(
+        self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float, values: _Values
+    ) -> None:
+        """Update with the Triton kernel. It reads ``values``, if there are any, rounded as the gradients are."""
         parameters, first, second, last, param_rms, *maximum = self.columns
         if keep != 1 and self.dtype == torch.float16:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
             for parameter in parameters:
@@ -164,27 +191,31 @@ class _Group:
         elif keep != 1:
             torch._foreach_mul_(parameters, keep)
         torch.autograd.graph.increment_version(parameters)
+        read = gradients if values is None else [each.to(self.dtype) for each in values]
         kernel("adam_triton").update_many(
-            parameters, [gradient.contiguous() for gradient in gradients], first, second, last, param_rms,
+            parameters, [gradient.contiguous() for gradient in read], first, second, last, param_rms,
             maximum[0] if maximum else None, indices, control.scalars,
             beta_tables(control.betas, torch.float32, parameters[0].device),
             maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+            compact=values is not None,
         )  # fmt: skip
 
-    def update(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
-        """Update with numpy: the reference for fp32 on the CPU."""
+    def update(
+        self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float, values: _Values
+    ) -> None:
+        """Update with numpy: the reference for fp32 on the CPU. It reads ``values``, if there are any."""
         parameters = self.arrays[0]
         where = [None if at is None else at.numpy() for at in indices]
         for position, array, at in zip(self.positions, parameters, where, strict=True):
             if at is not None and at.size and (at[0] < 0 or at[-1] >= array.size):
                 raise ValueError(f"indices[{position}] has an index outside [0, {array.size})")
         torch.autograd.graph.increment_version(self.columns[0])
-        arrays = [*self.arrays, [gradient.numpy(force=True).reshape(-1) for gradient in gradients]]
+        arrays = [*self.arrays, [each.numpy(force=True).reshape(-1) for each in values or gradients]]
         counts = [array.size if at is None else at.size for array, at in zip(parameters, where, strict=True)]
         with np.errstate(all="ignore"):
             for part in _parts(counts, _PART):
                 own = [column[part] for column in arrays]
-                _Part(where[part], [0, *accumulate(counts[part])], control).update(own, keep)
+                _Part(where[part], [0, *accumulate(counts[part])], control).update(own, keep, compact=bool(values))
 
 
 def _parts(counts: Sequence[int], size: int) -> list[slice]:
@@ -211,8 +242,11 @@ class _Part:
         """The range of each tensor in the vector."""
         return list(starmap(slice, pairwise(self.bounds)))
 
-    def update(self, arrays: list[list[_Array]], keep: float) -> None:
-        """Update the ``arrays``: parameters, first, second, last, param_rms, maximum if there is one, and gradients."""
+    def update(self, arrays: list[list[_Array]], keep: float, *, compact: bool) -> None:
+        """Update the ``arrays``: parameters, first, second, last, param_rms, maximum if there is one, and gradients.
+
+        Gradients that are ``compact`` are those of the delivered entries only.
+        """
         parameters, firsts, seconds, lasts, param_rms, *maxima, gradients = arrays
         scalars = self.control.scalars.numpy()
         steps = np.int32(scalars[0])
@@ -221,7 +255,7 @@ class _Part:
         if not values.size:
             return
         tau = np.maximum(steps - self._read(lasts), 1)
-        mean = self._read(gradients)
+        mean = np.concatenate(gradients) if compact else self._read(gradients)
         mean /= tau.astype(np.float32)
         if self.control.maximize:
             np.negative(mean, out=mean)

@@ -104,16 +104,16 @@ class StalenessAwareAdam:
                     )
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``.
-
-        Args:
-            parameters: Parameters to update. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
-                shard if it is a DTensor. None means all.
-        """
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        delivered: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Update ``parameters`` from the averaged gradients in ``.grad``. See :meth:`AwareStep.step`."""
         self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
+        given = None if values is None else {id(p): held for p, held in zip(parameters, values, strict=True)}
         before = list(self._prepared)
         self._prepared.clear()
         for group in self.optimizer.param_groups:
@@ -127,7 +127,7 @@ class StalenessAwareAdam:
                 chosen = [own[i] for i in together], [states[i] for i in together]
                 self._renew_rms(*chosen, int(steps))
                 _count(chosen[1])
-                self._update(group, *chosen, int(steps) + 1, where, before)
+                self._update(group, *chosen, int(steps) + 1, where, given, before)
 
     def _update(
         self,
@@ -136,6 +136,7 @@ class StalenessAwareAdam:
         states: list[dict[str, Any]],
         steps: int,
         where: dict[int, torch.Tensor | None],
+        values: dict[int, torch.Tensor] | None,
         before: list[AdamMany],
     ) -> None:
         # All ranks redistribute all gradients.
@@ -164,6 +165,7 @@ class StalenessAwareAdam:
             self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
             [where[id(parameter)] for parameter in parameters],
             keep=1 - learning_rate * decay if decoupled else 1.0,
+            values=None if values is None else [values[id(parameter)] for parameter in parameters],
         )
 
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
