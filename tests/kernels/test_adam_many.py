@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -41,6 +41,16 @@ def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, step
     last = [torch.randint(0, steps, (n,), generator=generator, dtype=torch.int32) for n in sizes]
     rms = [torch.tensor([0.0, 0.01, 3.0, math.inf, math.nan][(seed + j) % 5]) for j in range(len(sizes))]
     return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
+
+
+def in_buffers(state: kernels.AdamStates) -> kernels.AdamStates:
+    """Return the same states as parts of one buffer per field."""
+
+    def joined(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.split(torch.cat(list(column)), list(map(len, column))))
+
+    maximum = None if state.maximum is None else joined(state.maximum)
+    return kernels.AdamStates(joined(state.first), joined(state.second), joined(state.last), state.param_rms, maximum)
 
 
 def values_at(gradient: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:
@@ -85,12 +95,14 @@ def test_equals_one_by_one(
     ]
     values = [values_at(gradient, at) for gradient, at in zip(gradients, delivered, strict=True)]
     given = data.draw(st.sampled_from([None, values]))
+    in_one = data.draw(st.booleans())
     results = []
     with kernels_from("torch"):
         for together in (False, True):
             parameters = [tensor(kind, n, seed + 10 * j) for j, (n, kind, _) in enumerate(tensors)]
             state = states(sizes, kinds, seed, amsgrad=amsgrad, steps=steps)
             if together:
+                state = in_buffers(state) if in_one and set(kinds) == {"fp32"} else state
                 kernels.AdamMany(parameters, state).update(gradients, control, delivered, keep=keep, values=given)
             else:
                 for j, parameter in enumerate(parameters):

@@ -21,6 +21,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
+from tritoncomm.step.shared_buffer import share_buffers
 from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -148,15 +149,12 @@ class StalenessAwareAdam:
             gradients, shards = [gradients[i] for i in filled], [shards[i] for i in filled]
         if not parameters:
             return
-        columns = AdamStates(
-            local_shards([state["exp_avg"] for state in states]),
-            local_shards([state["exp_avg_sq"] for state in states]),
-            local_shards([state["last_delivered"] for state in states]),
-            # The values of a shard may differ after resharding: its first is used.
-            [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
-            local_shards([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
-        )
-        prepared = next((many for many in before if many.holds(shards, columns)), None) or AdamMany(shards, columns)
+        columns = _columns(states, amsgrad=group["amsgrad"])
+        prepared = next((many for many in before if many.holds(shards, columns)), None)
+        if prepared is None:
+            names = ("exp_avg", "exp_avg_sq", "last_delivered", "max_exp_avg_sq")
+            share_buffers(states, names if group["amsgrad"] else names[:3])
+            prepared = AdamMany(shards, _columns(states, amsgrad=group["amsgrad"]))
         self._prepared.append(prepared)
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
@@ -255,6 +253,18 @@ class StalenessAwareAdam:
                     state["last_aware"] = saved["last_aware"].clone()
                     if "param_rms" in saved:
                         state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
+
+
+def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:
+    """Return the local shards of ``states``."""
+    return AdamStates(
+        local_shards([state["exp_avg"] for state in states]),
+        local_shards([state["exp_avg_sq"] for state in states]),
+        local_shards([state["last_delivered"] for state in states]),
+        # The values of a shard may differ after resharding: its first is used.
+        [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
+        local_shards([state["max_exp_avg_sq"] for state in states]) if amsgrad else None,
+    )
 
 
 def _same(count: torch.Tensor, other: torch.Tensor) -> bool:
