@@ -70,6 +70,7 @@ class AdamMany:
     The tensors are checked and prepared once. If a tensor is replaced or its memory moves, :meth:`holds` returns False,
     and a new object is needed. All tensors must be on one device, and ``param_rms`` must be of shape ``[]``.
 
+    On the CPU, states that are parts of one buffer per field, at equal places in each, are read and written faster.
     Contiguous fp32 tensors are updated together, with the Triton kernel those of any supported dtype. Others are
     updated one by one. Raises ``ValueError`` if a state does not have the shape and device of its parameter.
     """
