@@ -12,6 +12,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, optim
 from tritoncomm.algorithms import Preconditioned
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.bucket import BucketLayout
 
 from tritoncomm_kernels import root_mean_square
@@ -314,10 +315,18 @@ def test_bucket_layout() -> None:
     a.grad, c.grad = a.detach() * 2, c.detach() * 2
     flat = layout.gather(torch.full((7,), float("nan")))
     assert flat.tolist() == [0, 6, 2, 8, 4, 10, 10]
-    layout.scatter(flat + 1)
+    layout.scatter(layout.split(SparseVector.full(flat + 1)))
     assert torch.equal(a.grad, a.detach() * 2 + 1)
     assert (c.grad.dtype, float(c.grad)) == (torch.bfloat16, 11.0)
-    assert [s.tolist() for s in layout.split(torch.tensor([0, 5, 6], dtype=torch.int32))] == [[0, 5], [], [0]]
+    sparse = SparseVector(torch.tensor([1, 5, 6], dtype=torch.int32), torch.tensor([7.0, -0.0, 9.0]), 7)
+    entries = layout.split(sparse)
+    assert [at if at is None else at.tolist() for at, _ in entries] == [[1, 5], None, None]
+    assert [values.tolist() for _, values in entries] == [[7, 0], [], [9]]
+    b.grad = torch.full((0,), 1.0)
+    c.grad = None
+    layout.scatter(entries)
+    assert a.grad.stride() == (1, 3), "memory that is not contiguous is kept"
+    assert (a.grad.reshape(-1).tolist(), float(c.grad), c.grad.dtype) == ([0, 7, 0, 0, 0, 0], 9, torch.bfloat16)
 
 
 def test_replaced_gradients_are_rejected() -> None:

@@ -317,7 +317,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._hook is not None:
             self._step_after_hook(self._hook)
             return loss
-        if not step_state.exchanged:
+        untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
+        if untouched:
             self.synchronize()
         elif getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
@@ -325,7 +326,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self._exchange.delivered is not None:
             self._optimizer_step.alone = self._vector.is_bare
-            self._optimizer_step.step(self._exchange.take_delivered())
+            self._optimizer_step.step(self._exchange.take_delivered(), untouched=untouched)
         else:
             self._warn_about_scale()
         self._step_state.reset()
@@ -434,9 +435,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._hook.check_connected(self)
         self._check_no_pending_step("flush()")
         delivered = []
-        for mean, layout in self._exchange.flush() if self._hook is None else self._hook.flush():
+        for each in self._exchange.flush() if self._hook is None else self._hook.flush():
+            mean = each.mean
             found = mean.values.nonzero().reshape(-1).to(torch.int32)
-            delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), layout))
+            delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), each.layout))
         for optimizer in [self] if self._hook is None else self._hook.connected:
             optimizer._optimizer_step.step(delivered, clip=False)  # noqa: SLF001 - of the same class
             optimizer.zero_grad()

@@ -40,6 +40,7 @@ _SMALL = 1 << 14  # elements below which root mean squares are computed together
 
 _Array = npt.NDArray[Any]
 _Indices = Sequence[torch.Tensor | None]
+_Values = Sequence[torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class AdamMany:
     The tensors are checked and prepared once. If a tensor is replaced or its memory moves, :meth:`holds` returns False,
     and a new object is needed. All tensors must be on one device, and ``param_rms`` must be of shape ``[]``.
 
+    On the CPU, states that are parts of one buffer per field, at equal places in each, are read and written faster.
     Contiguous fp32 tensors are updated together, with the Triton kernel those of any supported dtype. Others are
     updated one by one. Raises ``ValueError`` if a state does not have the shape and device of its parameter.
     """
@@ -112,27 +114,39 @@ class AdamMany:
         return same and self._addresses == [list(map(torch.Tensor.data_ptr, column)) for column in columns]
 
     def update(
-        self, gradients: Sequence[torch.Tensor], control: AdamControl, indices: _Indices, *, keep: float = 1.0
+        self,
+        gradients: Sequence[torch.Tensor],
+        control: AdamControl,
+        indices: _Indices,
+        *,
+        keep: float = 1.0,
+        values: _Values = None,
     ) -> None:
         """Multiply the parameters by ``keep``, then apply one Adam step to the delivered coordinates, in place.
 
         ``gradients`` and ``indices`` have one item per parameter. ``keep`` is the factor of decoupled weight decay.
         ``indices`` are those of :func:`adam_update`, and None means all coordinates. Here they must ascend. On the CPU,
         an index outside its parameter raises ``ValueError`` before any value changes. The Triton kernel ignores it.
+
+        ``values`` (fp32 ``[k]`` beside ``[k]`` indices, ``[numel]`` without indices) are the gradients at the delivered
+        coordinates, before they were rounded to the dtype of ``gradients``. They are read instead of ``gradients``,
+        except where parameters are updated one by one. Default: None.
         """
         shapes = [gradient.shape for gradient in gradients]
         if shapes != self._shapes:
             raise ValueError(f"gradients have shapes {shapes}, expected {self._shapes}, like the parameters")
+        self._check(indices, values)
         others = list(self._others)
         for group in self._groups:
             own = [gradients[i] for i in group.positions]
             where = [indices[i] for i in group.positions]
+            given = None if values is None else [values[i] for i in group.positions]
             if any(gradient.dtype != group.dtype for gradient in own):
                 others += group.positions
             elif triton_runs(own[0]):
-                group.launch(own, control, where, keep)
+                group.launch(own, control, where, keep, given)
             elif group.dtype == torch.float32 and own[0].device.type == "cpu":
-                group.update(own, control, where, keep)
+                group.update(own, control, where, keep, given)
             else:
                 others += group.positions
         for position in others:
@@ -140,6 +154,18 @@ class AdamMany:
             if keep != 1:
                 parameter.mul_(keep)
             adam_update(parameter, gradients[position], self._states.at(position), control, indices[position])
+
+    def _check(self, indices: _Indices, values: _Values) -> None:
+        """Raise ``ValueError`` unless there is one of ``values``, if there are any, per delivered coordinate."""
+        if values is None:
+            return
+        for position, (given, at, shape) in enumerate(zip(values, indices, self._shapes, strict=True)):
+            count = shape.numel() if at is None else at.numel()
+            if given.dtype != torch.float32 or given.shape != (count,):
+                raise ValueError(
+                    f"values[{position}] is {given.dtype} of shape {tuple(given.shape)}: expected float32 of shape "
+                    f"({count},), one value per delivered coordinate"
+                )
 
 
 @dataclass(frozen=True)
@@ -155,8 +181,22 @@ class _Group:
         """The memory of ``columns`` as flat numpy arrays."""
         return [[tensor.numpy(force=True).reshape(-1) for tensor in column] for column in self.columns]
 
-    def launch(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
-        """Update with the Triton kernel."""
+    @cached_property
+    def buffers(self) -> _Buffers | None:
+        """The memory of the states, if all tensors of each column are parts of one buffer, at equal places in each."""
+        _, first, second, last, _, *maximum = self.columns
+        columns = first, second, last, *maximum
+        places = {tuple(tensor.storage_offset() for tensor in column) for column in columns}
+        storages = [{tensor.untyped_storage().data_ptr() for tensor in column} for column in columns]
+        if len(places) > 1 or any(len(found) > 1 for found in storages):
+            return None
+        wholes = [torch.empty(0, dtype=column[0].dtype).set_(column[0].untyped_storage()) for column in columns]
+        return _Buffers([whole.numpy() for whole in wholes], np.array(places.pop()), [t.numel() for t in first])
+
+    def launch(
+        self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float, values: _Values
+    ) -> None:
+        """Update with the Triton kernel. It reads ``values``, if there are any, rounded as the gradients are."""
         parameters, first, second, last, param_rms, *maximum = self.columns
         if keep != 1 and self.dtype == torch.float16:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
             for parameter in parameters:
@@ -164,27 +204,39 @@ class _Group:
         elif keep != 1:
             torch._foreach_mul_(parameters, keep)
         torch.autograd.graph.increment_version(parameters)
+        read = gradients if values is None else [each.to(self.dtype) for each in values]
         kernel("adam_triton").update_many(
-            parameters, [gradient.contiguous() for gradient in gradients], first, second, last, param_rms,
+            parameters, [gradient.contiguous() for gradient in read], first, second, last, param_rms,
             maximum[0] if maximum else None, indices, control.scalars,
             beta_tables(control.betas, torch.float32, parameters[0].device),
             maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+            compact=values is not None,
         )  # fmt: skip
 
-    def update(self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float) -> None:
-        """Update with numpy: the reference for fp32 on the CPU."""
+    def update(
+        self, gradients: list[torch.Tensor], control: AdamControl, indices: _Indices, keep: float, values: _Values
+    ) -> None:
+        """Update with numpy: the reference for fp32 on the CPU. It reads ``values``, if there are any."""
         parameters = self.arrays[0]
         where = [None if at is None else at.numpy() for at in indices]
         for position, array, at in zip(self.positions, parameters, where, strict=True):
             if at is not None and at.size and (at[0] < 0 or at[-1] >= array.size):
                 raise ValueError(f"indices[{position}] has an index outside [0, {array.size})")
         torch.autograd.graph.increment_version(self.columns[0])
-        arrays = [*self.arrays, [gradient.numpy(force=True).reshape(-1) for gradient in gradients]]
+        dense = [gradient.numpy(force=True).reshape(-1) for gradient in gradients] if values is None else []
+        given = None if values is None else torch.cat(list(values)).numpy()
         counts = [array.size if at is None else at.size for array, at in zip(parameters, where, strict=True)]
+        bounds = [0, *accumulate(counts)]
         with np.errstate(all="ignore"):
             for part in _parts(counts, _PART):
-                own = [column[part] for column in arrays]
-                _Part(where[part], [0, *accumulate(counts[part])], control).update(own, keep)
+                columns = [column[part] for column in self.arrays]
+                at = None if self.buffers is None else self.buffers.places(part, where[part], counts[part])
+                if self.buffers is not None and at is not None:
+                    first, second, last, *maximum = [[buffer] for buffer in self.buffers.arrays]
+                    columns[1:4], columns[5:] = [first, second, last], maximum
+                start, stop = bounds[part.start], bounds[part.stop]
+                own = _Part(where[part], [bound - start for bound in bounds[part.start : part.stop + 1]], control, at)
+                own.update(columns, own.read(dense[part]) if given is None else given[start:stop], keep)
 
 
 def _parts(counts: Sequence[int], size: int) -> list[slice]:
@@ -199,49 +251,77 @@ def _parts(counts: Sequence[int], size: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
+class _Buffers:
+    """One buffer per state. It holds the states of all tensors, of ``sizes`` elements, from ``starts`` on."""
+
+    arrays: list[_Array]
+    starts: _Array
+    sizes: list[int]
+
+    def places(self, part: slice, where: list[_Array | None], counts: list[int]) -> _Array | None:
+        """Return the places of the delivered coordinates of several tensors in each buffer.
+
+        Return None if a large tensor is delivered as a whole. It is copied faster without places.
+        """
+        if any(at is None and count >= _SMALL for at, count in zip(where, counts, strict=True)):
+            return None
+        every = np.arange(max(counts, default=0))
+        lists = [every[:count] if at is None else at for at, count in zip(where, counts, strict=True)]
+        found: _Array = np.concatenate(lists)
+        found += np.repeat(self.starts[part], counts)
+        return found
+
+
+@dataclass(frozen=True)
 class _Part:
-    """The delivered coordinates of several tensors as one flat vector, in which ``bounds`` separate the tensors."""
+    """The delivered coordinates of several tensors as one flat vector, in which ``bounds`` separate the tensors.
+
+    With ``at``, each state is one buffer, and ``at`` are the places of the coordinates in it.
+    """
 
     where: list[_Array | None]
     bounds: list[int]
     control: AdamControl
+    at: _Array | None = None
 
     @cached_property
     def spans(self) -> list[slice]:
         """The range of each tensor in the vector."""
         return list(starmap(slice, pairwise(self.bounds)))
 
-    def update(self, arrays: list[list[_Array]], keep: float) -> None:
-        """Update the ``arrays``: parameters, first, second, last, param_rms, maximum if there is one, and gradients."""
-        parameters, firsts, seconds, lasts, param_rms, *maxima, gradients = arrays
+    def update(self, arrays: list[list[_Array]], delivered: _Array, keep: float) -> None:
+        """Update the ``arrays``: parameters, first, second, last, param_rms, and maximum if there is one.
+
+        With ``at``, the lists of first, second, last and maximum hold one buffer each. ``delivered`` are the gradients
+        of the delivered coordinates.
+        """
+        parameters, firsts, seconds, lasts, param_rms, *maxima = arrays
         scalars = self.control.scalars.numpy()
         steps = np.int32(scalars[0])
         rate, root, epsilon, limit, decay, walk, fine, change = scalars[1:].astype(np.float32)
-        values = self._read(parameters, None if keep == 1 else np.float32(keep))
+        values = self.read(parameters, None if keep == 1 else np.float32(keep))
         if not values.size:
             return
-        tau = np.maximum(steps - self._read(lasts), 1)
-        mean = self._read(gradients)
-        mean /= tau.astype(np.float32)
+        tau = np.maximum(steps - self._read_state(lasts), 1)
+        mean = delivered / tau.astype(np.float32)
         if self.control.maximize:
             np.negative(mean, out=mean)
         if self.control.coupled:
             mean += decay * values
         power1, complement1, power2, complement2, factor = _of_delay(tau, self.control.betas, limit, walk)
-        first = self._read(firsts)
+        first = self._read_state(firsts)
         first *= power1
         first += complement1 * mean
-        self._write(firsts, first)
-        second = self._read(seconds)
+        self._write_state(firsts, first)
+        second = self._read_state(seconds)
         second *= power2
         mean *= mean
         second += complement2 * mean
-        self._write(seconds, second)
-        for last, at in zip(lasts, self.where, strict=True):
-            last[... if at is None else at] = steps
+        self._write_state(seconds, second)
+        self._write_state(lasts, np.full(values.size, steps))
         for maximum in maxima:
-            second = np.maximum(self._read(maximum), second)
-            self._write(maximum, second)
+            second = np.maximum(self._read_state(maximum), second)
+            self._write_state(maximum, second)
         move = np.sqrt(second)  # the next three lines make it the move of one dense step
         move /= root
         move += epsilon
@@ -253,7 +333,19 @@ class _Part:
         values -= move
         self._write(parameters, values)
 
-    def _read(self, arrays: list[_Array], keep: np.float32 | None = None) -> _Array:
+    def _read_state(self, arrays: list[_Array]) -> _Array:
+        """Return the delivered entries of a state."""
+        if self.at is None:
+            return self.read(arrays)
+        return arrays[0].take(self.at, None, np.empty(self.bounds[-1], arrays[0].dtype), "wrap")
+
+    def _write_state(self, arrays: list[_Array], values: _Array) -> None:
+        if self.at is None:
+            self._write(arrays, values)
+        else:
+            arrays[0][self.at] = values
+
+    def read(self, arrays: list[_Array], keep: np.float32 | None = None) -> _Array:
         """Return the delivered entries of ``arrays``, after all entries have been multiplied by ``keep``."""
         values = np.empty(self.bounds[-1], arrays[0].dtype)
         for array, at, span in zip(arrays, self.where, self.spans, strict=True):

@@ -54,9 +54,13 @@ def _delivered(indices_ptr, count, n, EVERY: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _step(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
+    gradient_at,
     AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """Return the new moments, the move of one dense step, and the factor by which the delivery multiplies it."""
+    """Return the new moments, the move of one dense step, and the factor by which the delivery multiplies it.
+
+    ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients.
+    """
     steps = tl.load(control_ptr).to(tl.int32)
     root = tl.load(control_ptr + 2).to(tl.float32)
     epsilon = tl.load(control_ptr + 3).to(tl.float32)
@@ -64,7 +68,7 @@ def _step(
     walk = tl.load(control_ptr + 6).to(tl.float32)
     tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
-    mean = tl.div_rn(tl.load(gradient_ptr + at, mask=inside, other=0.0).to(tl.float32), waited)
+    mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
     if MAXIMIZE:
         mean = -mean
     if COUPLED:
@@ -94,7 +98,7 @@ def length_kernel(
     at, inside = _delivered(indices_ptr, count, n, EVERY, BLOCK)
     _, _, _, move, factor = _step(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-        AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
     distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
     square = distance * distance
@@ -115,7 +119,7 @@ def adam_kernel(
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, factor = _step(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
-        AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
     tl.debug_barrier()  # the stores may use other threads than the loads
     tl.store(first_ptr + at, first, mask=inside)
@@ -133,7 +137,7 @@ def adam_kernel(
 
 @triton.jit
 def _delivered_of(table_ptr, places_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the row of this program's tensor, its coordinates, and a mask of those inside the tensor."""
+    """Return the row of this program's tensor, its coordinates, a mask of those inside, and their places in a list."""
     row_ptr = table_ptr + tl.load(places_ptr + 2 * tl.program_id(0)) * COLUMNS
     lane = tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     indices = tl.load(row_ptr + 7)
@@ -143,7 +147,7 @@ def _delivered_of(table_ptr, places_ptr, COLUMNS: tl.constexpr, BLOCK: tl.conste
     at = tl.load(indices.to(tl.pointer_type(tl.int64)) + lane, mask=lane < listed, other=-1)
     at = tl.where(lane < listed, at, lane)
     inside = (lane < count) & (at >= 0) & (at < n)
-    return row_ptr, at, inside
+    return row_ptr, at, inside, lane
 
 
 @triton.jit
@@ -151,14 +155,18 @@ def length_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each."""
-    row_ptr, at, inside = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
+    """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each.
+
+    With ``COMPACT``, the gradients in the table are those of the delivered coordinates only.
+    """
+    row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
     _, _, _, move, factor = _step(
         tl.load(row_ptr).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)),
         tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE)),
         tl.load(row_ptr + 6).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 4).to(tl.pointer_type(tl.int32)),
-        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
     distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
     square = distance * distance
@@ -172,9 +180,10 @@ def adam_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors."""
-    row_ptr, at, inside = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
+    """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``COMPACT`` is as above."""
+    row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
     parameter_ptr = tl.load(row_ptr).to(tl.pointer_type(DTYPE))
     first_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE))
     second_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE))
@@ -183,7 +192,7 @@ def adam_many_kernel(
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, factor = _step(
         parameter_ptr, tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)), first_ptr, second_ptr, maximum_ptr, last_ptr,
-        control_ptr, tables_ptr, at, inside, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+        control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
     tl.debug_barrier()  # the stores may use other threads than the loads
     tl.store(first_ptr + at, first, mask=inside)
@@ -253,9 +262,12 @@ def update_many(
     maximize: bool,
     coupled: bool,
     limited: bool,
+    compact: bool = False,
     block: int = MANY,
 ) -> None:
     """Launch the kernels for many tensors once, on checked arguments. All floats are of one dtype and contiguous.
+
+    If ``compact``, each of ``gradients`` has one value per delivered coordinate.
 
     One copy to the device holds the table of addresses and the list of blocks: ``[tensors, COLUMNS]`` and
     ``[blocks, 2]``, int64. A block is a tensor's number and the block's number in that tensor.
@@ -282,10 +294,10 @@ def update_many(
             length_many_kernel[(len(blocks),)](
                 *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
                 POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, COLUMNS=COLUMNS, BLOCK=block,
-                num_warps=WARPS, enable_fp_fusion=False,
+                COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         adam_many_kernel[(len(blocks),)](
             *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, FINE=FINE, COLUMNS=COLUMNS, BLOCK=block, num_warps=WARPS,
-            enable_fp_fusion=False,
+            POWERS=tables.numel() // 4, FINE=FINE, COLUMNS=COLUMNS, BLOCK=block, COMPACT=compact,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -156,8 +156,8 @@ def deliveries(rank: int, world_size: int, send) -> None:
         for step in range(8):
             optimizer.zero_grad(set_to_none=set_to_none)
             loss_of(model, rank, step).backward()
-            given = sum(len(mean) for mean, _ in optimizer._exchange.delivered)
-            assert given < 0.5 * sum(layout.numel for _, layout in optimizer._exchange.delivered)
+            given = sum(len(each.mean) for each in optimizer._exchange.delivered)
+            assert given < 0.5 * sum(each.layout.numel for each in optimizer._exchange.delivered)
             optimizer.step()
         finals.append(whole(model))
     assert finals[0] == finals[1]

@@ -241,7 +241,7 @@ def others() -> list[Case]:
         )
         for half, every in (("bf16", False), ("fp16", True))
     ]
-    plain_many = plain | {"COLUMNS": adam_triton.COLUMNS, "BLOCK": adam_triton.MANY}
+    plain_many = plain | {"COLUMNS": adam_triton.COLUMNS, "BLOCK": adam_triton.MANY, "COMPACT": False}
     options_many = plain_many | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
     many = [
         Case(f"{name}{suffix}", kernel, chosen | own | {"DTYPE": dtype}, adam_triton.WARPS, {}, adam_triton.MANY)
@@ -252,6 +252,8 @@ def others() -> list[Case]:
         for suffix, chosen, dtype in (
             ("", plain_many, tl.float32),
             (", all options", options_many, tl.float32),
+            (", compact", plain_many | {"COMPACT": True}, tl.float32),
+            (", compact, all options", options_many | {"COMPACT": True}, tl.float32),
             (", bf16", plain_many, tl.bfloat16),
             (", fp16", plain_many, tl.float16),
         )

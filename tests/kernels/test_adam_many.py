@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -43,6 +43,21 @@ def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, step
     return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
 
 
+def in_buffers(state: kernels.AdamStates) -> kernels.AdamStates:
+    """Return the same states as parts of one buffer per field."""
+
+    def joined(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.split(torch.cat(list(column)), list(map(len, column))))
+
+    maximum = None if state.maximum is None else joined(state.maximum)
+    return kernels.AdamStates(joined(state.first), joined(state.second), joined(state.last), state.param_rms, maximum)
+
+
+def values_at(gradient: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:
+    """Return the values of ``gradient`` at the delivered coordinates."""
+    return (gradient if at is None else gradient[at]).to(torch.float32).contiguous()
+
+
 shares = st.sampled_from([None, 0.0, 0.01, 1.0])  # of the coordinates that are delivered
 
 
@@ -56,7 +71,7 @@ shares = st.sampled_from([None, 0.0, 0.01, 1.0])  # of the coordinates that are 
 def test_equals_one_by_one(
     tensors: list[tuple[int, str, float | None]], seed: int, amsgrad: bool, data: st.DataObject
 ) -> None:
-    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays."""
+    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays. Values may be given."""
     sizes, kinds = [n for n, _, _ in tensors], [kind for _, kind, _ in tensors]
     steps = data.draw(st.sampled_from([1, 2, 30, 1000, 70_000, 1_000_000]))
     keep = data.draw(st.sampled_from([1.0, 0.999]))
@@ -78,13 +93,17 @@ def test_equals_one_by_one(
         None if share is None else (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
         for n, _, share in tensors
     ]
+    values = [values_at(gradient, at) for gradient, at in zip(gradients, delivered, strict=True)]
+    given = data.draw(st.sampled_from([None, values]))
+    in_one = data.draw(st.booleans())
     results = []
     with kernels_from("torch"):
         for together in (False, True):
             parameters = [tensor(kind, n, seed + 10 * j) for j, (n, kind, _) in enumerate(tensors)]
             state = states(sizes, kinds, seed, amsgrad=amsgrad, steps=steps)
             if together:
-                kernels.AdamMany(parameters, state).update(gradients, control, delivered, keep=keep)
+                state = in_buffers(state) if in_one and set(kinds) == {"fp32"} else state
+                kernels.AdamMany(parameters, state).update(gradients, control, delivered, keep=keep, values=given)
             else:
                 for j, parameter in enumerate(parameters):
                     parameter.mul_(keep)
@@ -128,6 +147,32 @@ def test_changed_tensors_are_noticed(change: Callable[[list[torch.Tensor]], None
     assert not many.holds(parameters[:1], state)
     change([parameters, *state.columns()][column])
     assert not many.holds(parameters, state)
+
+
+@pytest.mark.parametrize("at", [None, [1, 3]])
+def test_given_values_replace_gradients(at: list[int] | None) -> None:
+    """Where values are given, gradients are not read."""
+    indices = None if at is None else torch.tensor(at)
+    gradient, results = torch.randn(4, generator=torch.Generator().manual_seed(1)), []
+    control = kernels.AdamControl.of(
+        steps=3, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
+    )
+    for values in (None, [values_at(gradient, indices)]):
+        parameter, state = torch.ones(4), states([4], ["fp32"], 1, amsgrad=False, steps=3)
+        read = gradient if values is None else torch.full((4,), math.nan)
+        with kernels_from("torch"):
+            kernels.AdamMany([parameter], state).update([read], control, [indices], values=values)
+        results.append([bits(tensor) for tensor in (parameter, *(column[0] for column in state.columns()))])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("values", [torch.ones(1), torch.ones(2, dtype=torch.float64), torch.ones(2, 1)])
+def test_wrong_values_are_rejected(values: torch.Tensor) -> None:
+    """There is one fp32 value per delivered coordinate."""
+    parameters, state = prepared()
+    at = [torch.tensor([0, 2]), None]
+    with pytest.raises(ValueError, match=r"values\[0\] is .* expected float32 of shape \(2,\)"):
+        kernels.AdamMany(parameters, state).update(parameters, None, at, values=[values, torch.ones(3)])
 
 
 def test_updates_count_as_in_place() -> None:

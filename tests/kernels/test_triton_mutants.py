@@ -115,6 +115,7 @@ SCATTERING = {
     "blocks of many repeated": Mutant(
         "adam", "tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK", "0", scatter.test_adam_many
     ),
+    "compact values as gradients": Mutant("adam", "lane if COMPACT else at", "at", scatter.test_adam_many),
     "no limit on walking": Mutant(
         "adam",
         "tl.minimum(tl.minimum(waited, limit), walk * tl.sqrt_rn(waited))",

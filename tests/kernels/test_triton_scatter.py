@@ -283,7 +283,7 @@ def test_adam(
 @given(st.lists(st.sampled_from([0, 1, 33, 512, 700]), min_size=1, max_size=4), seeds, st.booleans(), st.data())
 @many
 def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:
-    """Many tensors equal the reference, which equals one update per tensor."""
+    """Many tensors equal the reference, which equals one update per tensor. Compact values equal rounded gradients."""
     maximize, steps = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2, 30, 1_000_000]))
     decay, keep = data.draw(st.sampled_from([0.0, 0.1])), data.draw(st.sampled_from([1.0, 0.999]))
     change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
@@ -299,10 +299,12 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
     ]
     half = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no bf16
     dtype = data.draw(st.sampled_from([torch.float32, half]))
+    compact = data.draw(st.booleans())
 
     def call(guarded: Guarded, *, together: bool = True) -> list[list[int]]:
         floats = [[drawn("heavy", n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(5)]
         floats[3:] = [[small * values.abs() for values in column] for column in floats[3:]]
+        exact = [column.to(device) for column in floats[1]]
         floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
         parameters, gradients, first, second, maximum = floats
         last = [guarded.of(held) for held in lasts]
@@ -314,7 +316,9 @@ def test_adam_many(device: str, sizes: list[int], seed: int, amsgrad: bool, data
         )  # fmt: skip
         where = [None if at is None else at.to(device) for at in listed]
         if together:
-            kernels.AdamMany(parameters, states).update(gradients, control, where, keep=keep)
+            values = [each if at is None else guarded.of(each[at]) for each, at in zip(exact, where, strict=True)]
+            given = values if compact else None
+            kernels.AdamMany(parameters, states).update(gradients, control, where, keep=keep, values=given)
         else:
             for i, parameter in enumerate(parameters):
                 parameter.mul_(keep)

@@ -21,6 +21,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
+from tritoncomm.step.shared_buffer import share_buffers
 from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -104,16 +105,16 @@ class StalenessAwareAdam:
                     )
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``.
-
-        Args:
-            parameters: Parameters to update. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
-                shard if it is a DTensor. None means all.
-        """
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        delivered: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Update ``parameters`` from the averaged gradients in ``.grad``. See :meth:`AwareStep.step`."""
         self.check_options()
         where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
+        given = None if values is None else {id(p): held for p, held in zip(parameters, values, strict=True)}
         before = list(self._prepared)
         self._prepared.clear()
         for group in self.optimizer.param_groups:
@@ -127,7 +128,7 @@ class StalenessAwareAdam:
                 chosen = [own[i] for i in together], [states[i] for i in together]
                 self._renew_rms(*chosen, int(steps))
                 _count(chosen[1])
-                self._update(group, *chosen, int(steps) + 1, where, before)
+                self._update(group, *chosen, int(steps) + 1, where, given, before)
 
     def _update(
         self,
@@ -136,6 +137,7 @@ class StalenessAwareAdam:
         states: list[dict[str, Any]],
         steps: int,
         where: dict[int, torch.Tensor | None],
+        values: dict[int, torch.Tensor] | None,
         before: list[AdamMany],
     ) -> None:
         # All ranks redistribute all gradients.
@@ -147,15 +149,12 @@ class StalenessAwareAdam:
             gradients, shards = [gradients[i] for i in filled], [shards[i] for i in filled]
         if not parameters:
             return
-        columns = AdamStates(
-            local_shards([state["exp_avg"] for state in states]),
-            local_shards([state["exp_avg_sq"] for state in states]),
-            local_shards([state["last_delivered"] for state in states]),
-            # The values of a shard may differ after resharding: its first is used.
-            [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
-            local_shards([state["max_exp_avg_sq"] for state in states]) if group["amsgrad"] else None,
-        )
-        prepared = next((many for many in before if many.holds(shards, columns)), None) or AdamMany(shards, columns)
+        columns = _columns(states, amsgrad=group["amsgrad"])
+        prepared = next((many for many in before if many.holds(shards, columns)), None)
+        if prepared is None:
+            names = ("exp_avg", "exp_avg_sq", "last_delivered", "max_exp_avg_sq")
+            share_buffers(states, names if group["amsgrad"] else names[:3])
+            prepared = AdamMany(shards, _columns(states, amsgrad=group["amsgrad"]))
         self._prepared.append(prepared)
         learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
         decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
@@ -164,6 +163,7 @@ class StalenessAwareAdam:
             self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
             [where[id(parameter)] for parameter in parameters],
             keep=1 - learning_rate * decay if decoupled else 1.0,
+            values=None if values is None else [values[id(parameter)] for parameter in parameters],
         )
 
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
@@ -253,6 +253,18 @@ class StalenessAwareAdam:
                     state["last_aware"] = saved["last_aware"].clone()
                     if "param_rms" in saved:
                         state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
+
+
+def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:
+    """Return the local shards of ``states``."""
+    return AdamStates(
+        local_shards([state["exp_avg"] for state in states]),
+        local_shards([state["exp_avg_sq"] for state in states]),
+        local_shards([state["last_delivered"] for state in states]),
+        # The values of a shard may differ after resharding: its first is used.
+        [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
+        local_shards([state["max_exp_avg_sq"] for state in states]) if amsgrad else None,
+    )
 
 
 def _same(count: torch.Tensor, other: torch.Tensor) -> bool:

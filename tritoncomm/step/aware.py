@@ -51,13 +51,20 @@ class AwareStep(Protocol):
     def check_options(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
 
-    def step(self, parameters: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor | None]) -> None:
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        delivered: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Update ``parameters`` from the averaged gradients in ``.grad``.
 
         Args:
             parameters: Parameters to update. Other parameters of the optimizer do not change.
             delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
                 shard if it is a DTensor. None means all.
+            values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
+                beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
         """
 
     @staticmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
 
 
@@ -56,6 +58,18 @@ def strided_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
             "only dense gradients are supported, use Embedding(sparse=False)"
         )
     return local_gradient(parameter).detach()
+
+
+class Entries(NamedTuple):
+    """The delivered entries of one parameter, of its local shard if it is a DTensor.
+
+    Attributes:
+        indices: Ascending indices in the flattened parameter, int64 ``[k]``. None means all.
+        values: The mean at ``indices``, fp32 ``[k]``. All values of the parameter if ``indices`` is None.
+    """
+
+    indices: torch.Tensor | None
+    values: torch.Tensor
 
 
 class BucketLayout:
@@ -127,35 +141,45 @@ class BucketLayout:
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def fits_dtypes(self, flat: torch.Tensor) -> bool:
-        """Return False if a value of ``flat`` overflows in the dtype of its parameter."""
-        pairs = zip(self.parameters, self.parts(flat), strict=True)
-        return all(fits_dtype(part, parameter.dtype) for parameter, part in pairs)
+    def fits_dtypes(self, mean: SparseVector) -> bool:
+        """Return False if a value of ``mean`` overflows in the dtype of its parameter."""
+        if all(parameter.dtype != torch.float16 for parameter in self.parameters):
+            return True
+        pairs = zip(self.parameters, self.split(mean), strict=True)
+        return all(fits_dtype(entries.values, parameter.dtype) for parameter, entries in pairs)
 
-    def scatter(self, flat: torch.Tensor) -> None:
-        """Copy ``flat`` (fp32 ``[numel]``) into every ``.grad``, and create missing ones.
+    def scatter(self, delivered: Sequence[Entries]) -> None:
+        """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.
 
         The ``.grad`` of a parameter that was frozen becomes None.
         """
-        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+        for parameter, entries in zip(self.parameters, delivered, strict=True):
             gradient = parameter.grad
             if not parameter.requires_grad:
                 parameter.grad = None
             elif gradient is None or not _writable(gradient, parameter):
-                parameter.grad = _like(parameter, part)
+                parameter.grad = _zeros(parameter)
+                _write(entries, local(parameter.grad))
             else:
-                own = local(gradient.detach())
-                own.copy_(part.view(own.shape))
+                _write(entries, local(gradient.detach()))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
         return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
-    def split(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """Split ascending ``indices`` (int32) of the flat vector into int64 indices of each flattened parameter."""
-        bounds = torch.tensor(self.bounds, dtype=torch.int64, device=indices.device)
-        cuts = torch.searchsorted(indices.long(), bounds).tolist()
-        return [indices[a:b].long() - start for a, b, start in zip(cuts, cuts[1:], self.bounds, strict=False)]
+    def split(self, mean: SparseVector) -> list[Entries]:
+        """Split ``mean``, of the flat vector, into the entries of each parameter. Values of -0.0 may become 0.0."""
+        lengths = [end - start for start, end in pairwise(self.bounds)]
+        if mean.is_full:
+            return [Entries(None, part) for part in torch.split(mean.values, lengths)]
+        indices = mean.indices
+        bounds = torch.tensor(self.bounds, dtype=indices.dtype, device=indices.device)
+        counts = [end - start for start, end in pairwise(torch.searchsorted(indices, bounds).tolist())]
+        repeats = torch.tensor(counts, device=indices.device)
+        starts = torch.repeat_interleave(bounds[:-1], repeats, output_size=len(mean))
+        split = torch.split((indices - starts).long(), counts), torch.split(mean.values + 0.0, counts)
+        pairs = zip(*split, lengths, strict=True)
+        return [Entries(None if len(values) == length else at, values) for at, values, length in pairs]
 
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
@@ -171,9 +195,22 @@ def _writable(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     return 0 not in gradient.stride()  # elements of an expanded gradient share memory
 
 
-def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``values`` with the shape, dtype and sharding of ``parameter``."""
-    shard = values.view(local(parameter).shape).to(parameter.dtype, copy=True)
+def _write(entries: Entries, out: torch.Tensor) -> None:
+    """Overwrite ``out``, of any strides and dtype, with ``entries``, and with zeros elsewhere."""
+    indices, values = entries
+    if indices is None:
+        out.copy_(values.view(out.shape))
+        return
+    flat = out.zero_().view(-1) if out.is_contiguous() else out.new_zeros(out.numel())
+    flat.index_copy_(0, indices, values.to(flat.dtype))
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros with the shape, dtype and sharding of ``parameter``."""
+    held = local(parameter)
+    shard = torch.zeros(held.shape, dtype=held.dtype, device=held.device)
     if not hasattr(parameter, "placements"):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while

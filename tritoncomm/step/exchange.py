@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, fits_dtype
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, fits_dtype
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
@@ -27,11 +28,17 @@ from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, lis
 logger = logging.getLogger("tritoncomm")
 
 
-class Delivered(NamedTuple):
+@dataclass(frozen=True)
+class Delivered:
     """The mean of one flat vector, and the position of each parameter in this vector."""
 
     mean: SparseVector
     layout: BucketLayout
+
+    @cached_property
+    def entries(self) -> list[Entries]:
+        """The delivered entries of each parameter, in the order of ``layout``."""
+        return self.layout.split(self.mean)
 
 
 class _Begun(NamedTuple):
@@ -48,7 +55,7 @@ class GradientExchange:
     A front door decides when each part of a step happens. What happens is defined here:
 
     1. The door writes its gradients into ``vector.flat`` and calls :meth:`deliver`, for one vector after the other and
-       in the same order on all ranks. ``vector.flat`` then holds the mean over ranks.
+       in the same order on all ranks.
     2. :meth:`finish` confirms that all ranks have all means, and commits the new residuals. If anything fails on any
        rank, it raises, and residuals and methods are as before the step on every rank.
     3. The optimizer's step uses :attr:`delivered`, once.
@@ -170,7 +177,7 @@ class GradientExchange:
         self.zeroed += zeroed
         kept = not zeroed and vector.keeps_gradient()
         try:
-            if self.deliver(vector) and inspect is not None:
+            if self.deliver(vector, into_flat=False) and inspect is not None:
                 inspect(Delivered(self._begun[0].mean, vector.layout))
             self.finish()
         except NonFiniteError as error:
@@ -178,16 +185,17 @@ class GradientExchange:
         except ConfigurationError:
             self.rollback()
             raise
-        self._write_gradients(vector, scale if kept else None)
-        vector.measure(self.delivered[0].mean if self.delivered else None, time.perf_counter() - started)
+        for delivered in self.delivered or ():  # one
+            self._write_gradients(delivered, scale if kept else None)
+            vector.measure(delivered.mean, time.perf_counter() - started)
 
     @staticmethod
-    def _write_gradients(vector: VectorExchange, scale: float | None) -> None:
+    def _write_gradients(delivered: Delivered, scale: float | None) -> None:
         """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
         if scale is None:
-            vector.layout.scatter(vector.flat)
+            delivered.layout.scatter(delivered.entries)
         elif scale != 1.0:
-            vector.layout.multiply(1.0 / scale)
+            delivered.layout.multiply(1.0 / scale)
 
     def deliver(
         self,
@@ -196,8 +204,9 @@ class GradientExchange:
         scale: float = 1.0,
         dtype: torch.dtype | None = None,
         dense: bool = False,
+        into_flat: bool = True,
     ) -> bool:
-        """Exchange ``vector``: replace ``vector.flat`` by its mean over ranks.
+        """Exchange ``vector``: compute the mean of ``vector.flat`` over ranks.
 
         Return False if the step will be rejected by the verdict of the larger group.
 
@@ -206,6 +215,7 @@ class GradientExchange:
             scale: The mean times this loss scale must not overflow.
             dtype: The dtype in which it must not overflow. None means the dtype of each parameter.
             dense: Whether to deliver all entries, whatever the recipe.
+            into_flat: Whether to write the mean into ``vector.flat``.
 
         Raises:
             NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
@@ -218,8 +228,9 @@ class GradientExchange:
         self.pending = []
         try:
             mean = vector.begin(dense=dense)
-            vector.write(mean)
-            _check_range(vector, scale, dtype)
+            _check_range(mean, vector.layout, scale, dtype)
+            if into_flat:
+                vector.write(mean)
             self._begun.append(_Begun(vector, mean, time.perf_counter() - started))
         except NonFiniteError as error:
             if mean is None:
@@ -300,7 +311,7 @@ class GradientExchange:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
         for vector, mean, _ in self.pending:
             vector.feedback.resume()
-            vector.layout.scatter(vector.write(mean))
+            vector.layout.scatter(vector.layout.split(mean))
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
         self.pending = []
@@ -312,11 +323,12 @@ class GradientExchange:
             return []
         for vector in self.vectors:
             vector.flat.zero_()
-            self.deliver(vector, dense=True)
+            self.deliver(vector, dense=True, into_flat=False)
         self.finish()
-        for vector in self.vectors:
-            vector.layout.scatter(vector.flat)
-        return self.take_delivered()
+        means = self.take_delivered()
+        for delivered in means:
+            delivered.layout.scatter(delivered.entries)
+        return means
 
     def take_delivered(self) -> list[Delivered]:
         """Return :attr:`delivered` for the optimizer's step, and forget it."""
@@ -375,23 +387,22 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
     """Return the sums of the means of the same vectors. Their entries are those of either."""
-    held = {id(layout): Delivered(mean, layout) for mean, layout in before}
-    for mean, layout in means:
-        earlier = held.get(id(layout))
-        held[id(layout)] = Delivered(mean if earlier is None else earlier.mean.plus(mean), layout)
+    held = {id(earlier.layout): earlier for earlier in before}
+    for new in means:
+        earlier = held.get(id(new.layout))
+        held[id(new.layout)] = new if earlier is None else Delivered(earlier.mean.plus(new.mean), new.layout)
     return list(held.values())
 
 
-def _check_range(vector: VectorExchange, scale: float, dtype: torch.dtype | None) -> None:
+def _check_range(mean: SparseVector, layout: BucketLayout, scale: float, dtype: torch.dtype | None) -> None:
     """Raise :class:`~tritoncomm.NonFiniteError` if ``scale`` times the mean overflows in ``dtype``.
 
     All ranks have the same mean, so all of them raise or none.
     """
-    flat = vector.flat
     if dtype is None:
-        fits = vector.layout.fits_dtypes(flat)
+        fits = layout.fits_dtypes(mean)
     else:
-        fits = fits_dtype(flat if scale == 1.0 else flat * scale, dtype)
+        fits = fits_dtype(mean.values if scale == 1.0 else mean.values * scale, dtype)
     if not fits:
         raise NonFiniteError(OVERFLOWS.format(dtype or "float16"))
 

@@ -109,22 +109,23 @@ class OptimizerStep:
         else:
             self._aware.check_options()
 
-    def step(self, delivered: Sequence[Delivered], *, clip: bool = True) -> None:
+    def step(self, delivered: Sequence[Delivered], *, clip: bool = True, untouched: bool = False) -> None:
         """Update the parameters from ``.grad``.
 
         Args:
-            delivered: The averaged gradients. Their indices select the delivered coordinates. Their values are not
-                used, because the user may have changed ``.grad``.
+            delivered: The averaged gradients. Their indices select the delivered coordinates.
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
+            untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
+                step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
         """
         self.check()  # before any gradient or parameter changes
         if clip and self._max_grad_norm is not None:
             self.grad_norm = self._clip(self._max_grad_norm)
-        where: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for mean, layout in delivered:
-            indices = [None] * len(layout.parameters) if mean.is_full else layout.split(mean.indices)
-            where += zip(layout.parameters, indices, strict=True)
-        self._apply(where)
+            untouched = False
+        pairs = [pair for each in delivered for pair in zip(each.layout.parameters, each.entries, strict=True)]
+        indices = [entries.indices for _, entries in pairs]
+        values = [entries.values for _, entries in pairs] if untouched else None
+        self._apply([parameter for parameter, _ in pairs], indices, values)
 
     def _clip(self, max_norm: float) -> float:
         """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
@@ -161,18 +162,25 @@ class OptimizerStep:
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
-        self._apply([(parameter, None) for parameter in parameters])
+        every = list(parameters)
+        self._apply(every, [None] * len(every), None)
 
     @without_compile
-    def _apply(self, delivered: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _apply(
+        self,
+        parameters: Sequence[torch.Tensor],
+        indices: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None,
+    ) -> None:
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer. Learning rate schedulers look for this attribute.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        _run(self.optimizer._optimizer_step_pre_hooks.values(), self.optimizer)  # noqa: SLF001
+        hooks = self.optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
+        _run(hooks, self.optimizer)
         if self._aware is None or self.alone:
             _step_below_hooks(self.optimizer)
         else:
-            self._aware.step([parameter for parameter, _ in delivered], [indices for _, indices in delivered])
+            self._aware.step(parameters, indices, None if hooks else values)
         _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
 
     def restore(self, state_dict: dict[str, Any]) -> None:
