@@ -6,7 +6,8 @@ The length of a section depends on its layout alone, so both ends of a message k
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from tritoncomm_kernels.compact import Selection
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
 _BF16_LARGEST, _INFINITY = 0x7F7F, 0x7F800000
-_GROUPS_AT_ONCE = 512  # 16384 entries. Larger chunks leave the second-level cache.
+_BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
+_GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
 
 
 class Layout(NamedTuple):
@@ -92,12 +94,15 @@ def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torc
     a value is NaN or Inf.
     """
     magnitudes = np.abs(values.cpu().numpy())
-    if not len(magnitudes) or not np.isfinite(magnitudes.max()):
+    if not len(magnitudes) or not math.isfinite(magnitudes.max()):
         return None
     if divisor > 1:
         magnitudes /= np.float32(divisor)
-    keep = to_bf16(magnitudes) != 0 if bits == _BF16 else quantize.sendable(magnitudes, bits, divisor)
-    return None if keep is None or keep.all() else torch.from_numpy(keep).to(values.device)
+    if bits != _BF16:
+        keep = quantize.sendable(magnitudes, bits, divisor)
+        return None if keep is None else torch.from_numpy(keep).to(values.device)
+    keys = magnitudes.view(np.int32)
+    return None if keys.min() > _BF16_ZERO else torch.from_numpy(keys > _BF16_ZERO).to(values.device)
 
 
 def write_section(
@@ -113,27 +118,31 @@ def write_section(
     assert count <= layout.room
     if not layout.room:
         return values
-    words = np.zeros(layout.words, np.int32)
-    offsets, array = indices.cpu().numpy() - np.int32(low), values.cpu().numpy()
-    factor = np.float32(divisor)
+    words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
+    words[:] = 0
+    array = values.cpu().numpy()
     if layout.bits < _FP32 and divisor > 1:
-        array = array / factor
+        array = array / np.float32(divisor)
     words[0] = count
     codes, rounded = None, None
     if layout.quantized:
         codes, header = quantize.quantize(array, layout.bits, divisor)
-        words[1] = np.array(header, np.uint32).view(np.int32)
+        words[1] = np.uint32(header).view(np.int32)
         rounded = quantize.dequantize(codes, header, layout.bits, divisor)
-    _write_high(layout, offsets, words[layout.heads : layout.heads + layout.high_words])
-    _write_planes(layout, offsets, codes, words[layout.heads + layout.high_words : layout.words - layout.value_words])
-    if layout.bits == _FP32:
+    elif layout.bits == _FP32:
         words[layout.words - layout.value_words :][:count] = array.view(np.int32)
-    elif layout.bits == _BF16:
+    else:
         half = to_bf16(array)
         words[layout.words - layout.value_words :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
-    out.copy_(torch.from_numpy(words))
-    return values if rounded is None else torch.from_numpy(rounded * factor).to(values.device)
+    _write_indices(layout, indices.cpu().numpy() - np.int32(low), codes, words)
+    if out.device.type != "cpu":
+        out.copy_(torch.from_numpy(words))
+    if rounded is None:
+        return values
+    if divisor > 1:
+        rounded *= np.float32(divisor)
+    return torch.from_numpy(rounded).to(values.device)
 
 
 def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
@@ -148,76 +157,90 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
     words = section.cpu().numpy()
     count = int(words[0])
     offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
-    planes = words[layout.heads + layout.high_words : layout.words - layout.value_words]
-    symbols = _read_planes(layout, planes, count)
-    if layout.low_bits:
-        offsets = (offsets << layout.low_bits) | (symbols & ((1 << layout.low_bits) - 1))
-        if count and not ((offsets[1:] > offsets[:-1]).all() and offsets[-1] < layout.span):
-            raise ValueError("its indices do not ascend inside the range")
+    codes = _read_planes(layout, words, offsets)
+    if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
+        raise ValueError("its indices do not ascend inside the range")
     if layout.quantized:
-        codes = symbols >> layout.low_bits
-        header = int(words[1]) & 0xFFFFFFFF
-        values = quantize.dequantize(codes, header, layout.bits, divisor)
+        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
         values = words[layout.words - layout.value_words :][:count].view(np.float32).copy()
     else:
         values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
-    indices = torch.from_numpy(offsets.astype(np.int32) + np.int32(low))
-    return Selection.of(indices.to(section.device), torch.from_numpy(values).to(section.device))
+    offsets += np.int32(low)
+    return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
 
 
-def _write_high(layout: Layout, offsets: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-    places = offsets if layout.plain else (offsets >> layout.low_bits) + np.arange(len(offsets), dtype=np.int32)
+def _write_indices(
+    layout: Layout, offsets: NDArray[np.int32], codes: NDArray[np.uint8] | None, words: NDArray[np.int32]
+) -> None:
+    """Write the high part and the planes of the section ``words``, which holds zeros there. Chunks stay in cache."""
     string = np.zeros(32 * layout.high_words, np.bool_)
-    string[places] = True
-    out[:] = np.packbits(string, bitorder="little").view(np.int32)
+    rows = _plane_rows(layout, words)
+    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+        stop = start + 32 * _GROUPS_AT_ONCE
+        part = offsets[start:stop]
+        # Indexing with int64 is faster than with int32.
+        string[part if layout.plain else (part >> layout.low_bits) + np.arange(start, start + len(part))] = True
+        into = rows[start // 32 : stop // 32]
+        for shift in range(0, layout.low_bits, 8):
+            _write_planes((part >> shift).astype(np.uint8), into[:, shift : min(shift + 8, layout.low_bits)])
+        if codes is not None:
+            _write_planes(codes[start:stop], into[:, layout.low_bits :])
+    words[layout.heads : layout.heads + layout.high_words] = np.packbits(string, bitorder="little").view(np.int32)
 
 
-def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return the offsets without their low bits (int64 ``[count]``)."""
+def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
+    """Write bit j of ``octets`` (``[m]``) to column j of ``planes`` (``[groups, bits]``, zero), 32 entries per word."""
+    used = -(-len(octets) // 32)
+    for bit in range(planes.shape[1]):
+        packed = np.packbits(octets & np.uint8(1 << bit), bitorder="little")
+        if len(packed) % 4:
+            packed = np.concatenate([packed, np.zeros(-len(packed) % 4, np.uint8)])
+        planes[:used, bit] = packed.view(np.int32)
+
+
+def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """Return the offsets without their low bits (int32 ``[count]``). They do not descend, and fit in the range."""
     places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_))
     if not 0 <= count <= layout.room or len(places) != count or (count and places[-1] >= layout.high_bits):
         raise ValueError(f"it reports {count} entries and holds {len(places)}, with room for {layout.room}")
-    return places if layout.plain else places - np.arange(count)
+    offsets = places.astype(np.int32)
+    if not layout.plain:
+        offsets -= np.arange(count, dtype=np.int32)
+        if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
+            raise ValueError("its indices do not ascend inside the range")
+    return offsets
 
 
-def _write_planes(
-    layout: Layout, offsets: NDArray[np.int32], codes: NDArray[np.uint8] | None, out: NDArray[np.int32]
-) -> None:
-    planes = layout.planes
-    if not planes:
-        return
-    symbols = np.zeros((layout.groups, 1, 32), _symbol_type(planes))
-    flat = symbols.reshape(-1)[: len(offsets)]
-    np.bitwise_and(offsets, (1 << layout.low_bits) - 1, out=flat, casting="unsafe")
-    if codes is not None:
-        flat |= codes.astype(symbols.dtype) << layout.low_bits
-    ones = (1 << np.arange(planes, dtype=symbols.dtype))[None, :, None]
-    rows = out.reshape(layout.groups, planes)
-    for start in range(0, layout.groups, _GROUPS_AT_ONCE):
-        part = slice(start, start + _GROUPS_AT_ONCE)
-        rows[part] = np.packbits(symbols[part] & ones != 0, axis=-1, bitorder="little").view(np.int32)[..., 0]
+def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Append the low bits to ``offsets`` (int32 ``[count]``, in place), and return the codes (uint8 ``[count]``)."""
+    codes = np.zeros(len(offsets) if layout.quantized else 0, np.uint8)
+    rows = _plane_rows(layout, words)
+    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+        stop = min(start + 32 * _GROUPS_AT_ONCE, len(offsets))
+        part, planes = offsets[start:stop], rows[start // 32 : -(-stop // 32)]
+        part <<= layout.low_bits
+        for shift in range(0, layout.low_bits, 8):
+            octets = _octets(planes[:, shift : min(shift + 8, layout.low_bits)])[: len(part)]
+            part |= octets if not shift else octets.astype(np.int32) << shift
+        if layout.quantized:
+            codes[start:stop] = _octets(planes[:, layout.low_bits :])[: len(part)]
+    return codes
 
 
-def _read_planes(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return the symbols of the first ``count`` entries."""
-    planes = layout.planes
-    symbols = np.zeros((layout.groups, 32), _symbol_type(planes))
-    if not planes:
-        return symbols.reshape(-1)[:count]
-    rows = words.reshape(layout.groups, planes).view(np.uint8)
-    for start in range(0, layout.groups, _GROUPS_AT_ONCE):
-        part = slice(start, start + _GROUPS_AT_ONCE)
-        bits = np.unpackbits(rows[part], axis=1, bitorder="little").reshape(-1, planes, 32)
-        found = symbols[part]
-        for plane in range(planes):
-            found |= bits[:, plane].astype(symbols.dtype) << plane
-    return symbols.reshape(-1)[:count]
+def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
+    found = np.zeros(32 * len(planes), np.uint8)
+    for bit in reversed(range(planes.shape[1])):
+        found += found  # shifts of bytes are slower
+        found |= np.unpackbits(np.ascontiguousarray(planes[:, bit]).view(np.uint8), bitorder="little")
+    return found
 
 
-def _symbol_type(planes: int) -> type[np.integer[Any]]:
-    """Return the smallest type with at least ``planes`` bits."""
-    return next(kind for kind in (np.uint8, np.uint16, np.uint32, np.int64) if planes <= 8 * np.dtype(kind).itemsize)
+def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the planes of the section ``words`` as a view (``[groups, planes]``)."""
+    first = layout.heads + layout.high_words
+    return words[first : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
