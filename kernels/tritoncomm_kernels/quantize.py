@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,8 @@ _TABLE_MASK, _SCALE_MASK = 0xFFFF, 0xFFFF0000
 _INFINITY = 0x7F800000  # the bits of fp32 infinity. Negative numbers have larger ones.
 _LAST_FINITE_CELL = 0x7F7F
 _SCALE_BITS = 8
+_CHUNK = 1 << 16
+_Element = TypeVar("_Element", bound=np.generic)
 
 
 class Quantized(NamedTuple):
@@ -116,7 +118,7 @@ def sendable(magnitudes: NDArray[np.float32], bits: int, divisor: int = 1) -> ND
     if not len(magnitudes):
         return None
     smallest = magnitudes.min()
-    least = np.float32(_scale(smallest, magnitudes.max(), bits, divisor) * lookup(bits).least / 2)
+    least = _scale(smallest, magnitudes.max(), bits, divisor) * np.float32(lookup(bits).least / 2)  # never overflows
     return None if smallest >= least else magnitudes >= least
 
 
@@ -138,10 +140,10 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quanti
     cells = np.divide(values, scale, out=magnitudes).view(np.uint32) >> 16
     stride = -(-len(values) // SAMPLE)
     sample = np.abs(magnitudes[::stride])
-    errors = np.square(sample - tables.rounded[:, sample.view(np.uint32) >> 16]).sum(axis=1, dtype=np.float64)
+    errors = np.square(sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)).sum(axis=1, dtype=np.float64)
     errors[largest / scale > _REACH * tables.tops] = math.inf
     table = int(errors.argmin())
-    return Quantized(tables.codes[table].take(cells), int(scale.view(np.uint32)) | table)
+    return Quantized(_gather(tables.codes[table], cells), int(scale.view(np.uint32)) | table)
 
 
 def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
@@ -154,13 +156,23 @@ def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int 
     # The values of all codes are few, and one gather applies table, sign and scale. Products are exact in fp64.
     scale, largest = np.uint32(header & _SCALE_MASK).view(np.float32), limit(divisor)
     known = np.minimum(np.maximum(lookup(bits).values[header & _TABLE_MASK] * scale, -largest), largest)
-    return known.astype(np.float32).take(codes)
+    return _gather(known.astype(np.float32), codes)
 
 
 def check_header(header: int) -> None:
     """Raise ``ValueError`` if no encoder writes ``header`` (32 bits, unsigned) for a section with entries."""
     if header != NAN_HEADER and (header & _TABLE_MASK >= TABLES or not 0 < header & _SCALE_MASK < _INFINITY):
         raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the menu")
+
+
+def _gather(table: NDArray[_Element], places: NDArray[np.integer]) -> NDArray[_Element]:
+    """Return ``table[places]``. Chunks stay in cache, because numpy converts the places to int64 first."""
+    if len(places) <= _CHUNK:
+        return table.take(places)
+    found = np.empty(len(places), table.dtype)
+    for start in range(0, len(places), _CHUNK):
+        table.take(places[start : start + _CHUNK], out=found[start : start + _CHUNK], mode="wrap")
+    return found
 
 
 def _scale(smallest: np.float32, largest: np.float32, bits: int, divisor: int) -> np.float32:

@@ -22,6 +22,7 @@ _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
 _BF16_LARGEST, _INFINITY = 0x7F7F, 0x7F800000
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
 _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
+_FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
 
 
 class Layout(NamedTuple):
@@ -191,12 +192,15 @@ def _write_indices(
 
 def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
     """Write bit j of ``octets`` (``[m]``) to column j of ``planes`` (``[groups, bits]``, zero), 32 entries per word."""
-    used = -(-len(octets) // 32)
+    groups = -(-len(octets) // 32)
+    if len(octets) % 32:
+        octets = np.concatenate([octets, np.zeros(-len(octets) % 32, np.uint8)])
+    if groups <= _FEW_GROUPS:
+        bits = octets.reshape(-1, 1, 32) & (1 << np.arange(planes.shape[1], dtype=np.uint8))[:, None]
+        planes[:groups] = np.packbits(bits.reshape(-1), bitorder="little").view(np.int32).reshape(groups, -1)
+        return
     for bit in range(planes.shape[1]):
-        packed = np.packbits(octets & np.uint8(1 << bit), bitorder="little")
-        if len(packed) % 4:
-            packed = np.concatenate([packed, np.zeros(-len(packed) % 4, np.uint8)])
-        planes[:used, bit] = packed.view(np.int32)
+        planes[:groups, bit] = np.packbits(octets & np.uint8(1 << bit), bitorder="little").view(np.int32)
 
 
 def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -230,6 +234,9 @@ def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.i
 
 def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
+    if len(planes) <= _FEW_GROUPS:
+        bits = np.unpackbits(planes.copy().view(np.uint8).reshape(-1), bitorder="little")
+        return np.packbits(bits.reshape(*planes.shape, 32), axis=1, bitorder="little").reshape(-1)
     found = np.zeros(32 * len(planes), np.uint8)
     for bit in reversed(range(planes.shape[1])):
         found += found  # shifts of bytes are slower
@@ -247,9 +254,11 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bits of the nearest bf16 numbers, ties to even. A finite number never becomes Inf."""
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    magnitude = rounded & 0x7FFF
-    finite = (bits & 0x7FFFFFFF) < _INFINITY
-    rounded[finite & (magnitude > _BF16_LARGEST)] -= 1
+    magnitudes = bits & 0x7FFFFFFF
+    if not len(bits) or magnitudes.max() < _BF16_LARGEST << 16:
+        return rounded
+    finite = magnitudes < _INFINITY
+    rounded[finite & (rounded & 0x7FFF > _BF16_LARGEST)] -= 1
     rounded[~finite] = ((bits >> 16) | ((bits & 0xFFFF) != 0)).astype(np.uint16)[~finite]  # keeps NaN a NaN
     return rounded
 

@@ -198,6 +198,15 @@ def test_an_outlier_delays_the_others() -> None:
     assert found.numel() == 100
 
 
+@pytest.mark.parametrize("values", ROUNDED)
+def test_the_largest_numbers_are_sent(values: str) -> None:
+    """Equal numbers near the end of fp32 are sent, whatever the levels of the tables."""
+    for number in (2.5e38, torch.finfo(torch.float32).max):
+        _, found, delivered = packed(Section(0, 1000, 40, values), list(range(40)), torch.full((40,), number))
+        assert found.numel() == 40
+        assert delivered.isfinite().all()
+
+
 def test_denormals_stay_in_the_residual() -> None:
     """A section of denormal numbers delivers nothing at low widths."""
     _, found, _ = packed(Section(0, 1000, 40, "4bit"), list(range(40)), torch.full((40,), 1e-41))
