@@ -50,7 +50,7 @@ _WIDEST = 3  # the number of the table with the largest top level
 LEAST_SCALE = 2.0**-100
 SAMPLE = 4096  # squared errors are summed over about this many entries
 # A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
-_REACH = 32.0
+REACH = 32.0
 NAN_HEADER = 0x7FC00000
 _TABLE_MASK, _SCALE_MASK = 0xFFFF, 0xFFFF0000
 _INFINITY = 0x7F800000  # the bits of fp32 infinity. Negative numbers have larger ones.
@@ -141,7 +141,7 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quanti
     stride = -(-len(values) // SAMPLE)
     sample = np.abs(magnitudes[::stride])
     errors = np.square(sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)).sum(axis=1, dtype=np.float64)
-    errors[largest / scale > _REACH * tables.tops] = math.inf
+    errors[largest / scale > REACH * tables.tops] = math.inf
     table = int(errors.argmin())
     return Quantized(_gather(tables.codes[table], cells), int(scale.view(np.uint32)) | table)
 

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.compact import Selection
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.workspace import Workspace
 
 # Bits of a value by the name of its format.
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
-_BF16_LARGEST, _INFINITY = 0x7F7F, 0x7F800000
+_BF16_LARGEST, _INFINITY, _MAGNITUDE = 0x7F7F, 0x7F800000, 0x7FFFFFFF
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
 _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
 _FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
+_DESCENDING = "its indices do not ascend inside the range"
 
 
 class Layout(NamedTuple):
@@ -88,12 +91,16 @@ class Layout(NamedTuple):
         return self.heads + self.high_words + self.groups * self.planes + self.value_words
 
 
-def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
+def sendable_together(
+    values: torch.Tensor, bits: int, divisor: int = 1, *, workspace: Workspace | None = None
+) -> torch.Tensor | None:
     """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
 
     Quantized values must not be too small beside the largest one, and bf16 values must not round to 0. Returns None if
-    a value is NaN or Inf.
+    a value is NaN or Inf. On a GPU, the host waits once, for the answer that all values are sendable or not.
     """
+    if values.numel() and triton_runs(values):
+        return _sendable_triton(values, bits, divisor, workspace if workspace is not None else Workspace())
     magnitudes = np.abs(values.cpu().numpy())
     if not len(magnitudes) or not math.isfinite(magnitudes.max()):
         return None
@@ -107,18 +114,28 @@ def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torc
 
 
 def write_section(
-    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *, divisor: int = 1
+    layout: Layout,
+    low: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    divisor: int = 1,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Write the section of ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32 ``[m]``) to ``out``.
 
     ``out`` (int32 ``[layout.words]``) is overwritten. ``low`` is the first coordinate of the range. Rounded values are
     written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Returns the values that
-    :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact).
+    :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact). The kernels do not wait for the host.
     """
     count = indices.numel()
     assert count <= layout.room
     if not layout.room:
         return values
+    if triton_runs(out):
+        held = workspace if workspace is not None else Workspace()
+        return _write_triton(layout, low, indices, values, out, divisor, held)
     words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
     words[:] = 0
     array = values.cpu().numpy()
@@ -146,21 +163,25 @@ def write_section(
     return torch.from_numpy(rounded).to(values.device)
 
 
-def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+def read_section(
+    layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1, workspace: Workspace | None = None
+) -> Selection:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
     Raises ``ValueError`` if no :func:`write_section` with this ``layout`` writes such a section: the count exceeds the
     room or is not the number of bits in the high part, an index is outside the range, indices do not ascend, or the
-    header is invalid.
+    header is invalid. On a GPU, the host waits once, for all of these checks.
     """
     if not layout.room:
         return Selection.of(section[:0], section[:0].view(torch.float32))
+    if triton_runs(section):
+        return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
     words = section.cpu().numpy()
     count = int(words[0])
     offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
     codes = _read_planes(layout, words, offsets)
     if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
-        raise ValueError("its indices do not ascend inside the range")
+        raise ValueError(_DESCENDING)
     if layout.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
@@ -169,6 +190,68 @@ def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: in
         values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
     offsets += np.int32(low)
     return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
+
+
+def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: Workspace) -> torch.Tensor | None:
+    found = _extents(values, workspace)
+    limit = workspace.buffer("section limit", 2, torch.int32, values.device)
+    fixed = _BF16_ZERO + 1 if bits == _BF16 else 0
+    kernel("quantize_triton").limit(found, limit, bits, divisor, fixed)
+    if not int(limit[1]):
+        return None
+    return ((values / divisor).view(torch.int32) & _MAGNITUDE) >= limit[0]
+
+
+def _extents(values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    module = kernel("quantize_triton")
+    tiles = -(-values.numel() // module.BLOCK)
+    found = workspace.buffer("section extents", 2 * tiles, torch.int32, values.device)
+    module.extents(values, found)
+    return found
+
+
+def _write_triton(
+    layout: Layout,
+    low: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    divisor: int,
+    workspace: Workspace,
+) -> torch.Tensor:
+    if not indices.numel():
+        out.zero_()
+        return values
+    delivered = values if layout.bits == _FP32 else torch.empty_like(values)
+    if layout.quantized:
+        found = _extents(values, workspace)
+        kernel("quantize_triton").choose(values, found, out[1:2], layout.bits, divisor)
+    limit = quantize.limit(divisor)
+    kernel("sections_triton").write(indices, values, out, delivered, layout, low, divisor, limit)
+    return delivered
+
+
+def _read_triton(layout: Layout, low: int, section: torch.Tensor, divisor: int, workspace: Workspace) -> Selection:
+    module = kernel("sections_triton")
+    tiles, blocks = -(-layout.high_words // module.WORDS), -(-layout.room // module.BLOCK)
+    sizes = {"counts": tiles, "offsets": tiles, "slots": layout.room, "verdict": module.VERDICT + blocks}
+    scratch = {
+        name: workspace.buffer(f"section {name}", size, torch.int32, section.device) for name, size in sizes.items()
+    }
+    indices, values = section.new_empty(layout.room), section.new_empty(layout.room, dtype=torch.float32)
+    module.read(section, scratch, indices, values, layout, low, quantize.limit(divisor))
+    count, header, ones, *bad = scratch["verdict"].tolist()  # the only wait for the device
+    if not 0 <= count <= layout.room or ones != count:
+        raise ValueError(_miscounted(layout, count, ones))
+    if any(bad):
+        raise ValueError(_DESCENDING)
+    if layout.quantized and count:
+        quantize.check_header(header & 0xFFFFFFFF)
+    return Selection.of(indices[:count], values[:count])
+
+
+def _miscounted(layout: Layout, count: int, ones: int) -> str:
+    return f"it reports {count} entries and holds {ones}, with room for {layout.room}"
 
 
 def _write_indices(
@@ -207,12 +290,12 @@ def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[
     """Return the offsets without their low bits (int32 ``[count]``). They do not descend, and fit in the range."""
     places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_))
     if not 0 <= count <= layout.room or len(places) != count or (count and places[-1] >= layout.high_bits):
-        raise ValueError(f"it reports {count} entries and holds {len(places)}, with room for {layout.room}")
+        raise ValueError(_miscounted(layout, count, len(places)))
     offsets = places.astype(np.int32)
     if not layout.plain:
         offsets -= np.arange(count, dtype=np.int32)
         if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
-            raise ValueError("its indices do not ascend inside the range")
+            raise ValueError(_DESCENDING)
     return offsets
 
 
@@ -254,7 +337,7 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bits of the nearest bf16 numbers, ties to even. A finite number never becomes Inf."""
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    magnitudes = bits & 0x7FFFFFFF
+    magnitudes = bits & _MAGNITUDE
     if not len(bits) or magnitudes.max() < _BF16_LARGEST << 16:
         return rounded
     finite = magnitudes < _INFINITY
