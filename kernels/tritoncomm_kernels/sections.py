@@ -199,7 +199,9 @@ def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: W
     kernel("quantize_triton").limit(found, limit, bits, divisor, fixed)
     if not int(limit[1]):
         return None
-    return ((values / divisor).view(torch.int32) & _MAGNITUDE) >= limit[0]
+    # A tensor as divisor: on a GPU, torch multiplies by the reciprocal of a number, which rounds differently.
+    means = values / torch.full((), float(divisor), device=values.device)
+    return (means.view(torch.int32) & _MAGNITUDE) >= limit[0]
 
 
 def _extents(values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
