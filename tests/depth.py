@@ -12,3 +12,8 @@ DEEP = _CASES > 100
 def examples(number: int) -> settings:
     """Return settings for ``number`` examples on every commit, and in proportion in a deep run."""
     return settings(max_examples=max(1, number * _CASES // 100))
+
+
+def trials(number: int, deep: int) -> int:
+    """Return ``number`` on every commit, and ``deep`` in a deep run."""
+    return deep if DEEP else number

@@ -29,7 +29,8 @@ def scan_counts_kernel(counts_ptr, offsets_ptr, tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _sum_before(counts_ptr, end, CHUNK: tl.constexpr):
+def sum_before(counts_ptr, end, CHUNK: tl.constexpr):
+    """Return the sum of the first ``end`` counts."""
     total = tl.zeros([], tl.int32)
     start = 0
     while start < end:
@@ -47,7 +48,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Write the entries of ``TILES`` tiles. With ``OFFSETS``, ``counts`` already holds exclusive offsets."""
     program = tl.program_id(0)
-    before = tl.load(counts_ptr + program * TILES) if OFFSETS else _sum_before(counts_ptr, program * TILES, CHUNK)
+    before = tl.load(counts_ptr + program * TILES) if OFFSETS else sum_before(counts_ptr, program * TILES, CHUNK)
     at = program * WORDS + tl.arange(0, WORDS)
     mask = tl.load(bits_ptr + at, mask=at < words, other=0)
     counts = bits_in(mask)

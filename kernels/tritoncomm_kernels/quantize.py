@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +50,14 @@ _WIDEST = 3  # the number of the table with the largest top level
 LEAST_SCALE = 2.0**-100
 SAMPLE = 4096  # squared errors are summed over about this many entries
 # A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
-_REACH = 32.0
+REACH = 32.0
 NAN_HEADER = 0x7FC00000
-_TABLE_MASK = 0xFFFF
+_TABLE_MASK, _SCALE_MASK = 0xFFFF, 0xFFFF0000
+_INFINITY = 0x7F800000  # the bits of fp32 infinity. Negative numbers have larger ones.
 _LAST_FINITE_CELL = 0x7F7F
 _SCALE_BITS = 8
+_CHUNK = 1 << 16
+_Element = TypeVar("_Element", bound=np.generic)
 
 
 class Quantized(NamedTuple):
@@ -65,17 +68,17 @@ class Quantized(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Tables of one width. The upper 16 bits of a positive fp32 number are the position in the lookups.
+    """Tables of one width. The upper 16 bits of an fp32 number are the position in the lookups.
 
-    ``levels`` (uint8) and ``rounded`` (fp32) are ``[tables, 32768]``: the level of the number, and its value.
-    ``values`` (fp32) is ``[tables, 2**bits]``, the value of every code with its sign. ``tops`` (fp32) is the largest
-    level of each table, ``cover`` the largest ratio of two magnitudes in a section, and ``least`` the largest lowest
-    level.
+    ``codes`` (uint8) is ``[tables, 65536]``, the code of the number with its sign. ``rounded`` (fp32) is
+    ``[tables, 32768]``, the value of the level of a positive number. ``values`` (fp64) is ``[tables, 2**bits]``, the
+    value of every code with its sign. ``tops`` (fp32) is the largest level of each table, ``cover`` the largest ratio
+    of two magnitudes in a section, and ``least`` the largest lowest level.
     """
 
-    levels: NDArray[np.uint8]
+    codes: NDArray[np.uint8]
     rounded: NDArray[np.float32]
-    values: NDArray[np.float32]
+    values: NDArray[np.float64]
     tops: NDArray[np.float32]
     cover: float
     least: float
@@ -90,9 +93,10 @@ def lookup(bits: int) -> Lookup:
     centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
     levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
     rounded = np.take_along_axis(menu, levels.astype(np.intp), axis=1).astype(np.float32)
-    values = np.concatenate([menu, -menu], axis=1).astype(np.float32)
+    codes = np.concatenate([levels, levels | np.uint8(1 << (bits - 1))], axis=1)
+    values = np.concatenate([menu, -menu], axis=1)
     cover = float(menu[_WIDEST, -1]) * (16 if bits in _COARSE else 1)
-    return Lookup(levels, rounded, values, menu[:, -1].astype(np.float32), cover, float(menu[:, 0].max()))
+    return Lookup(codes, rounded, values, menu[:, -1].astype(np.float32), cover, float(menu[:, 0].max()))
 
 
 def scale_bits(divisor: int) -> int:
@@ -113,8 +117,9 @@ def sendable(magnitudes: NDArray[np.float32], bits: int, divisor: int = 1) -> ND
     """
     if not len(magnitudes):
         return None
-    least = _scale(magnitudes, bits, divisor) * np.float32(lookup(bits).least / 2)
-    return None if magnitudes.min() >= least else magnitudes >= least
+    smallest = magnitudes.min()
+    least = _scale(smallest, magnitudes.max(), bits, divisor) * np.float32(lookup(bits).least / 2)  # never overflows
+    return None if smallest >= least else magnitudes >= least
 
 
 def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quantized:
@@ -126,42 +131,54 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quanti
     if not len(values):
         return Quantized(np.zeros(0, np.uint8), 0)
     magnitudes = np.abs(values)
-    if not np.isfinite(magnitudes.max()):
+    largest = magnitudes.max()
+    if not math.isfinite(largest):
         return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER)
     tables = lookup(bits)
-    scale = _scale(magnitudes, bits, divisor)
-    ratios = magnitudes / scale
-    cells = ratios.view(np.uint32) >> 16
+    scale = _scale(magnitudes.min(), largest, bits, divisor)
+    # One lookup gives level and sign, because the division of a negative number only differs in its sign.
+    cells = np.divide(values, scale, out=magnitudes).view(np.uint32) >> 16
     stride = -(-len(values) // SAMPLE)
-    errors = np.square(ratios[::stride] - tables.rounded[:, cells[::stride]]).sum(axis=1, dtype=np.float64)
-    errors[ratios.max() > _REACH * tables.tops] = math.inf
+    sample = np.abs(magnitudes[::stride])
+    errors = np.square(sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)).sum(axis=1, dtype=np.float64)
+    errors[largest / scale > REACH * tables.tops] = math.inf
     table = int(errors.argmin())
-    codes = tables.levels[table][cells]
-    codes |= (values.view(np.uint32) >> 31).astype(np.uint8) << (bits - 1)
-    return Quantized(codes, int(scale.view(np.uint32)) | table)
+    return Quantized(_gather(tables.codes[table], cells), int(scale.view(np.uint32)) | table)
 
 
 def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
     """Return the values (fp32 ``[m]``) of ``codes``. Raises ``ValueError`` if no encoder writes ``header``."""
     if header == NAN_HEADER:
         return np.full(len(codes), np.nan, np.float32)
-    table = header & _TABLE_MASK
-    scale = np.array(header & ~_TABLE_MASK & 0xFFFFFFFF, np.uint32).view(np.float32)[()]
     if not len(codes):
         return np.zeros(0, np.float32)
-    if table >= TABLES or not 0 < scale < math.inf:
-        raise ValueError(f"header {header & 0xFFFFFFFF:#010x} has no positive finite scale or no table of the menu")
-    # The values of all codes are few, and one gather applies table, sign and scale.
-    with np.errstate(over="ignore"):
-        known = np.clip(lookup(bits).values[table] * scale, -limit(divisor), limit(divisor))
-    decoded: NDArray[np.float32] = known.astype(np.float32)[codes]
-    return decoded
+    check_header(header)
+    # The values of all codes are few, and one gather applies table, sign and scale. Products are exact in fp64.
+    scale, largest = np.uint32(header & _SCALE_MASK).view(np.float32), limit(divisor)
+    known = np.minimum(np.maximum(lookup(bits).values[header & _TABLE_MASK] * scale, -largest), largest)
+    return _gather(known.astype(np.float32), codes)
 
 
-def _scale(magnitudes: NDArray[np.float32], bits: int, divisor: int) -> np.float32:
+def check_header(header: int) -> None:
+    """Raise ``ValueError`` if no encoder writes ``header`` (32 bits, unsigned) for a section with entries."""
+    if header != NAN_HEADER and (header & _TABLE_MASK >= TABLES or not 0 < header & _SCALE_MASK < _INFINITY):
+        raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the menu")
+
+
+def _gather(table: NDArray[_Element], places: NDArray[np.integer]) -> NDArray[_Element]:
+    """Return ``table[places]``. Chunks stay in cache, because numpy converts the places to int64 first."""
+    if len(places) <= _CHUNK:
+        return table.take(places)
+    found = np.empty(len(places), table.dtype)
+    for start in range(0, len(places), _CHUNK):
+        table.take(places[start : start + _CHUNK], out=found[start : start + _CHUNK], mode="wrap")
+    return found
+
+
+def _scale(smallest: np.float32, largest: np.float32, bits: int, divisor: int) -> np.float32:
     """Return the scale of a section: about its smallest magnitude, rounded towards zero."""
-    smallest = max(magnitudes.min(), magnitudes.max() / np.float32(lookup(bits).cover), np.float32(LEAST_SCALE))
-    kept = smallest.view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
+    covered = max(smallest, largest / np.float32(lookup(bits).cover), np.float32(LEAST_SCALE))
+    kept = covered.view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
     found: np.float32 = kept.view(np.float32)
     return found
 

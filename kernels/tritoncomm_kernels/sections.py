@@ -6,7 +6,8 @@ The length of a section depends on its layout alone, so both ends of a message k
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +15,17 @@ from numpy.typing import NDArray
 
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.compact import Selection
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.workspace import Workspace
 
 # Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
-_BF16_LARGEST, _INFINITY = 0x7F7F, 0x7F800000
-_GROUPS_AT_ONCE = 512  # 16384 entries. Larger chunks leave the second-level cache.
+_BF16_LARGEST, _INFINITY, _MAGNITUDE = 0x7F7F, 0x7F800000, 0x7FFFFFFF
+_BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
+_GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
+_FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
+_DESCENDING = "its indices do not ascend inside the range"
 
 
 class Layout(NamedTuple):
@@ -87,148 +93,259 @@ class Layout(NamedTuple):
         return self.heads + self.high_words + self.groups * self.planes + self.value_words
 
 
-def sendable_together(values: torch.Tensor, bits: int, divisor: int = 1) -> torch.Tensor | None:
+def sendable_together(
+    values: torch.Tensor, bits: int, divisor: int = 1, *, workspace: Workspace | None = None
+) -> torch.Tensor | None:
     """Return which of ``values`` (fp32 ``[m]``) one section can hold (bool ``[m]``), or None if it can hold all.
 
     Quantized values must not be too small beside the largest one, and bf16 values must not round to 0. Returns None if
-    a value is NaN or Inf.
+    a value is NaN or Inf. On a GPU, the host waits once, for the answer that all values are sendable or not.
     """
+    if values.numel() and triton_runs(values):
+        return _sendable_triton(values, bits, divisor, workspace if workspace is not None else Workspace())
     magnitudes = np.abs(values.cpu().numpy())
-    if not len(magnitudes) or not np.isfinite(magnitudes.max()):
+    if not len(magnitudes) or not math.isfinite(magnitudes.max()):
         return None
     if divisor > 1:
         magnitudes /= np.float32(divisor)
-    keep = to_bf16(magnitudes) != 0 if bits == _BF16 else quantize.sendable(magnitudes, bits, divisor)
-    return None if keep is None or keep.all() else torch.from_numpy(keep).to(values.device)
+    if bits != _BF16:
+        keep = quantize.sendable(magnitudes, bits, divisor)
+        return None if keep is None else torch.from_numpy(keep).to(values.device)
+    keys = magnitudes.view(np.int32)
+    return None if keys.min() > _BF16_ZERO else torch.from_numpy(keys > _BF16_ZERO).to(values.device)
 
 
 def write_section(
-    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *, divisor: int = 1
+    layout: Layout,
+    low: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    divisor: int = 1,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """Write the section of ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32 ``[m]``) to ``out``.
 
     ``out`` (int32 ``[layout.words]``) is overwritten. ``low`` is the first coordinate of the range. Rounded values are
     written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Returns the values that
-    :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact).
+    :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact). The kernels do not wait for the host.
     """
     count = indices.numel()
     assert count <= layout.room
     if not layout.room:
         return values
-    words = np.zeros(layout.words, np.int32)
-    offsets, array = indices.cpu().numpy() - np.int32(low), values.cpu().numpy()
-    factor = np.float32(divisor)
+    if triton_runs(out):
+        held = workspace if workspace is not None else Workspace()
+        return _write_triton(layout, low, indices, values, out, divisor, held)
+    words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
+    words[:] = 0
+    array = values.cpu().numpy()
     if layout.bits < _FP32 and divisor > 1:
-        array = array / factor
+        array = array / np.float32(divisor)
     words[0] = count
     codes, rounded = None, None
     if layout.quantized:
         codes, header = quantize.quantize(array, layout.bits, divisor)
-        words[1] = np.array(header, np.uint32).view(np.int32)
+        words[1] = np.uint32(header).view(np.int32)
         rounded = quantize.dequantize(codes, header, layout.bits, divisor)
-    _write_high(layout, offsets, words[layout.heads : layout.heads + layout.high_words])
-    _write_planes(layout, offsets, codes, words[layout.heads + layout.high_words : layout.words - layout.value_words])
-    if layout.bits == _FP32:
+    elif layout.bits == _FP32:
         words[layout.words - layout.value_words :][:count] = array.view(np.int32)
-    elif layout.bits == _BF16:
+    else:
         half = to_bf16(array)
         words[layout.words - layout.value_words :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
-    out.copy_(torch.from_numpy(words))
-    return values if rounded is None else torch.from_numpy(rounded * factor).to(values.device)
+    _write_indices(layout, indices.cpu().numpy() - np.int32(low), codes, words)
+    if out.device.type != "cpu":
+        out.copy_(torch.from_numpy(words))
+    if rounded is None:
+        return values
+    if divisor > 1:
+        rounded *= np.float32(divisor)
+    return torch.from_numpy(rounded).to(values.device)
 
 
-def read_section(layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1) -> Selection:
+def read_section(
+    layout: Layout, low: int, section: torch.Tensor, *, divisor: int = 1, workspace: Workspace | None = None
+) -> Selection:
     """Return the entries of ``section`` (int32 ``[layout.words]``): indices from ``low`` on, and values as written.
 
     Raises ``ValueError`` if no :func:`write_section` with this ``layout`` writes such a section: the count exceeds the
     room or is not the number of bits in the high part, an index is outside the range, indices do not ascend, or the
-    header is invalid.
+    header is invalid. On a GPU, the host waits once, for all of these checks.
     """
     if not layout.room:
         return Selection.of(section[:0], section[:0].view(torch.float32))
+    if triton_runs(section):
+        return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
     words = section.cpu().numpy()
     count = int(words[0])
     offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
-    planes = words[layout.heads + layout.high_words : layout.words - layout.value_words]
-    symbols = _read_planes(layout, planes, count)
-    if layout.low_bits:
-        offsets = (offsets << layout.low_bits) | (symbols & ((1 << layout.low_bits) - 1))
-        if count and not ((offsets[1:] > offsets[:-1]).all() and offsets[-1] < layout.span):
-            raise ValueError("its indices do not ascend inside the range")
+    codes = _read_planes(layout, words, offsets)
+    if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
+        raise ValueError(_DESCENDING)
     if layout.quantized:
-        codes = symbols >> layout.low_bits
-        header = int(words[1]) & 0xFFFFFFFF
-        values = quantize.dequantize(codes, header, layout.bits, divisor)
+        values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
         values = words[layout.words - layout.value_words :][:count].view(np.float32).copy()
     else:  # no values follow if they have 0 bits
         values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
-    indices = torch.from_numpy(offsets.astype(np.int32) + np.int32(low))
-    return Selection.of(indices.to(section.device), torch.from_numpy(values).to(section.device))
+    offsets += np.int32(low)
+    return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
 
 
-def _write_high(layout: Layout, offsets: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-    places = offsets if layout.plain else (offsets >> layout.low_bits) + np.arange(len(offsets), dtype=np.int32)
+def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: Workspace) -> torch.Tensor | None:
+    found = _extents(values, workspace)
+    limit = workspace.buffer("section limit", 2, torch.int32, values.device)
+    fixed = _BF16_ZERO + 1 if bits == _BF16 else 0
+    kernel("quantize_triton").limit(found, limit, bits, divisor, fixed)
+    if not int(limit[1]):
+        return None
+    # A tensor as divisor: on a GPU, torch multiplies by the reciprocal of a number, which rounds differently.
+    means = values / torch.full((), float(divisor), device=values.device)
+    return (means.view(torch.int32) & _MAGNITUDE) >= limit[0]
+
+
+def _extents(values: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    module = kernel("quantize_triton")
+    tiles = -(-values.numel() // module.BLOCK)
+    found = workspace.buffer("section extents", 2 * tiles, torch.int32, values.device)
+    module.extents(values, found)
+    return found
+
+
+def _write_triton(
+    layout: Layout,
+    low: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    divisor: int,
+    workspace: Workspace,
+) -> torch.Tensor:
+    if not indices.numel():
+        out.zero_()
+        return values
+    delivered = values if layout.bits == _FP32 else torch.empty_like(values)
+    if layout.quantized:
+        found = _extents(values, workspace)
+        kernel("quantize_triton").choose(values, found, out[1:2], layout.bits, divisor)
+    limit = quantize.limit(divisor)
+    kernel("sections_triton").write(indices, values, out, delivered, layout, low, divisor, limit)
+    return delivered
+
+
+def _read_triton(layout: Layout, low: int, section: torch.Tensor, divisor: int, workspace: Workspace) -> Selection:
+    module = kernel("sections_triton")
+    tiles, blocks = -(-layout.high_words // module.WORDS), -(-layout.room // module.BLOCK)
+    sizes = {"counts": tiles, "offsets": tiles, "slots": layout.room, "verdict": module.VERDICT + blocks}
+    scratch = {
+        name: workspace.buffer(f"section {name}", size, torch.int32, section.device) for name, size in sizes.items()
+    }
+    indices, values = section.new_empty(layout.room), section.new_empty(layout.room, dtype=torch.float32)
+    module.read(section, scratch, indices, values, layout, low, quantize.limit(divisor))
+    count, header, ones, *bad = scratch["verdict"].tolist()  # the only wait for the device
+    if not 0 <= count <= layout.room or ones != count:
+        raise ValueError(_miscounted(layout, count, ones))
+    if any(bad):
+        raise ValueError(_DESCENDING)
+    if layout.quantized and count:
+        quantize.check_header(header & 0xFFFFFFFF)
+    return Selection.of(indices[:count], values[:count])
+
+
+def _miscounted(layout: Layout, count: int, ones: int) -> str:
+    return f"it reports {count} entries and holds {ones}, with room for {layout.room}"
+
+
+def _write_indices(
+    layout: Layout, offsets: NDArray[np.int32], codes: NDArray[np.uint8] | None, words: NDArray[np.int32]
+) -> None:
+    """Write the high part and the planes of the section ``words``, which holds zeros there. Chunks stay in cache."""
     string = np.zeros(32 * layout.high_words, np.bool_)
-    string[places] = True
-    out[:] = np.packbits(string, bitorder="little").view(np.int32)
+    rows = _plane_rows(layout, words)
+    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+        stop = start + 32 * _GROUPS_AT_ONCE
+        part = offsets[start:stop]
+        # Indexing with int64 is faster than with int32.
+        string[part if layout.plain else (part >> layout.low_bits) + np.arange(start, start + len(part))] = True
+        into = rows[start // 32 : stop // 32]
+        for shift in range(0, layout.low_bits, 8):
+            _write_planes((part >> shift).astype(np.uint8), into[:, shift : min(shift + 8, layout.low_bits)])
+        if codes is not None:
+            _write_planes(codes[start:stop], into[:, layout.low_bits :])
+    words[layout.heads : layout.heads + layout.high_words] = np.packbits(string, bitorder="little").view(np.int32)
 
 
-def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return the offsets without their low bits (int64 ``[count]``)."""
+def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
+    """Write bit j of ``octets`` (``[m]``) to column j of ``planes`` (``[groups, bits]``, zero), 32 entries per word."""
+    groups = -(-len(octets) // 32)
+    if len(octets) % 32:
+        octets = np.concatenate([octets, np.zeros(-len(octets) % 32, np.uint8)])
+    if groups <= _FEW_GROUPS:
+        bits = octets.reshape(-1, 1, 32) & (1 << np.arange(planes.shape[1], dtype=np.uint8))[:, None]
+        planes[:groups] = np.packbits(bits.reshape(-1), bitorder="little").view(np.int32).reshape(groups, -1)
+        return
+    for bit in range(planes.shape[1]):
+        planes[:groups, bit] = np.packbits(octets & np.uint8(1 << bit), bitorder="little").view(np.int32)
+
+
+def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """Return the offsets without their low bits (int32 ``[count]``). They do not descend, and fit in the range."""
     places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_))
     if not 0 <= count <= layout.room or len(places) != count or (count and places[-1] >= layout.high_bits):
-        raise ValueError(f"it reports {count} entries and holds {len(places)}, with room for {layout.room}")
-    return places if layout.plain else places - np.arange(count)
+        raise ValueError(_miscounted(layout, count, len(places)))
+    offsets = places.astype(np.int32)
+    if not layout.plain:
+        offsets -= np.arange(count, dtype=np.int32)
+        if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
+            raise ValueError(_DESCENDING)
+    return offsets
 
 
-def _write_planes(
-    layout: Layout, offsets: NDArray[np.int32], codes: NDArray[np.uint8] | None, out: NDArray[np.int32]
-) -> None:
-    planes = layout.planes
-    if not planes:
-        return
-    symbols = np.zeros((layout.groups, 1, 32), _symbol_type(planes))
-    flat = symbols.reshape(-1)[: len(offsets)]
-    np.bitwise_and(offsets, (1 << layout.low_bits) - 1, out=flat, casting="unsafe")
-    if codes is not None:
-        flat |= codes.astype(symbols.dtype) << layout.low_bits
-    ones = (1 << np.arange(planes, dtype=symbols.dtype))[None, :, None]
-    rows = out.reshape(layout.groups, planes)
-    for start in range(0, layout.groups, _GROUPS_AT_ONCE):
-        part = slice(start, start + _GROUPS_AT_ONCE)
-        rows[part] = np.packbits(symbols[part] & ones != 0, axis=-1, bitorder="little").view(np.int32)[..., 0]
+def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Append the low bits to ``offsets`` (int32 ``[count]``, in place), and return the codes (uint8 ``[count]``)."""
+    codes = np.zeros(len(offsets) if layout.quantized else 0, np.uint8)
+    rows = _plane_rows(layout, words)
+    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+        stop = min(start + 32 * _GROUPS_AT_ONCE, len(offsets))
+        part, planes = offsets[start:stop], rows[start // 32 : -(-stop // 32)]
+        part <<= layout.low_bits
+        for shift in range(0, layout.low_bits, 8):
+            octets = _octets(planes[:, shift : min(shift + 8, layout.low_bits)])[: len(part)]
+            part |= octets if not shift else octets.astype(np.int32) << shift
+        if layout.quantized:
+            codes[start:stop] = _octets(planes[:, layout.low_bits :])[: len(part)]
+    return codes
 
 
-def _read_planes(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return the symbols of the first ``count`` entries."""
-    planes = layout.planes
-    symbols = np.zeros((layout.groups, 32), _symbol_type(planes))
-    if not planes:
-        return symbols.reshape(-1)[:count]
-    rows = words.reshape(layout.groups, planes).view(np.uint8)
-    for start in range(0, layout.groups, _GROUPS_AT_ONCE):
-        part = slice(start, start + _GROUPS_AT_ONCE)
-        bits = np.unpackbits(rows[part], axis=1, bitorder="little").reshape(-1, planes, 32)
-        found = symbols[part]
-        for plane in range(planes):
-            found |= bits[:, plane].astype(symbols.dtype) << plane
-    return symbols.reshape(-1)[:count]
+def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
+    if len(planes) <= _FEW_GROUPS:
+        bits = np.unpackbits(planes.copy().view(np.uint8).reshape(-1), bitorder="little")
+        return np.packbits(bits.reshape(*planes.shape, 32), axis=1, bitorder="little").reshape(-1)
+    found = np.zeros(32 * len(planes), np.uint8)
+    for bit in reversed(range(planes.shape[1])):
+        found += found  # shifts of bytes are slower
+        found |= np.unpackbits(np.ascontiguousarray(planes[:, bit]).view(np.uint8), bitorder="little")
+    return found
 
 
-def _symbol_type(planes: int) -> type[np.integer[Any]]:
-    """Return the smallest type with at least ``planes`` bits."""
-    return next(kind for kind in (np.uint8, np.uint16, np.uint32, np.int64) if planes <= 8 * np.dtype(kind).itemsize)
+def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the planes of the section ``words`` as a view (``[groups, planes]``)."""
+    first = layout.heads + layout.high_words
+    return words[first : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bits of the nearest bf16 numbers, ties to even. A finite number never becomes Inf."""
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    magnitude = rounded & 0x7FFF
-    finite = (bits & 0x7FFFFFFF) < _INFINITY
-    rounded[finite & (magnitude > _BF16_LARGEST)] -= 1
+    magnitudes = bits & _MAGNITUDE
+    if not len(bits) or magnitudes.max() < _BF16_LARGEST << 16:
+        return rounded
+    finite = magnitudes < _INFINITY
+    rounded[finite & (rounded & 0x7FFF > _BF16_LARGEST)] -= 1
     rounded[~finite] = ((bits >> 16) | ((bits & 0xFFFF) != 0)).astype(np.uint16)[~finite]  # keeps NaN a NaN
     return rounded
 

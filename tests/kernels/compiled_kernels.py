@@ -20,8 +20,10 @@ from tritoncomm_kernels import (
     adam_triton,
     expand_triton,
     mark_triton,
+    quantize_triton,
     rebalance_triton,
     scatter_triton,
+    sections_triton,
     threshold_triton,
 )
 from tritoncomm_kernels.accumulate_triton import add_tile
@@ -39,11 +41,11 @@ GRADIENTS = ("fp32", "bf16", "fp16")
 TILE = accumulate_triton.TILE
 
 # All other pointers are to int32, and all other numbers are int32.
-FLOATS = ("scale", "momentum", "slack")
+FLOATS = ("scale", "momentum", "slack", "divisor", "cover", "half", "limit")
 FLOAT_POINTERS = (
     *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
     *("out_values_ptr", "candidates_ptr", "sums_ptr", "parameter_ptr", "first_ptr", "second_ptr", "maximum_ptr"),
-    *("tables_ptr", "param_rms_ptr"),
+    *("tables_ptr", "param_rms_ptr", "menu_ptr"),
 )
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
@@ -211,6 +213,44 @@ def scattering() -> list[Case]:
     ]
 
 
+def packing() -> list[Case]:
+    """Return the cases of packed sections: fp32, bf16, and coded values with short, long and no low bits."""
+    sections, quantize = sections_triton, quantize_triton
+    block = {"BLOCK": quantize.BLOCK}
+    kept = {"KEPT": -65536} | block
+    size = {"warps": sections.WARPS, "elements": sections.BLOCK}
+    high = {"BLOCK": sections.HIGH_WORDS}
+    lanes = {"warps": sections.HIGH_WARPS, "elements": sections.HIGH_WORDS, "aligned": False}
+    words = {"WORDS": sections.WORDS, "CHUNK": expand_triton.CHUNK}
+    shapes = [(6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (30, 32), (30, 8), (0, 4)]
+    both: list[Case] = []
+    for low, bits in shapes:
+        shape = {"LOW_BITS": low, "BITS": bits, "PLANES": low + (bits if bits < 16 else 0), "BLOCK": sections.BLOCK}
+        without = {} if bits < 16 else {"menu_ptr": None}
+        name = f"{low} + {bits} bits"
+        joined = shape | {"PLAIN": low == 0} | without
+        both += [
+            Case(f"planes, {name}", sections.planes_kernel, shape | without, **size, aligned=False),
+            Case(f"join, {name}", sections.join_kernel, joined, **size, aligned=False),
+        ]
+    return [
+        *both,
+        *(
+            Case(f"choose {bits} bits", quantize.choose_kernel, kept | {"HALVINGS": bits - 1}, quantize.WARPS)
+            for bits in (1, 4, 8)
+        ),
+        Case("extent", quantize.extent_kernel, block, quantize.WARPS, {}, quantize.BLOCK),
+        Case("least sendable", quantize.limit_kernel, kept | {"FIXED": 0}, quantize.WARPS),
+        Case("least sendable, bf16", quantize.limit_kernel, kept | {"FIXED": 0x8001}, quantize.WARPS),
+        *(
+            Case(f"high, {low}", sections.high_kernel, high | {"LOW_BITS": low, "PLAIN": low == 0}, **lanes)
+            for low in (0, 6)
+        ),
+        Case("positions", sections.positions_kernel, words | {"OFFSETS": False}, sections.WARPS),
+        Case("positions, scanned", sections.positions_kernel, words | {"OFFSETS": True}, sections.WARPS),
+    ]
+
+
 def others() -> list[Case]:
     """Return the cases of ExDyna's partitions and of Adam."""
     topology = {"first_ptr": "*i32"}
@@ -271,7 +311,7 @@ def others() -> list[Case]:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *others()]
+    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *packing(), *others()]
 
 
 @cache

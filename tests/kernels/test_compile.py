@@ -19,7 +19,8 @@ import triton
 from compiled_kernels import TARGETS, cases, compiled, find
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import accumulate_triton
+from tritoncomm_kernels import accumulate_triton, sections_triton
+from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 
 # The "whole" cases are reduced to count instructions, and are never launched.
 NAMES = [case.name for case in cases() if not case.name.endswith(", whole")]
@@ -79,7 +80,8 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    for module in ("accumulate", "adam", "adam_many", "compact", "expand", "mark", "rebalance", "scatter", "threshold"):
+    users = ("accumulate", "adam", "adam_many", "compact", "expand", "mark", "rebalance", "scatter", "sections")
+    for module in (*users, "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -114,6 +116,15 @@ def everything() -> None:
     kernels.sum_lists(indices[None], x[None], torch.zeros(1, dtype=torch.int32), out)
     kernels.merge([(indices, x)], n)
     kernels.gather(x, indices, out, count, clear=True)
+    for values in (32, 16, 4):
+        layout = Layout.of(1000, 64_000, values)
+        words = torch.zeros(layout.words, dtype=torch.int32)
+        sendable_together(x[:900], min(values, 16))
+        write_section(layout, 0, indices[:900], x[:900], words)
+        read_section(layout, 0, words)
+    # For very long sections, a separate scan sums the counts of the tiles.
+    scratch = dict.fromkeys(("counts", "offsets", "slots", "verdict"), indices)
+    sections_triton.read(words, scratch, indices, x, layout, 0, 1.0, tiles_summed_in_place=0)
     topology = [torch.ones(64, dtype=torch.int32) for _ in range(3)]
     step, span = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     kernels.rebalance(*topology, step, span, rank=0, block=64, numel=n, min_blocks=1)

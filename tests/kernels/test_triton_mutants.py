@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import test_sections_triton as sections
 import test_triton_scatter as scatter
 import test_triton_select as select
 from hypothesis import Phase, settings
@@ -123,7 +124,34 @@ SCATTERING = {
         scatter.test_adam,
     ),
 }
-MUTANTS = SELECTING | SCATTERING
+PACKING = {
+    "bits of the next word": Mutant("sections", "(shift < 32)", "(shift < 33)", sections.test_sections),
+    "free places hold bits": Mutant(
+        "sections",
+        "tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)",
+        "tl.load(indices_ptr + at, mask=held, other=0) - low",
+        sections.test_sections,
+    ),
+    "planes of codes reversed": Mutant(
+        "sections", "row_ptr + LOW_BITS + bit,", "row_ptr + LOW_BITS + BITS - 1 - bit,", sections.test_sections
+    ),
+    "positions beyond the room": Mutant(
+        "sections", "(rank < room)", "(rank < room + 4)", sections.test_more_bits_than_room
+    ),
+    "equal indices ascend": Mutant("sections", "(before < offset)", "(before <= offset)", sections.test_equal_indices),
+    "overflow unnoticed": Mutant(
+        "sections",
+        "(high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & ",
+        "(high >= 0) & ",
+        sections.test_offsets_that_overflow,
+    ),
+    "sample of the first values": Mutant(
+        "quantize", "at.to(tl.int64) * stride", "at.to(tl.int64)", sections.test_long_samples
+    ),
+    "extents ignored": Mutant("quantize", "while start < tiles:", "while start < 0:", sections.test_sections),
+    "NaN hidden by a scale": Mutant("quantize", "largest >= INFINITY_KEY", "largest < 0", sections.test_sections),
+}
+MUTANTS = SELECTING | SCATTERING | PACKING
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
@@ -160,10 +188,10 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    for user in ("accumulate", "adam", "adam_many", "expand", "mark", "rebalance", "scatter", "threshold"):
+    for user in ("accumulate", "adam", "adam_many", "expand", "mark", "rebalance", "scatter", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, scatter):
+    for tests in (select, scatter, sections):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)
