@@ -68,12 +68,15 @@ def low_bits_off_by_one(patch: Patch) -> None:
 
 def planes_in_the_wrong_order(patch: Patch) -> None:
     """Store the highest bit of every entry first."""
-    right = np.packbits
+    right = sections._write_indices
 
-    def wrong(bits: np.ndarray, axis: int | None = None, bitorder: str = "big") -> np.ndarray:
-        return right(bits[:, ::-1] if bits.ndim == 3 else bits, axis=axis, bitorder=bitorder)
+    def wrong(layout: sections.Layout, offsets: np.ndarray, codes: np.ndarray | None, words: np.ndarray) -> None:
+        right(layout, offsets, codes, words)
+        start = layout.heads + layout.high_words
+        rows = words[start : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
+        rows[:] = rows[:, ::-1].copy()
 
-    patch.setattr(sections.np, "packbits", wrong)
+    patch.setattr(sections, "_write_indices", wrong)
 
 
 def error_is_dropped(patch: Patch) -> None:
