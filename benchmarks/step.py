@@ -115,8 +115,8 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
 
     return {
         "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
-        "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
         "staleness-aware": timed(aware_step),
+        "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
         "same, reading .grad": timed(lambda: reading.step(from_gradients, deliveries[next(taken)])),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
         "wrap, every entry": wrapped(model(), density, alone=False),

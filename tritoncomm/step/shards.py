@@ -18,7 +18,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return :func:`local` of each tensor."""
-    return [local(tensor) for tensor in tensors]
+    return [tensor if type(tensor) in _PLAIN else local(tensor) for tensor in tensors]
 
 
 def local_gradient(parameter: Any) -> torch.Tensor:
