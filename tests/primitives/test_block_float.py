@@ -116,6 +116,25 @@ def test_any_words_can_be_decoded(bits: int, words: list[int]) -> None:
     assert (decoded.isnan() | (decoded.abs() <= 2.0**112)).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_100_000_hostile_messages_can_be_decoded(bits: int, flipped: bool) -> None:
+    """Random messages, and messages with one flipped bit, are NaN or below a known magnitude, and exact in fp32."""
+    count, length, generator = 100_000, 21, torch.Generator().manual_seed(bits)
+    words = block_float.words(length, bits)
+    if flipped:
+        message = block_float.encode(torch.randn(count, length, generator=generator), bits)
+        place = torch.randint(32 * words, (count, 1), generator=generator)
+        flips = torch.where(torch.arange(words) == place // 32, torch.ones((), dtype=torch.int64) << place % 32, 0)
+        message = message ^ flips.to(torch.int32)
+    else:
+        message = torch.randint(-(2**31), 2**31, (count, words), generator=generator).to(torch.int32)
+    decoded = block_float.decode(message, length, bits)
+    assert torch.equal(decoded.float().double().nan_to_num(), decoded.nan_to_num())
+    assert (decoded.isnan() | (decoded.abs() <= 2.0**112)).all()
+    assert decoded.isnan().any(1).float().mean() < 0.05
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_bits_on_a_gpu() -> None:
     """A GPU writes the same words and reads the same values."""
