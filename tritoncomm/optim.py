@@ -20,7 +20,7 @@ from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
-from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update
 from tritoncomm.step.options import (
     WrapOptions,
     check_optimizer,
@@ -30,6 +30,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 __all__ = ["SparseOptimizer"]
