@@ -11,7 +11,6 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
-from tritoncomm.algorithms import Preconditioned
 from tritoncomm.step.bucket import BucketLayout
 
 from tritoncomm_kernels import root_mean_square
@@ -493,28 +492,3 @@ def test_scheduler_built_before_wrapping() -> None:
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_explicit_preconditioning_is_resumed(kind: type[torch.optim.Optimizer]) -> None:
-    """A ``Preconditioned`` recipe keeps its second moment: save, load and continue equals never stopped, to the bit."""
-    shapes = tuple(tuple(parameter.shape) for parameter in model().parameters())
-    recipe = Preconditioned(recipe=tritoncomm.TopkAllgather(density=0.2), shapes=shapes, renew_every=3)
-    straight, stopped = model(), model()
-    first = sparse_wrap(kind(straight.parameters(), lr=0.05), algo=recipe)
-    second = sparse_wrap(kind(stopped.parameters(), lr=0.05), algo=recipe)
-
-    def train(net: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            optimizer.zero_grad()
-            backward(net, step)
-            optimizer.step()
-
-    train(straight, first, 0, 14)
-    train(stopped, second, 0, 7)
-    third = sparse_wrap(kind(stopped.parameters(), lr=0.05), algo=recipe)
-    third.load_state_dict(second.state_dict())
-    assert third.state_dict()["tritoncomm"]["checksum"] == second.state_dict()["tritoncomm"]["checksum"]
-    train(stopped, third, 7, 14)
-    assert all(map(torch.equal, straight.parameters(), stopped.parameters()))
-    assert first.state_dict()["tritoncomm"]["checksum"] == third.state_dict()["tritoncomm"]["checksum"]
