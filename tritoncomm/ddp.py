@@ -17,6 +17,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import is_linear
 from tritoncomm.step.ddp_state import CommState, comm_hook
 from tritoncomm.step.options import DEFAULT_SMALL, DENSE_BELOW, is_dense, resolve_recipe
+from tritoncomm.step.torch_internals import comm_hooks
 
 __all__ = ["CommState", "comm_hook", "register"]
 
@@ -102,7 +103,7 @@ def register(
 
 def state_of(model: DistributedDataParallel) -> CommState | None:
     """Return the state with which ``model`` is registered, or None. It learns the names of the parameters."""
-    for _, state in getattr(model, "_comm_hooks", []):
+    for _, state in comm_hooks(model):
         if isinstance(state, CommState) and state.is_registered:
             if not state.parameters:
                 state.belongs_to(model)

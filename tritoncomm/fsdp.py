@@ -30,6 +30,12 @@ from tritoncomm.step.options import (
     resolve_recipe,
 )
 from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import (
+    all_reduce_hook,
+    at_end_of_backward,
+    current_backward,
+    fsdp_parameter_groups,
+)
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 
@@ -212,7 +218,7 @@ class FSDPState(HookState):
 
     def enter(self, hook: ShardHook) -> VectorExchange:
         """Return the vector of ``hook``, which begins. The first hook of a pass queues the commit at its end."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public function
+        backward = current_backward()
         if hook in self._entered and backward == self._backward:
             self._abandon()
             raise ConfigurationError(
@@ -225,7 +231,7 @@ class FSDPState(HookState):
             self._backward = backward
             self.exchange.reset(keep_delivered=bool(self.connected) and not self.consumed)
             self.consumed = False
-            torch.autograd.Variable._execution_engine.queue_callback(self._commit_backward)  # noqa: SLF001 - the only way
+            at_end_of_backward(self._commit_backward)
         self._entered.append(hook)
         return hook.vector
 
@@ -387,7 +393,7 @@ def register(
 def state_of(model: nn.Module) -> FSDPState | None:
     """Return the state with which ``model`` is registered, or None."""
     for _, group in _parameter_groups(model):
-        hook = group._all_reduce_hook  # noqa: SLF001
+        hook = all_reduce_hook(group)
         if isinstance(hook, ShardHook):
             return hook.owner
     return None
@@ -398,19 +404,13 @@ def is_sharded(model: nn.Module) -> bool:
     return next(_parameter_groups(model), None) is not None
 
 
-# PyTorch has no public function that returns the parameter groups of FSDP.
-
-
 def _parameter_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - importing it takes a while
 
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()  # noqa: SLF001
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [group for group in [state._fsdp_param_group] if group is not None]  # noqa: SLF001
+            state, groups = fsdp_parameter_groups(module)
             if len(groups) > 1:
                 raise ConfigurationError(
                     "a module has parameters on several meshes, which this hook does not support: shard all its "
@@ -430,7 +430,7 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
             'hook can see the gradient; call fully_shard() with mesh["shard"], and pass mesh["replicate"].get_group() '
             "to wrap() or register()"
         )
-    if group._all_reduce_hook is not None:  # noqa: SLF001
+    if all_reduce_hook(group) is not None:
         raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")
     shards = dist.get_process_group_ranks(mesh.shard_process_group)
     replicas = dist.get_process_group_ranks(replicate_group)

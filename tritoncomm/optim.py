@@ -20,7 +20,8 @@ from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
-from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update, without_compile
+from tritoncomm.step.hooked_step import HookedStep
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update
 from tritoncomm.step.options import (
     WrapOptions,
     check_optimizer,
@@ -30,6 +31,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 __all__ = ["SparseOptimizer"]
@@ -70,6 +72,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._bind(optimizer, recipe, options, process_group if hook is None else hook.replicas)
         self._hook = hook
+        if hook is not None:
+            self._hooked = HookedStep(hook, optimizer, self._step_state, self._optimizer_step)
         self._exchange = self._build(process_group)
         setup_checks.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, broadcast=broadcast_parameters)
@@ -262,7 +266,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
             self._optimizer_step.check()
-        parameters = exchange.parameters if hook is None else self._hook_parameters()
+        parameters = exchange.parameters if hook is None else self._hooked.parameters
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
         if hook is None:
             carry_over.across_groups(*exchange.replace_vector(recipe, process_group))
@@ -277,11 +281,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         With a hook, a step after ``zero_grad(set_to_none=False)`` uses gradients of zero if the hook has averaged some.
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        zeroed = self._hook is not None and not set_to_none and (self._has_new_gradients() or self._step_state.zeroed)
-        self._step_state.reset()
-        if self._hook is not None:
-            self._consume(self._hook)
-            self._step_state.zeroed = zeroed
+        if self._hook is None:
+            self._step_state.reset()
+        else:
+            self._hooked.zero(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
@@ -312,10 +315,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._optimizer_step.is_synthetic():
-            self._optimizer_step.initialize_state(self._exchange.parameters or self._hook_parameters())
+            self._optimizer_step.initialize_state(self._exchange.parameters or self._hooked.parameters)
             return loss
         if self._hook is not None:
-            self._step_after_hook(self._hook)
+            scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            with torch.no_grad():
+                if not self._hooked.step(scale, found):
+                    self._warn_about_scale()
             return loss
         untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
         if untouched:
@@ -331,51 +337,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._warn_about_scale()
         self._step_state.reset()
         return loss
-
-    @torch.no_grad()
-    def _step_after_hook(self, hook: HookState) -> None:
-        """Take the step over what the hook has delivered in the last backward pass."""
-        exchange, step_state = self._exchange, self._step_state
-        if all(parameter.grad is None for parameter in self._hook_parameters()) and not self._has_new_gradients():
-            return  # like an optimizer without gradients
-        self._check_averaged(hook)
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if hook.scaler is None and (scale is not None or found is not None):
-            raise RuntimeError(
-                "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
-            )
-        step_state.zeroed = False
-        self._consume(hook)
-        finite = scale is None or self._optimizer_step.unscale(scale)
-        self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
-        if exchange.delivered is None or exchange.rejected or not finite:
-            self._warn_about_scale()
-        else:
-            self._optimizer_step.step(exchange.delivered)
-
-    def _has_new_gradients(self) -> bool:
-        """Return True if the hook has averaged gradients that have not been used."""
-        return self._exchange.deliveries != self._step_state.used_delivery
-
-    def _check_averaged(self, hook: HookState) -> None:
-        """Raise :class:`RuntimeError` unless ``.grad`` is what the hook has averaged since the last step."""
-        hook.check_connected(self)
-        if self._has_new_gradients():
-            return
-        gradients = [parameter.grad for parameter in self._hook_parameters()]
-        if not self._step_state.zeroed or any(each is not None and bool(local(each).any()) for each in gradients):
-            raise hook.not_averaged()
-
-    def _consume(self, hook: HookState) -> None:
-        """Note that what the hook has delivered so far was used or discarded."""
-        self._step_state.used_delivery = self._exchange.deliveries
-        hook.discard({id(parameter) for parameter in self._hook_parameters()})
-
-    def _hook_parameters(self) -> list[torch.Tensor]:
-        """The parameters of this optimizer that a hook exchanges."""
-        assert self._hook is not None
-        exchanged = {id(parameter) for parameter in self._hook.parameters.values()}
-        return [p for group in self.param_groups for p in group["params"] if id(p) in exchanged]
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -399,7 +360,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         step_state = self._step_state
         if self._hook is not None:
-            self._check_averaged(self._hook)
+            self._hooked.check_averaged()
             return
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
@@ -432,7 +393,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         gradients are discarded.
         """
         if self._hook is not None:
-            self._hook.check_connected(self)
+            self._hooked.check_connected()
         self._check_no_pending_step("flush()")
         delivered = []
         for each in self._exchange.flush() if self._hook is None else self._hook.flush():
@@ -516,7 +477,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             setup_checks.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
         if self._hook is not None:
-            self._consume(self._hook)
+            self._hooked.consume()
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
@@ -565,7 +526,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return exchange
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
-        parameters = exchange.parameters if self._hook is None else self._hook_parameters()
+        parameters = exchange.parameters if self._hook is None else self._hooked.parameters
         group = exchange.options.group if self._hook is None else self._hook.replicas
         setup_checks.compare_setup(
             self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
@@ -596,7 +557,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
 
     def _check_no_pending_step(self, action: str) -> None:
-        new = self._hook is not None and self._exchange.deliveries != self._step_state.used_delivery
+        new = self._hook is not None and self._hooked.has_new_gradients
         if self._step_state.exchanged or (new and self._exchange.delivered is not None):
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
 

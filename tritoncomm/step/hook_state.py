@@ -160,11 +160,15 @@ class HookState(ABC):
         self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
 
-    def check_connected(self, optimizer: Any) -> None:
-        """Raise :class:`RuntimeError` if another optimizer has replaced ``optimizer``, see :meth:`connect`."""
+    def check_connected(self, step_state: object, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`RuntimeError` if another wrapped optimizer has replaced a wrapped one, see :meth:`connect`.
+
+        Args:
+            step_state: The state that belongs to the wrapped optimizer alone. It may have a proxy of a framework.
+            optimizer: Its original optimizer.
+        """
         own, connected = _parameters_of(optimizer), self.connected
-        # A framework's proxy of an optimizer has its attributes.
-        if any(each._step_state is optimizer._step_state for each in connected):  # noqa: SLF001
+        if any(each._step_state is step_state for each in connected):  # noqa: SLF001
             return
         kinds = [_kind(each) for each in connected if own & _parameters_of(each)]
         raise RuntimeError(

@@ -17,9 +17,7 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
-
-# Not torch.compiler.disable, which imports the compiler even if it is not used.
-without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+from tritoncomm.step.torch_internals import mark_stepped, step_hooks, without_compile
 
 
 @dataclass
@@ -173,15 +171,15 @@ class OptimizerStep:
         values: Sequence[torch.Tensor] | None,
     ) -> None:
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
-        # they have run for the wrapped optimizer. Learning rate schedulers look for this attribute.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
-        hooks = self.optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001
-        _run(hooks, self.optimizer)
+        # they have run for the wrapped optimizer.
+        mark_stepped(self.optimizer)
+        before, after = step_hooks(self.optimizer)
+        _run(before, self.optimizer)
         if self._aware is None or self.alone:
             _step_below_hooks(self.optimizer)
         else:
-            self._aware.step(parameters, indices, None if hooks else values)
-        _run(self.optimizer._optimizer_step_post_hooks.values(), self.optimizer)  # noqa: SLF001
+            self._aware.step(parameters, indices, None if before else values)
+        _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
         """Restore the entries of the staleness-aware step after ``optimizer.load_state_dict(state_dict)``.
@@ -194,7 +192,7 @@ class OptimizerStep:
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
-    for hook in list(hooks):
+    for hook in hooks:
         hook(optimizer, (), {})
 
 

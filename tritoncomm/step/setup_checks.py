@@ -20,6 +20,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import comm_hooks
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -215,7 +216,7 @@ def check_not_reduced(mean: SparseVector, layout: BucketLayout, group: dist.Proc
     wanted = {id(parameter) for parameter in layout.parameters}
     found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
     for module in [each for each in found if issubclass(type(each), DistributedDataParallel)]:
-        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", [])]
+        hooks = [hook for hook, _ in comm_hooks(module)]
         if noop_hook in hooks:
             continue
         for name, parameter in module.module.named_parameters():

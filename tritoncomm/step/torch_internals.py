@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+# Not torch.compiler.disable, which imports the compiler even if it is not used.
+without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def current_backward() -> int:
@@ -42,3 +46,40 @@ def joins(model: DistributedDataParallel) -> bool:
     """
     settings = model._join_config  # noqa: SLF001
     return bool(settings.enable and not settings.throw_on_early_termination)
+
+
+def comm_hooks(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return the communication hooks of ``model``, each with its state. A trainer may have registered them."""
+    return list(getattr(model, "_comm_hooks", []))
+
+
+def fsdp_parameter_groups(module: Any) -> tuple[object, list[Any]]:
+    """Return the FSDP state of an ``FSDPModule``, and the groups of parameters that it reduces together.
+
+    A hook gets the shard of a whole group, and needs to know which parameters are where in it.
+    """
+    state = module._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older releases have at most one
+        groups = [group for group in [state._fsdp_param_group] if group is not None]  # noqa: SLF001
+    return state, list(groups)
+
+
+def all_reduce_hook(group: Any) -> Any:
+    """Return the hook that was set for a parameter group of FSDP with ``set_all_reduce_hook``, or None."""
+    return group._all_reduce_hook  # noqa: SLF001
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks of ``optimizer`` before and after its step.
+
+    A wrapped optimizer takes the step without torch's hooks, which run for the wrapper already, and runs those that the
+    user has registered with the original optimizer.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    return list(before.values()), list(after.values())
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Note that ``optimizer`` has taken a step. Learning rate schedulers warn otherwise."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

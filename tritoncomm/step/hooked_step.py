@@ -1,0 +1,91 @@
+"""The steps of a wrapped optimizer whose gradients the hook of a model averages."""
+
+from __future__ import annotations
+
+import torch
+
+from tritoncomm.step.hook_state import HookState
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState
+from tritoncomm.step.shards import local
+
+
+class HookedStep:
+    """Takes steps over what a hook has delivered during the backward pass.
+
+    Args:
+        hook: The state of the hook.
+        optimizer: The original optimizer.
+        step_state: State of the wrapped optimizer between a delivery and the step.
+        optimizer_step: The step.
+    """
+
+    def __init__(
+        self, hook: HookState, optimizer: torch.optim.Optimizer, step_state: StepState, optimizer_step: OptimizerStep
+    ) -> None:
+        self._hook = hook
+        self._optimizer = optimizer
+        self._step_state = step_state
+        self._optimizer_step = optimizer_step
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the optimizer that the hook exchanges."""
+        exchanged = {id(parameter) for parameter in self._hook.parameters.values()}
+        return [p for group in self._optimizer.param_groups for p in group["params"] if id(p) in exchanged]
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """True if the hook has averaged gradients that have not been used."""
+        return self._hook.exchange.deliveries != self._step_state.used_delivery
+
+    def check_connected(self) -> None:
+        """Raise :class:`RuntimeError` if another optimizer steps these parameters now."""
+        self._hook.check_connected(self._step_state, self._optimizer)
+
+    def check_averaged(self) -> None:
+        """Raise :class:`RuntimeError` unless ``.grad`` is what the hook has averaged since the last step."""
+        self.check_connected()
+        if self.has_new_gradients:
+            return
+        gradients = [parameter.grad for parameter in self.parameters]
+        if not self._step_state.zeroed or any(each is not None and bool(local(each).any()) for each in gradients):
+            raise self._hook.not_averaged()
+
+    def zero(self, *, set_to_none: bool) -> None:
+        """Discard what the hook has delivered, after the gradients were reset.
+
+        If they are zero and not None, a step may still use what was delivered.
+        """
+        zeroed = not set_to_none and (self.has_new_gradients or self._step_state.zeroed)
+        self._step_state.reset()
+        self.consume()
+        self._step_state.zeroed = zeroed
+
+    def consume(self) -> None:
+        """Note that what the hook has delivered so far was used or discarded."""
+        self._step_state.used_delivery = self._hook.exchange.deliveries
+        self._hook.discard({id(parameter) for parameter in self.parameters})
+
+    def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> bool:
+        """Take the step, and return False if it was skipped because of a NaN or Inf.
+
+        Args:
+            scale: Loss scale of a ``GradScaler`` that has not unscaled the gradients.
+            found: Overflow flag of a ``GradScaler``.
+        """
+        hook, exchange = self._hook, self._hook.exchange
+        if not self.has_new_gradients and all(parameter.grad is None for parameter in self.parameters):
+            return True  # like an optimizer without gradients
+        self.check_averaged()
+        if hook.scaler is None and (scale is not None or found is not None):
+            raise RuntimeError(
+                "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
+            )
+        self._step_state.zeroed = False
+        self.consume()
+        finite = scale is None or self._optimizer_step.unscale(scale)
+        self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
+        if exchange.delivered is None or exchange.rejected or not finite:
+            return False
+        self._optimizer_step.step(exchange.delivered)
+        return True
