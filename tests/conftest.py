@@ -27,9 +27,14 @@ GROUPS = {
 
 @pytest.fixture(autouse=True)
 def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a single worker exchange sparsely, so that one process is enough to test a residual, and without warm-up."""
+    """Let a single worker exchange sparsely, so that one process is enough to test a residual, and without warm-up.
+
+    Values are not rounded unless a test asks for it, so that results are equal to the bit.
+    """
     monkeypatch.setattr(optim, "_ALONE", True)
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
+    monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
+    monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,7 +33,7 @@ from tritoncomm.planning.synthetic_gradients import (
 )
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
-from tritoncomm.step.options import DEFAULT_DENSITY
+from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
 from tritoncomm_kernels.sections import VALUE_BITS
 
 LINK = "10gbit,30us"
@@ -102,22 +102,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(run=_demo)
 
 
-def _add_values(command: argparse.ArgumentParser) -> None:
+def _add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES) -> None:
     command.add_argument(
         "--values",
-        default="fp32",
+        help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual. "
+        f"Default: {default}",
         choices=tuple(VALUE_BITS),
-        help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual",
+        default=argparse.SUPPRESS,
     )
+    command.set_defaults(values=None)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if options.values != "fp32":
+    if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
+    values = options.values or default_fields(options.algo, {}).get("values", "fp32")
     settings = Settings(
         algo=options.algo,
         density=options.density,
-        values=options.values,
+        values=values,
         workers=options.workers,
         steps=options.steps,
         seed=options.seed,
@@ -163,7 +166,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument("--workers", type=_numbers, default="8,64", help="numbers of workers, separated by commas")
     simulate.add_argument("--numel", type=_count, default="25e6", help="length of the vector")
     simulate.add_argument("--density", type=_density, default=0.01, help="fraction of entries to deliver")
-    _add_values(simulate)
+    _add_values(simulate, "fp32")
     simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
     simulate.add_argument("--steps", type=_positive, default=4, help="steps to simulate; the table shows the last one")
     simulate.add_argument("--gradients", default="layered", help="layered, adversarial, or a file from demo --record")
@@ -185,7 +188,9 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _simulate(options: argparse.Namespace) -> int:
     methods = [(name, {}) for name in tritoncomm.algorithms()] if "all" in options.algo else options.algo
-    recipes = [replace(planner.at(name, options.density, options.values), **fields) for name, fields in methods]
+    recipes = [
+        replace(planner.at(name, options.density, options.values or "fp32"), **fields) for name, fields in methods
+    ]
     if options.trace and len(recipes) * len(options.workers) != 1:
         raise ConfigurationError(
             f"--trace writes the timeline of one method and one number of workers, got {len(recipes)} methods and "
@@ -273,7 +278,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _plan(options: argparse.Namespace) -> int:
     advice = planner.advice(
         options.numel, options.workers, options.link, options.step_ms / 1e3,
-        density=options.density, overlap=options.overlap, values=options.values,
+        density=options.density, overlap=options.overlap, values=options.values or DEFAULT_VALUES,
     )  # fmt: skip
     print(advice)
     return 0
@@ -313,7 +318,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         diagnosis = diagnose(
             options.numel,
-            lambda density: planner.at(options.algo, density, options.values),
+            lambda density: planner.at(options.algo, density, options.values or DEFAULT_VALUES),
             options.density,
             options.step_ms / 1e3,
             link=options.link,

@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import is_linear
 from tritoncomm.step.ddp_state import CommState, comm_hook
-from tritoncomm.step.options import DEFAULT_SMALL, DENSE_BELOW, is_dense, resolve_recipe
+from tritoncomm.step.options import DENSE_BELOW, is_dense, resolve_recipe
 from tritoncomm.step.torch_internals import comm_hooks
 
 __all__ = ["CommState", "comm_hook", "register"]
@@ -35,7 +35,7 @@ def register(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
-    small: str = DEFAULT_SMALL,
+    small: str | None = None,
     **recipe_fields: Any,
 ) -> CommState:
     """Average the gradients of a ``DistributedDataParallel`` model by sparse exchanges, in parallel with backward.
@@ -47,7 +47,7 @@ def register(
     Args:
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.
         algo: See :class:`CommState`. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
@@ -58,7 +58,7 @@ def register(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension, are sent dense. 0 sends none dense.
             Default: 1024.
-        small: See :class:`CommState`. Default: ``"fp32"``.
+        small: See :class:`CommState`. Default: None, which is ``"8bit"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Returns:

@@ -22,12 +22,11 @@ from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
-    DEFAULT_SMALL,
     DENSE_BELOW,
     check_dense_below,
-    check_small,
     check_timeout,
     resolve_recipe,
+    resolved_small,
 )
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
@@ -292,7 +291,7 @@ def register(
     scaler: torch.amp.GradScaler | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
-    small: str = DEFAULT_SMALL,
+    small: str | None = None,
     **recipe_fields: Any,
 ) -> FSDPState:
     """Average the gradient shards of an FSDP2 model over its replicas by sparse exchanges, in the backward pass.
@@ -310,7 +309,7 @@ def register(
             a mesh of replicas and shards.
         replicate_group: Process group of the ranks that hold the same shard, ``mesh["replicate"].get_group()``.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
@@ -321,7 +320,7 @@ def register(
         dense_below: Shards with fewer elements, or at most one dimension (biases, norms), are sent dense. 0 sends none
             dense. Default: 1024.
         small: Format in which these shards travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
-            ``"fp32"``.
+            None, which is ``"8bit"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Returns:
@@ -337,7 +336,7 @@ def register(
         )
         check_timeout(timeout)
         check_dense_below(dense_below)
-        check_small(small)
+        small = resolved_small(small)
         found = list(_parameter_groups(model))
         for module, group in found:
             _check_group(module, group, replicate_group)

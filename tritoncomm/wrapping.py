@@ -22,12 +22,12 @@ from tritoncomm.step.hook_state import HookState, hook_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DEFAULT_DENSITY,
-    DEFAULT_SMALL,
     DENSE_BELOW,
     WrapOptions,
     check_keywords,
     check_optimizer,
     resolve_recipe,
+    resolved_small,
     with_warmup_and_nodes,
 )
 
@@ -77,7 +77,7 @@ def wrap(
             network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
             and the methods known to train well, and ignores that a dense exchange can overlap with computation.
             Default: None, which is ``"oktopk"``, or the method of a hook that is registered.
-        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe or of a hook that is registered.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
             of the model is used. Default: the default process group.
@@ -103,7 +103,7 @@ def wrap(
             which is 1024, or the setting of a hook that is registered.
         small: Format in which these tensors travel. ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: they
             are then quantized in both directions, and have a residual. Dense steps are not quantized. Default: None,
-            which is ``"fp32"``, or the setting of a hook that is registered.
+            which is ``"8bit"``, or the setting of a hook that is registered.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
             ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
         model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
@@ -112,7 +112,9 @@ def wrap(
             it was registered.
         scaler: The ``GradScaler`` that scales the loss. Needed with a hook only, which averages unscaled gradients
             before ``scaler.step()``. Default: None.
-        **recipe_fields: Further fields of the recipe of ``algo``.
+        **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
+            of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
+            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``.
 
     Returns:
         The wrapped optimizer.
@@ -137,7 +139,7 @@ def wrap(
             max_grad_norm=max_grad_norm,
             timeout=timeout,
             dense_below=DENSE_BELOW if dense_below is None else dense_below,
-            small=DEFAULT_SMALL if small is None else small,
+            small=resolved_small(small),
         )
         if algo == "auto":
             measured_for = DEFAULT_DENSITY if density is None else density

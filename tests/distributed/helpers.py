@@ -16,8 +16,8 @@ from tritoncomm.step import options
 
 from recipes import under_test
 
-# Workers test sparse exchanges from the first step on, unless they ask for a warm-up.
-options.DEFAULT_WARMUP = 0
+# Workers test sparse exchanges from the first step on, without rounding, unless they ask for something else.
+options.DEFAULT_WARMUP, options.DEFAULT_VALUES, options.DEFAULT_SMALL = 0, "fp32", "fp32"
 # Imported once, in the process that workers are forked from.
 local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))

@@ -23,7 +23,7 @@ def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert figures["measured"] is False
     assert 0 < figures["selection_seconds"] < 10
     assert 0.05 < figures["break_even_density"] <= 0.2
-    assert "Compression pays at density 1.00%" in capsys.readouterr().out
+    assert "Compression pays at density 3.00%" in capsys.readouterr().out
     assert main([*arguments, "10000gbit,1us"]) == 1
     assert "Stay dense" in capsys.readouterr().out
     assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # computation hides the dense all-reduce

@@ -65,7 +65,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``plan`` prints the ranking and a line of code, and recommends dense on a fast network."""
     assert main(PLAN) == 0
     out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.01)" in out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.03, values='4bit')" in out
     assert {row[0] for row in _table(out)} == set(algorithms())
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
     assert "Stay dense: at density 1%" in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[
     assert main(PLAN) == 0
     out = capsys.readouterr().out
     rows = _table(out)
-    assert [row[:2] for row in rows[:2]] == [["spardl", "1%"], ["oktopk", "1%"]]
+    assert [row[:2] for row in rows[:2]] == [["spardl", "3%"], ["oktopk", "3%"]]
     assert rows[2][0] == "dense"
     assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 1%." in out
     assert "So it may differ from the default of wrap, which is oktopk at density 1%." in out
@@ -91,7 +91,7 @@ def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--density", "0.05"]) == 0
     out = capsys.readouterr().out
     assert _table(out)[0][:2] == ["spardl", "5%"]
-    assert "algo='spardl', density=0.05)" in out
+    assert "algo='spardl', density=0.05, values='4bit')" in out
     assert "among dense, oktopk and spardl at density 5%." in out
 
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import tritoncomm
+from tritoncomm.algorithms import field_names
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 from tritoncomm.scheduler.local_workers import Send
-from tritoncomm.step.options import DEFAULT_SMALL
+from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_VALUES
 
 ROWS = 8
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 0.1
@@ -33,8 +34,8 @@ class Settings:
     """Settings from the command line."""
 
     algo: str = "oktopk"
-    density: float = 0.01
-    values: str = "fp32"
+    density: float = DEFAULT_DENSITY
+    values: str = DEFAULT_VALUES
     workers: int = 4
     steps: int = 300
     seed: int = 0
@@ -89,7 +90,7 @@ def compare(rank: int, world_size: int, send: Send, settings: Settings) -> list[
     chosen = {
         "algo": settings.algo,
         "density": settings.density,
-        **({"values": settings.values} if settings.values != "fp32" else {}),
+        **({"values": settings.values} if "values" in field_names(settings.algo) else {}),
         "warmup_steps": settings.warmup,
         "staleness": settings.staleness,
         "small": settings.small,

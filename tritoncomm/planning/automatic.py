@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning.planner import recommend
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import setup_checks
+from tritoncomm.step import options, setup_checks
 from tritoncomm.step.options import check_keywords
 
 logger = logging.getLogger("tritoncomm")
@@ -58,7 +58,7 @@ def automatic_recipe(
     # Compare before measuring. Otherwise a rank with another configuration would leave the others waiting.
     setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
     link = measure_link(group, parameters[0].device)
-    chosen = recommend(numel, dist.get_world_size(group), link, density)
+    chosen = recommend(numel, dist.get_world_size(group), link, density, values=options.DEFAULT_VALUES)
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",

@@ -30,13 +30,12 @@ from tritoncomm.step import carry_over, setup_checks
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
-    DEFAULT_SMALL,
     DENSE_BELOW,
     check_dense_below,
-    check_small,
     check_timeout,
     one_of,
     resolve_recipe,
+    resolved_small,
 )
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.torch_internals import at_end_of_backward, current_backward, joins
@@ -82,7 +81,7 @@ class CommState(HookState):
         process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
             default process group.
         algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
-        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.01, or the density of a
+        density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe.
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
@@ -99,7 +98,7 @@ class CommState(HookState):
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
             all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
         small: Format in which these tensors travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
-            ``"fp32"``.
+            None, which is ``"8bit"``.
         **recipe_fields: Further fields of the recipe of ``algo``.
 
     Raises:
@@ -118,7 +117,7 @@ class CommState(HookState):
         scaler: torch.amp.GradScaler | None = None,
         timeout: timedelta | None = None,
         dense_below: int = DENSE_BELOW,
-        small: str = DEFAULT_SMALL,
+        small: str | None = None,
         **recipe_fields: Any,
     ) -> None:
         recipe = resolve_recipe(
@@ -133,7 +132,7 @@ class CommState(HookState):
         one_of("on_nonfinite", policy, _POLICIES)
         check_timeout(timeout)
         check_dense_below(dense_below)
-        check_small(small)
+        small = resolved_small(small)
         options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below, small=small)
         super().__init__(GradientExchange(options), process_group, policy, scaler)
         self._start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -35,9 +35,12 @@ from tritoncomm.step import setup_checks
 logger = logging.getLogger("tritoncomm")
 
 DEFAULT_ALGO = "oktopk"
-DEFAULT_DENSITY = 0.01
+# The format of values and of small tensors, and a density that brings the loss to that of dense or below. Measured:
+# benchmarks/results/values-2026-11-22.md
+DEFAULT_DENSITY = 0.03
+DEFAULT_VALUES = "4bit"
 DENSE_BELOW = 1024
-DEFAULT_SMALL = "fp32"
+DEFAULT_SMALL = "8bit"
 # Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
 # and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults-2026-11-22.md
 DEFAULT_WARMUP = 20
@@ -56,7 +59,7 @@ class WrapOptions:
     max_grad_norm: float | None = None
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
-    small: str = DEFAULT_SMALL
+    small: str = "fp32"
 
     def __post_init__(self) -> None:
         one_of("staleness", self.staleness, ("aware", "off"))
@@ -74,7 +77,6 @@ class WrapOptions:
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
         check_dense_below(self.dense_below)
-        check_small(self.small)
         check_timeout(self.timeout)
 
 
@@ -93,11 +95,6 @@ def check_dense_below(dense_below: int) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
     if not (isinstance(dense_below, int) and dense_below >= 0):
         raise ConfigurationError(f"dense_below={dense_below!r}: must be a number of elements, 0 sends no tensor dense")
-
-
-def check_small(small: str) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``small`` is a format of small tensors."""
-    one_of("small", small, SMALL_FORMATS)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -132,13 +129,34 @@ def resolve_recipe(
     """
     check_keywords(function, algo, fields)
     if not isinstance(algo, Recipe):
-        chosen = recipe(algo, density=DEFAULT_DENSITY if density is None else density, **fields)
+        chosen = recipe(
+            algo, density=DEFAULT_DENSITY if density is None else density, **{**default_fields(algo, fields), **fields}
+        )
     else:
         given = sorted(fields) + ([] if density in (None, algo.density) else ["density"])
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
     return with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
+
+
+def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in which ``wrap`` differs from the recipe of ``algo``: :data:`DEFAULT_VALUES` for entries.
+
+    The result is empty if the user has ``given`` the format of values, or plain messages.
+    """
+    sends_entries = algo in algorithms() and {"values", "packed"} <= set(field_names(algo))
+    return {} if not sends_entries or "values" in given or given.get("packed") is False else {"values": DEFAULT_VALUES}
+
+
+def resolved_small(small: str | None) -> str:
+    """Return the format of small tensors. None is :data:`DEFAULT_SMALL`.
+
+    Raises :class:`~tritoncomm.ConfigurationError` for an unknown format.
+    """
+    chosen = DEFAULT_SMALL if small is None else small
+    one_of("small", chosen, SMALL_FORMATS)
+    return chosen
 
 
 def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iterable[str]) -> None:
