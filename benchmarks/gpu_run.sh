@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 450 s):
+# Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 475 s):
 # first correctness, then the sanitizers on small inputs, then speed. It installs nothing.
 #
 #   bash benchmarks/gpu_run.sh [FOLDER]      (default: benchmarks/results/gpu-DATE)
@@ -55,5 +55,6 @@ has matplotlib && picture=(--plot "$out/selection.png")
 speed=("$python" benchmarks/selection.py --device cuda --density 0.01 0.001)
 stage speed 90 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
 stage speed-bf16 45 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
+stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 stage speed-compiled 60 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 exit "$failed"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +56,7 @@ _TABLE_MASK, _SCALE_MASK = 0xFFFF, 0xFFFF0000
 _INFINITY = 0x7F800000  # the bits of fp32 infinity. Negative numbers have larger ones.
 _LAST_FINITE_CELL = 0x7F7F
 _SCALE_BITS = 8
-_CHUNK = 1 << 16
-_Element = TypeVar("_Element", bound=np.generic)
+_CHUNK = 1 << 16  # values that stay in the second-level cache, with the int64 positions that numpy makes of codes
 
 
 class Quantized(NamedTuple):
@@ -109,41 +108,49 @@ def limit(divisor: int) -> float:
     return 2.0 ** (127 - (divisor - 1).bit_length())
 
 
-def sendable(magnitudes: NDArray[np.float32], bits: int, divisor: int = 1) -> NDArray[np.bool_] | None:
-    """Return which of ``magnitudes`` (fp32 ``[m]``, finite) a section can hold together, or None if it can hold all.
+def sendable(values: NDArray[np.float32], bits: int, divisor: int = 1) -> NDArray[np.bool_] | None:
+    """Return which of ``values`` (fp32 ``[m]``) a section can hold together, or None if it can hold all.
 
-    The others are too small beside the largest one. The rule is idempotent: the remaining magnitudes can be held
-    together.
+    The others are too small beside the largest one. The rule is idempotent: the remaining values can be held together.
+    Returns None if a value is NaN or Inf.
     """
-    if not len(magnitudes):
+    if not len(values):
         return None
-    smallest = magnitudes.min()
-    least = _scale(smallest, magnitudes.max(), bits, divisor) * np.float32(lookup(bits).least / 2)  # never overflows
-    return None if smallest >= least else magnitudes >= least
+    smallest, largest = extent(values, divisor)
+    if not math.isfinite(largest):
+        return None
+    least = _scale(smallest, largest, bits, divisor) * np.float32(lookup(bits).least / 2)  # never overflows
+    if smallest >= least:
+        return None
+    keep: NDArray[np.bool_] = np.abs(values) / np.float32(divisor) >= least
+    return keep
 
 
 def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quantized:
     """Quantize ``values`` (fp32 ``[m]``), which a section can hold together (:func:`sendable`), to ``bits`` bits.
 
-    ``divisor`` is the number by which the receiver's value is multiplied when the sender computes its residual. The
-    scale has fewer significant bits for larger divisors. A NaN or Inf gives :data:`NAN_HEADER`, and decodes to NaN.
+    The values are divided by ``divisor`` first. The receiver's value is multiplied by it when the sender computes its
+    residual, so the scale has fewer significant bits for larger divisors. A NaN or Inf gives :data:`NAN_HEADER`, and
+    decodes to NaN.
     """
     if not len(values):
         return Quantized(np.zeros(0, np.uint8), 0)
-    magnitudes = np.abs(values)
-    largest = magnitudes.max()
+    smallest, largest = extent(values, divisor)
     if not math.isfinite(largest):
         return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER)
     tables = lookup(bits)
-    scale = _scale(magnitudes.min(), largest, bits, divisor)
-    # One lookup gives level and sign, because the division of a negative number only differs in its sign.
-    cells = np.divide(values, scale, out=magnitudes).view(np.uint32) >> 16
-    stride = -(-len(values) // SAMPLE)
-    sample = np.abs(magnitudes[::stride])
+    scale = _scale(smallest, largest, bits, divisor)
+    sample = _ratios(np.abs(values[:: -(-len(values) // SAMPLE)]), scale, divisor)
     errors = np.square(sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)).sum(axis=1, dtype=np.float64)
     errors[largest / scale > REACH * tables.tops] = math.inf
     table = int(errors.argmin())
-    return Quantized(_gather(tables.codes[table], cells), int(scale.view(np.uint32)) | table)
+    codes = np.empty(len(values), np.uint8)
+    for start in range(0, len(values), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        # One lookup gives level and sign, because the ratio of a negative number only differs in its sign.
+        cells = _ratios(values[part], scale, divisor).view(np.uint32) >> 16
+        tables.codes[table].take(cells, out=codes[part], mode="wrap")
+    return Quantized(codes, int(scale.view(np.uint32)) | table)
 
 
 def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
@@ -156,7 +163,10 @@ def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int 
     # The values of all codes are few, and one gather applies table, sign and scale. Products are exact in fp64.
     scale, largest = np.uint32(header & _SCALE_MASK).view(np.float32), limit(divisor)
     known = np.minimum(np.maximum(lookup(bits).values[header & _TABLE_MASK] * scale, -largest), largest)
-    return _gather(known.astype(np.float32), codes)
+    decoded, table = np.empty(len(codes), np.float32), known.astype(np.float32)
+    for start in range(0, len(codes), _CHUNK):
+        table.take(codes[start : start + _CHUNK], out=decoded[start : start + _CHUNK], mode="wrap")
+    return decoded
 
 
 def check_header(header: int) -> None:
@@ -165,13 +175,25 @@ def check_header(header: int) -> None:
         raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the menu")
 
 
-def _gather(table: NDArray[_Element], places: NDArray[np.integer]) -> NDArray[_Element]:
-    """Return ``table[places]``. Chunks stay in cache, because numpy converts the places to int64 first."""
-    if len(places) <= _CHUNK:
-        return table.take(places)
-    found = np.empty(len(places), table.dtype)
-    for start in range(0, len(places), _CHUNK):
-        table.take(places[start : start + _CHUNK], out=found[start : start + _CHUNK], mode="wrap")
+def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[np.float32, np.float32]:
+    """Return the smallest and the largest magnitude of ``values`` (fp32 ``[m]``, ``m > 0``) divided by ``divisor``.
+
+    Both are NaN if a value is NaN.
+    """
+    parts = []
+    for start in range(0, len(values), _CHUNK):
+        magnitudes = np.abs(values[start : start + _CHUNK])
+        parts.append((magnitudes.min(), magnitudes.max()))
+    smallest, largest = parts[0]
+    if len(parts) > 1:
+        ends = np.array(parts)
+        smallest, largest = ends[:, 0].min(), ends[:, 1].max()
+    return smallest / np.float32(divisor), largest / np.float32(divisor)
+
+
+def _ratios(values: NDArray[np.float32], scale: np.float32, divisor: int) -> NDArray[np.float32]:
+    """Return ``values`` divided by ``divisor`` and by ``scale``, each with one rounding."""
+    found: NDArray[np.float32] = np.divide(values if divisor == 1 else np.divide(values, np.float32(divisor)), scale)
     return found
 
 

@@ -21,9 +21,11 @@ from tritoncomm_kernels.workspace import Workspace
 # Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
 VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
-_BF16_LARGEST, _INFINITY, _MAGNITUDE = 0x7F7F, 0x7F800000, 0x7FFFFFFF
+_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
 _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
+_WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
+_VALUES_AT_ONCE = 1 << 16
 _FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
 _DESCENDING = "its indices do not ascend inside the range"
 
@@ -103,16 +105,9 @@ def sendable_together(
     """
     if values.numel() and triton_runs(values):
         return _sendable_triton(values, bits, divisor, workspace if workspace is not None else Workspace())
-    magnitudes = np.abs(values.cpu().numpy())
-    if not len(magnitudes) or not math.isfinite(magnitudes.max()):
-        return None
-    if divisor > 1:
-        magnitudes /= np.float32(divisor)
-    if bits != _BF16:
-        keep = quantize.sendable(magnitudes, bits, divisor)
-        return None if keep is None else torch.from_numpy(keep).to(values.device)
-    keys = magnitudes.view(np.int32)
-    return None if keys.min() > _BF16_ZERO else torch.from_numpy(keys > _BF16_ZERO).to(values.device)
+    array = values.cpu().numpy()
+    keep = _sendable_bf16(array, divisor) if bits == _BF16 else quantize.sendable(array, bits, divisor)
+    return None if keep is None else torch.from_numpy(keep).to(values.device)
 
 
 def write_section(
@@ -141,8 +136,6 @@ def write_section(
     words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
     words[:] = 0
     array = values.cpu().numpy()
-    if layout.bits < _FP32 and divisor > 1:
-        array = array / np.float32(divisor)
     words[0] = count
     codes, rounded = None, None
     if layout.quantized:
@@ -152,10 +145,10 @@ def write_section(
     elif layout.bits == _FP32:
         words[layout.words - layout.value_words :][:count] = array.view(np.int32)
     else:
-        half = to_bf16(array)
+        half = to_bf16(array, divisor)
         words[layout.words - layout.value_words :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
-    _write_indices(layout, indices.cpu().numpy() - np.int32(low), codes, words)
+    _write_indices(layout, low, indices.cpu().numpy(), codes, words)
     if out.device.type != "cpu":
         out.copy_(torch.from_numpy(words))
     if rounded is None:
@@ -231,6 +224,8 @@ def _write_triton(
         found = _extents(values, workspace)
         kernel("quantize_triton").choose(values, found, out[1:2], layout.bits, divisor)
     limit = quantize.limit(divisor)
+    if layout.bits == _BF16:
+        limit = float(np.uint32(largest_bf16(divisor) << 16).view(np.float32))
     kernel("sections_triton").write(indices, values, out, delivered, layout, low, divisor, limit)
     return delivered
 
@@ -258,15 +253,30 @@ def _miscounted(layout: Layout, count: int, ones: int) -> str:
     return f"it reports {count} entries and holds {ones}, with room for {layout.room}"
 
 
+def _sendable_bf16(values: NDArray[np.float32], divisor: int) -> NDArray[np.bool_] | None:
+    """Return which values do not become 0, or None if that is all, or if a value is NaN or Inf."""
+    if not len(values):
+        return None
+    smallest, largest = quantize.extent(values, divisor)
+    if smallest.view(np.int32) > _BF16_ZERO or not math.isfinite(largest):
+        return None
+    keep: NDArray[np.bool_] = (np.abs(values) / np.float32(divisor)).view(np.int32) > _BF16_ZERO
+    return keep
+
+
 def _write_indices(
-    layout: Layout, offsets: NDArray[np.int32], codes: NDArray[np.uint8] | None, words: NDArray[np.int32]
+    layout: Layout,
+    low: int,
+    indices: NDArray[np.int32],
+    codes: NDArray[np.uint8] | None,
+    words: NDArray[np.int32],
 ) -> None:
     """Write the high part and the planes of the section ``words``, which holds zeros there. Chunks stay in cache."""
     string = np.zeros(32 * layout.high_words, np.bool_)
     rows = _plane_rows(layout, words)
-    for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
+    for start in range(0, len(indices), 32 * _GROUPS_AT_ONCE):
         stop = start + 32 * _GROUPS_AT_ONCE
-        part = offsets[start:stop]
+        part = indices[start:stop] - np.int32(low)
         # Indexing with int64 is faster than with int32.
         string[part if layout.plain else (part >> layout.low_bits) + np.arange(start, start + len(part))] = True
         into = rows[start // 32 : stop // 32]
@@ -292,14 +302,20 @@ def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
 
 def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
     """Return the offsets without their low bits (int32 ``[count]``). They do not descend, and fit in the range."""
-    places = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_))
-    if not 0 <= count <= layout.room or len(places) != count or (count and places[-1] >= layout.high_bits):
-        raise ValueError(_miscounted(layout, count, len(places)))
-    offsets = places.astype(np.int32)
-    if not layout.plain:
-        offsets -= np.arange(count, dtype=np.int32)
-        if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
-            raise ValueError(_DESCENDING)
+    offsets = np.empty(count if 0 <= count <= layout.room else 0, np.int32)
+    found = 0
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        octets = words[start : start + _WORDS_AT_ONCE].view(np.uint8)
+        places = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
+        stop, before = found + len(places), 32 * start - found
+        if stop <= len(offsets):
+            places += 32 * start if layout.plain else np.arange(before, before - len(places), -1)
+            offsets[found:stop] = places
+        found = stop
+    if len(offsets) != count or found != count:
+        raise ValueError(_miscounted(layout, count, found))
+    if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
+        raise ValueError(_DESCENDING)
     return offsets
 
 
@@ -337,17 +353,32 @@ def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
     return words[first : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
 
 
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Return the bits of the nearest bf16 numbers, ties to even. A finite number never becomes Inf."""
+def to_bf16(values: NDArray[np.float32], divisor: int = 1) -> NDArray[np.uint16]:
+    """Return the bits of the nearest bf16 numbers of ``values / divisor``, ties to even.
+
+    The product of a number with ``divisor`` is finite if the value was. Near the end of fp32, numbers are rounded
+    towards zero for this.
+    """
+    if len(values) > _VALUES_AT_ONCE:
+        parts = range(0, len(values), _VALUES_AT_ONCE)
+        return np.concatenate([to_bf16(values[start : start + _VALUES_AT_ONCE], divisor) for start in parts])
+    if divisor > 1:
+        values = values / np.float32(divisor)
+    largest = largest_bf16(divisor)
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     magnitudes = bits & _MAGNITUDE
-    if not len(bits) or magnitudes.max() < _BF16_LARGEST << 16:
+    if not len(bits) or magnitudes.max() < largest << 16:
         return rounded
     finite = magnitudes < _INFINITY
-    rounded[finite & (rounded & 0x7FFF > _BF16_LARGEST)] -= 1
+    rounded[finite & (rounded & 0x7FFF > largest)] -= 1
     rounded[~finite] = ((bits >> 16) | ((bits & 0xFFFF) != 0)).astype(np.uint16)[~finite]  # keeps NaN a NaN
     return rounded
+
+
+def largest_bf16(divisor: int) -> int:
+    """Return the bits of the largest bf16 number whose product with ``divisor`` is finite in fp32."""
+    return int((np.finfo(np.float32).max / np.float32(divisor)).view(np.uint32)) >> 16
 
 
 def _from_bf16(half: NDArray[np.uint16]) -> NDArray[np.float32]:

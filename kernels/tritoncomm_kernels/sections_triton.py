@@ -60,12 +60,13 @@ def high_kernel(
 
 
 @triton.jit
-def _half(value):
-    """Return the bits of the nearest bf16 number, ties to even. A finite number never becomes infinity."""
+def _half(value, limit):
+    """Return the bits of the nearest bf16 number, ties to even. A finite one above ``limit`` is rounded down."""
     bits = value.to(tl.int32, bitcast=True)
     finite = (bits & 0x7FFFFFFF) < 0x7F800000
+    largest = (tl.zeros_like(value) + limit).to(tl.int32, bitcast=True) >> 16
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    nearest = nearest - ((nearest & 0x7FFF) > 0x7F7F).to(tl.int32)
+    nearest = nearest - ((nearest & 0x7FFF) > largest).to(tl.int32)
     kept = ((bits >> 16) & 0xFFFF) | ((bits & 0xFFFF) != 0).to(tl.int32)
     return tl.where(finite, nearest, kept)
 
@@ -115,7 +116,7 @@ def planes_kernel(
             tl.store(row_ptr + LOW_BITS + bit, pack_words((code >> bit) & 1, BLOCK), mask=group < groups)
         tl.store(out_values_ptr + at, _decode(code, header, menu_ptr, limit, held, BITS) * divisor, mask=held)
     elif BITS == 16:
-        half = tl.where(held, _half(tl.div_rn(value, divisor)), 0)
+        half = tl.where(held, _half(tl.div_rn(value, divisor), limit), 0)
         pair = program * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         pairs = tl.sum(tl.reshape(half, (BLOCK // 2, 2)) << (16 * tl.arange(0, 2))[None, :], axis=1)
         tl.store(behind_ptr + pair, pairs, mask=pair < tl.cdiv(room, 2))

@@ -15,7 +15,7 @@ from tritoncomm import ProtocolMismatchError
 from tritoncomm.scheduler.wire import Encoding, Section, Sections
 
 from depth import examples, trials
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Selection, quantize, sections
 from tritoncomm_kernels.sections import VALUE_BITS
 
 FORMATS = tuple(VALUE_BITS)
@@ -187,6 +187,28 @@ def test_the_rest_can_be_sent_later(situation: tuple[Section, list[int], torch.T
     assert found.numel() == entries.found
 
 
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize(("span", "room"), [(3000, 1000), (400_000, 1000), (2**31 - 1, 1025)])
+def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any size, and both ways to write planes, give the same words and the same entries."""
+    generator = np.random.default_rng(0)
+    indices = np.unique(generator.integers(0, span, room - 20)).astype(np.int32)
+    numbers = np.exp(generator.normal(0, 3, len(indices))).astype(np.float32)
+    numbers[500] = 1e20  # so that not all are sendable
+    section = Section(0, span, room, values, divisor=3, packed="always")
+    messages = []
+    for at_once in (0, 1, 3):
+        if at_once:
+            monkeypatch.setattr(sections, "_GROUPS_AT_ONCE", at_once)
+            monkeypatch.setattr(sections, "_WORDS_AT_ONCE", at_once)
+            monkeypatch.setattr(sections, "_VALUES_AT_ONCE", 50 * at_once)
+            monkeypatch.setattr(sections, "_FEW_GROUPS", at_once - 1)
+            monkeypatch.setattr(quantize, "_CHUNK", 50 * at_once)
+        messages.append(packed(section, indices.tolist(), torch.from_numpy(numbers)))
+    for message in messages[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(messages[0], message, strict=True))
+
+
 def test_an_outlier_delays_the_others() -> None:
     """One outlier of 1e30 is sent alone. The ones beside it are sent once it is gone."""
     section = Section(0, 1000, 100, "4bit")
@@ -199,11 +221,13 @@ def test_an_outlier_delays_the_others() -> None:
     assert found.numel() == 100
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 64, 1000])
 @pytest.mark.parametrize("values", ROUNDED)
-def test_the_largest_numbers_are_sent(values: str) -> None:
-    """Equal numbers near the end of fp32 are sent, whatever the levels of the tables."""
+def test_the_largest_numbers_are_sent(values: str, divisor: int) -> None:
+    """Equal numbers near the end of fp32 are sent, and what is delivered is finite."""
     for number in (2.5e38, torch.finfo(torch.float32).max):
-        _, found, delivered = packed(Section(0, 1000, 40, values), list(range(40)), torch.full((40,), number))
+        section = Section(0, 1000, 40, values, divisor=divisor)
+        _, found, delivered = packed(section, list(range(40)), torch.full((40,), number))
         assert found.numel() == 40
         assert delivered.isfinite().all()
 
@@ -261,9 +285,9 @@ def test_hostile_words(values: str) -> None:
     """Random and tampered sections are rejected, or give ascending indices inside the range."""
     generator = np.random.default_rng(0)
     number = trials(1500, 100_000)
-    sections = [Section(*bounds, values, packed="always") for bounds, _ in HOSTILE]
+    targets = [Section(*bounds, values, packed="always") for bounds, _ in HOSTILE]
     messages = []
-    for section, (_, count) in zip(sections, HOSTILE, strict=True):
+    for section, (_, count) in zip(targets, HOSTILE, strict=True):
         span = section.high - section.low
         indices = np.unique(generator.integers(0, span, count)) if span > 10**6 else generator.permutation(span)[:count]
         entries = torch.from_numpy(np.sort(indices).astype(np.int32) + section.low)
@@ -272,7 +296,7 @@ def test_hostile_words(values: str) -> None:
     rejected = accepted = 0
     for trial in range(number):
         which = trial % 4 if trial % 40 else 4  # the long section takes most of the time
-        section = sections[which]
+        section = targets[which]
         words = tampered(messages[which], section, int(generator.integers(5)), generator)
         try:
             found = section.unpack(torch.from_numpy(words))
