@@ -70,8 +70,8 @@ def planes_in_the_wrong_order(patch: Patch) -> None:
     """Store the highest bit of every entry first."""
     right = sections._write_indices
 
-    def wrong(layout: sections.Layout, offsets: np.ndarray, codes: np.ndarray | None, words: np.ndarray) -> None:
-        right(layout, offsets, codes, words)
+    def wrong(layout: sections.Layout, low: int, indices: np.ndarray, codes: np.ndarray | None, words: np.ndarray):
+        right(layout, low, indices, codes, words)
         start = layout.heads + layout.high_words
         rows = words[start : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
         rows[:] = rows[:, ::-1].copy()

@@ -214,7 +214,7 @@ class Section:
             check_indices(entries.indices, self.low, self.high)
         if self.rounds or self.divisor == 1:
             return entries
-        return entries._replace(values=entries.values / self.divisor)
+        return entries._replace(values=_quotients(entries.values, self.divisor))
 
 
 class Encoding(NamedTuple):
@@ -302,13 +302,18 @@ class Sections:
             stop = entries.found if last else int(torch.searchsorted(entries.indices, high))
             check_indices(entries.indices[start:stop], low, high)
             start = stop
-        return entries if self.divisor == 1 else entries._replace(values=entries.values / self.divisor)
+        return entries if self.divisor == 1 else entries._replace(values=_quotients(entries.values, self.divisor))
+
+
+def _quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently.
+    return values / values.new_full((), divisor)
 
 
 def rounded_quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return ``values / divisor`` (fp32), rounded so that the product with ``divisor`` and its distance are exact."""
     dropped = 1 + (divisor - 1).bit_length()
-    return ((values / divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
+    return (_quotients(values, divisor).view(torch.int32) & -(1 << dropped)).view(torch.float32)
 
 
 def _runs(ranges: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
