@@ -9,6 +9,7 @@ from tritoncomm import (
     ExDyna,
     OkTopk,
     RandomBlock,
+    RandomK,
     Recipe,
     SparDL,
     TopkAllgather,
@@ -93,6 +94,21 @@ def under_test(density: float) -> dict[str, Recipe]:
             recipe=Warmup(recipe=TopkAllgather(density=density, values="4bit"), steps=1), tail=3
         ),
         "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),
+        "dense-tail-8bit": DenseTail(recipe=SparDL(density=density), tail=37, small="8bit"),
+        "dense-tail-8bit-short": DenseTail(recipe=OkTopk(density=density, **SHORT), tail=2, small="8bit"),
+        "dense-tail-8bit-warmup": DenseTail(
+            recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=11, small="8bit"
+        ),
+        "dense-tail-8bit-hierarchical": DenseTail(
+            recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=2),
+            tail=20,
+            small="8bit",
+        ),
+        "random-k-8bit": RandomK(density=density, values="8bit"),
+        "random-k-4bit": RandomK(density=density, values="4bit"),
+        "random-k-8bit-warmup": Warmup(recipe=RandomK(density=density, values="8bit"), steps=1),
+        "random-block-8bit": RandomBlock(density=density, values="8bit", reduced_lr=True, alignment=4),
+        "random-block-4bit": RandomBlock(density=density, values="4bit", mode="wrap", reduced_lr=True),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 

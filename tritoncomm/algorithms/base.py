@@ -65,6 +65,11 @@ class Algorithm(ABC):
         """
         return self.predicted_traffic(world_size)
 
+    @property
+    def warms_up_dense(self) -> bool:
+        """True if the next step delivers every entry because of a warm-up."""
+        return False
+
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
         """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""
 
@@ -143,6 +148,10 @@ class Recipe(ABC):
     def compares_entries(self) -> bool:
         """Return True if the method selects entries by comparing their magnitudes, so that their units matter."""
         return True
+
+    def delivers_all(self) -> bool:
+        """Return True if every step delivers every entry."""
+        return self.density == 1
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most accept any
         """Raise :class:`ConfigurationError` if ``optimizer`` conflicts with the method."""

@@ -33,6 +33,10 @@ class Dense(Recipe):
         """See :meth:`Recipe.compares_entries`. All entries are delivered."""
         return False
 
+    def delivers_all(self) -> bool:
+        """See :meth:`Recipe.delivers_all`."""
+        return True
+
     def build(self, numel: int) -> DenseAlgorithm:
         """See :meth:`Recipe.build`."""
         return DenseAlgorithm(numel)

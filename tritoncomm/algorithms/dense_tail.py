@@ -1,4 +1,4 @@
-"""Send small tensors dense, in one all-reduce, and the rest of the vector by any method.
+"""Send small tensors dense, in fp32 or in 8 bits, and the rest of the vector by any method.
 
 A bias or the scale of a norm layer has only a few values, and every step should update them. They take so few bytes
 that a selection is not worthwhile.
@@ -12,47 +12,66 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, check_at_least
+from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.quantized_mean import BITS, quantized_mean, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 
-_PHASE = "small tensors"
+SMALL_FORMATS = ("fp32", "8bit")
+_PHASE, _QUANTIZED_PHASE = "small tensors", "small"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseTail(WrapperRecipe):
-    """Send the last ``tail`` coordinates dense and the others by ``recipe``. Small tensors are placed last."""
+    """Send the last ``tail`` coordinates dense and the others by ``recipe``. Small tensors are placed last.
+
+    ``small="fp32"`` sends them in one all-reduce. ``small="8bit"`` sends them in 8 bits in both directions, see
+    :mod:`tritoncomm.primitives.quantized_mean`. They have a residual then, which holds what quantization cuts off.
+    Steps in which ``recipe`` delivers every entry are not quantized.
+    """
 
     name: ClassVar[str] = "dense_tail"
     tail: int
+    small: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "tail", whole=True)
+        check(self, "small", self.small in SMALL_FORMATS, "must be 'fp32' or '8bit'")
 
     def build(self, numel: int) -> DenseTailAlgorithm:
         """See :meth:`Recipe.build`."""
         tail = min(self.tail, numel)
-        return DenseTailAlgorithm(self.recipe.build(numel - tail), tail)
+        bits = None if self.small == "fp32" or self.delivers_all() else BITS[self.small]
+        return DenseTailAlgorithm(self.recipe.build(numel - tail), tail, bits)
 
 
 class DenseTailAlgorithm(WrapperAlgorithm):
-    """Run the inner algorithm on the head of the vector. The tail has no state and no residual."""
+    """Run the inner algorithm on the head of the vector.
 
-    def __init__(self, inner: Algorithm, tail: int) -> None:
+    The tail has no state. It has a residual if it is sent in ``bits`` bits. None stands for fp32.
+    """
+
+    def __init__(self, inner: Algorithm, tail: int, bits: int | None) -> None:
         super().__init__(inner.numel + tail)
         self._inner = inner
         self.tail = tail
+        self.bits = bits
 
     @property
     def inner(self) -> Algorithm:
         """The algorithm for the head of the vector."""
         return self._inner
+
+    @property
+    def _bits(self) -> int | None:
+        """The bits of the next step. A dense step of a warm-up is not quantized."""
+        return None if self.inner.warms_up_dense else self.bits
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
@@ -62,16 +81,14 @@ class DenseTailAlgorithm(WrapperAlgorithm):
             return mean
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
-        sums = small.dense()
-        if world_size > 1:
-            sums = yield AllReduce(_PHASE, sums)
-        if kernels.has_non_finite(sums):
-            raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
+        small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size)
         mean = yield from self.inner.reduce(head, rank, world_size)
-        dense = self.inner.dense_update(sums / world_size)
+        dense = self.inner.dense_update(small_mean)
         if kernels.has_non_finite(dense):
             raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
         small.clear_all()
+        if left is not None:
+            small.replace_range(0, left)
         acc.absorb(head, small)
         self.report = self.inner.report
         values = torch.cat([mean.values, dense])
@@ -80,15 +97,31 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         places = torch.arange(self.inner.numel, self.numel, dtype=torch.int32, device=values.device)
         return SparseVector(torch.cat([mean.indices, places]), values, self.numel)
 
+    def _tail_mean(
+        self, values: torch.Tensor, rank: int, world_size: int
+    ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
+        bits = self._bits
+        if bits is not None:
+            return (yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE))
+        if world_size > 1:
+            values = yield AllReduce(_PHASE, values)
+        if kernels.has_non_finite(values):
+            raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
+        return values / world_size, None
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
-        return self._with_tail(self.inner.predicted_traffic(world_size), world_size)
+        return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. The dense tail is added to the traffic of the inner method."""
-        return self._with_tail(self.inner.ordinary_traffic(world_size), world_size)
+        return self._with_tail(self.inner.ordinary_traffic(world_size), self.bits, world_size)
 
-    def _with_tail(self, forecast: Forecast, world_size: int) -> Forecast:
+    def _with_tail(self, forecast: Forecast, bits: int | None, world_size: int) -> Forecast:
         if not self.tail:
             return forecast
+        if bits is not None:
+            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE)
+            return Forecast({**forecast.phases, **quantized})
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})

@@ -17,12 +17,15 @@ import torch
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import below, draw, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
+
+_PHASE = "block"
 
 # Below this density, error feedback is stable only at learning rates far below those of dense training.
 _SAFE_DENSITY = 1 / 32
@@ -37,6 +40,10 @@ class RandomBlock(Recipe):
     start at any coordinate and wraps around at the end. Blocks of a grid are rounded up to a multiple of ``alignment``
     elements. ``seed`` must be the same on all workers.
 
+    ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
+    stays in the residuals, see :mod:`tritoncomm.primitives.quantized_mean`. A coordinate whose mean is rounded to zero
+    is not delivered.
+
     The gradients of a waiting coordinate accumulate and arrive as one large update. With error feedback, gradient
     descent is therefore stable only up to a lower learning rate. For ``perm`` the limit is about ``density`` times that
     of dense training, and for the other modes half of this. The constructor warns if the density is below 1/32. Set
@@ -48,12 +55,14 @@ class RandomBlock(Recipe):
     seed: int = 0
     alignment: int = 128
     reduced_lr: bool = False
+    values: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self, "mode", self.mode in ("perm", "grid", "wrap"), "must be 'perm', 'grid' or 'wrap'")
         check_number(self, "seed", whole=True)
         check_at_least(self, 1, "alignment", whole=True)
+        check(self, "values", self.values in FORMATS, "must be 'fp32', '8bit' or '4bit'")
         if self.density < _SAFE_DENSITY and not self.reduced_lr:
             ceiling = self.density * (1.0 if self.mode == "perm" else 0.5)
             warnings.warn(
@@ -65,6 +74,8 @@ class RandomBlock(Recipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
+        if self.values != "fp32":
+            return super().formula(numel, world_size)
         words = 2 * self.block_size(numel) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -108,14 +119,19 @@ class RandomBlockAlgorithm(Algorithm):
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)
         finite = acc.is_finite()
-        own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
-        sums = yield from shared_sum(own, finite, world_size, phase="block")
-        for start, stop in ranges:
-            acc.clear_range(start, stop)
-        acc.selected = sums.numel()
+        indices = torch.cat([torch.arange(*bounds, dtype=torch.int32, device=acc.device) for bounds in ranges])
+        if self.recipe.values == "fp32":
+            own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
+            sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
+            for start, stop in ranges:
+                acc.clear_range(start, stop)
+            mean = SparseVector(indices, sums / world_size, self.numel)
+        else:
+            bits = BITS[self.recipe.values]
+            mean = yield from deliver_quantized(acc, indices, finite, rank, world_size, bits=bits, phase=_PHASE)
+        acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)
-        indices = [torch.arange(start, stop, dtype=torch.int32, device=acc.device) for start, stop in ranges]
-        return SparseVector(torch.cat(indices), sums / world_size, self.numel)
+        return mean
 
     def ranges(self, step: int) -> list[tuple[int, int]]:
         """Return the coordinates of ``step``: one range, or two if the block wraps around."""
@@ -146,7 +162,9 @@ class RandomBlockAlgorithm(Algorithm):
         """See :meth:`Algorithm.ordinary_traffic`. It is 2k(P-1)/P words."""
         return self._forecast(self.size, world_size)
 
-    def _forecast(self, words: int, world_size: int) -> Forecast:
+    def _forecast(self, values: int, world_size: int) -> Forecast:
         if self.size >= self.numel:
             return cost.dense(self.numel, world_size)
-        return Forecast({"block": both(cost.all_reduce(words, cost.WORD, world_size))})
+        if self.recipe.values != "fp32":
+            return Forecast(traffic(values, world_size, bits=BITS[self.recipe.values], phase=_PHASE))
+        return Forecast({_PHASE: both(cost.all_reduce(values, cost.WORD, world_size))})

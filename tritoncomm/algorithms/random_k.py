@@ -12,9 +12,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, check_number
+from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import all_below, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -22,20 +23,31 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
 
+_PHASE = "values"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Recipe):
-    """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers."""
+    """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers.
+
+    ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
+    stays in the residuals, see :mod:`tritoncomm.primitives.quantized_mean`. A coordinate whose mean is rounded to zero
+    is not delivered.
+    """
 
     name: ClassVar[str] = "random_k"
     seed: int = 0
+    values: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "seed", whole=True)
+        check(self, "values", self.values in FORMATS, "must be 'fp32', '8bit' or '4bit'")
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
+        if self.values != "fp32":
+            return super().formula(numel, world_size)
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -72,12 +84,17 @@ class RandomKAlgorithm(Algorithm):
             return (yield from dense_exchange(acc, world_size))
         indices = self.indices(self.state.step).to(acc.device)
         finite = acc.is_finite()
-        own = acc.dense()[indices.long()]
-        sums = yield from shared_sum(own, finite, world_size, phase="values")
-        acc.clear(indices)
+        if self.recipe.values == "fp32":
+            own = acc.dense()[indices.long()]
+            sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
+            acc.clear(indices)
+            mean = SparseVector(indices, sums / world_size, self.numel)
+        else:
+            bits = BITS[self.recipe.values]
+            mean = yield from deliver_quantized(acc, indices, finite, rank, world_size, bits=bits, phase=_PHASE)
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)
-        return SparseVector(indices, sums / world_size, self.numel)
+        return mean
 
     def indices(self, step: int) -> torch.Tensor:
         """Return the coordinates of ``step``, ascending int32 ``[k]``."""
@@ -86,7 +103,9 @@ class RandomKAlgorithm(Algorithm):
         return torch.from_numpy(drawn.astype(np.int32))
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exactly 2k(P-1)/P words."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P values, and what quantization adds."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        return Forecast({"values": both(cost.all_reduce(self.k, cost.WORD, world_size))})
+        if self.recipe.values != "fp32":
+            return Forecast(traffic(self.k, world_size, bits=BITS[self.recipe.values], phase=_PHASE))
+        return Forecast({_PHASE: both(cost.all_reduce(self.k, cost.WORD, world_size))})

@@ -83,6 +83,11 @@ class WarmupAlgorithm(WholeVectorWrapper):
         return self._built[stage]
 
     @property
+    def warms_up_dense(self) -> bool:
+        """See :attr:`Algorithm.warms_up_dense`."""
+        return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
+
+    @property
     def state(self) -> tuple[int, Any]:
         """The number of completed steps, and the state of the inner algorithm."""
         return self._taken, self.inner.state

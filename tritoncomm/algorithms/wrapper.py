@@ -37,6 +37,10 @@ class WrapperRecipe(Recipe):
         """See :meth:`Recipe.compares_entries`."""
         return self.recipe.compares_entries()
 
+    def delivers_all(self) -> bool:
+        """See :meth:`Recipe.delivers_all`."""
+        return self.recipe.delivers_all()
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See :meth:`Recipe.check_optimizer`."""
         self.recipe.check_optimizer(optimizer)
@@ -58,6 +62,11 @@ class WrapperAlgorithm(Algorithm):
     @state.setter
     def state(self, state: Any) -> None:
         self.inner.state = state
+
+    @property
+    def warms_up_dense(self) -> bool:
+        """See :attr:`Algorithm.warms_up_dense`."""
+        return self.inner.warms_up_dense
 
     def invalidate_thresholds(self) -> None:
         """See :meth:`Algorithm.invalidate_thresholds`."""
