@@ -14,7 +14,15 @@ from pages import ROOT
 
 pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 
-PARTS = {"doors_trainer.py", "torture_situations.py", "selection_routes.py", "power_sgd.py"}  # of other scripts
+PARTS = {  # of other scripts
+    "demo_compressor.py",
+    "doors_trainer.py",
+    "half_precision.py",
+    "power_sgd.py",
+    "selection_routes.py",
+    "torture_situations.py",
+    "training_results.py",
+}
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if file.name not in PARTS)
 
 
