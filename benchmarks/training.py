@@ -401,8 +401,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.density = 2, [0], [0.01]
-        options.values, options.small, options.packed = ["fp32", "8bit"], ["fp32", "8bit"], True
-        options.fp16_dense, options.demo = True, [32]
+        options.values, options.small, options.fp16_dense, options.demo = ["4bit"], ["8bit"], True, [32]
     results = training_results.read(options.json)
     started = time.perf_counter()
     for name in options.task:
