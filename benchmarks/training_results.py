@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -160,47 +161,66 @@ def pictures(results: Results, path: Path) -> None:
         picture(task, chosen, results, path.with_name(f"{path.stem}-{task}.png"))
 
 
+class Point(NamedTuple):
+    """A group of runs in the picture: the mean of their bytes, and the mean and the range of their gaps."""
+
+    kilobytes: float
+    gap: float
+    low: float
+    high: float
+    run: Run
+
+
+def point(key: Run, runs: list[Run], results: Results) -> Point | None:
+    """Return the point of ``runs``, or None without a dense run to compare with."""
+    behind = [value for run in runs if (value := gap(run, results)) is not None]
+    if not behind:
+        return None
+    kilobytes = statistics.fmean(results[run].sparse_kilobytes for run in runs)
+    return Point(kilobytes, statistics.fmean(behind), min(behind), max(behind), key)
+
+
+def front(points: Iterable[Point], *, lower_is_better: bool) -> list[Point]:
+    """Return the points that no other one beats in both gap and bytes, by bytes."""
+    found: list[Point] = []
+    for one in sorted(points, key=lambda point: point.kilobytes):
+        if not found or (one.gap < found[-1].gap if lower_is_better else one.gap > found[-1].gap):
+            found.append(one)
+    return found
+
+
 def picture(task: str, chosen: dict[Run, list[Run]], results: Results, path: Path) -> None:
     """Write the PNG of one task."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, ScalarFormatter
 
-    points = []
-    for key, runs in chosen.items():
-        behind = [value for run in runs if (value := gap(run, results)) is not None]
-        if behind:
-            kilobytes = statistics.fmean(results[run].sparse_kilobytes for run in runs)
-            points.append((kilobytes, statistics.fmean(behind), min(behind), max(behind), key))
+    points = [found for key, runs in chosen.items() if (found := point(key, runs, results)) is not None]
+    lower_is_better = task == "gpt"
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        shapes = dict(zip(dict.fromkeys(point[-1].method for point in points), "os^Dv<>PX*hpd8H", strict=False))
+        shapes = dict(zip(dict.fromkeys(one.run.method for one in points), "os^Dv<>PX*hpd8H", strict=False))
         formats = {"fp32": "0.35", "bf16": "C4", "8bit": "C0", "4bit": "C2", "3bit": "C1", "2bit": "C3", "1bit": "C5"}
-        for kilobytes, mean, low, high, key in points:
+        for one in points:
             axes.errorbar(
-                [kilobytes], [mean], yerr=[[mean - low], [high - mean]], fmt=shapes.get(key.method, "."),
-                color=formats[key.values], markersize=6, capsize=2, label=key.label,
+                [one.kilobytes], [one.gap], yerr=[[one.gap - one.low], [one.high - one.gap]],
+                fmt=shapes.get(one.run.method, "."), color=formats[one.run.values], markersize=6, capsize=2,
+                label=one.run.label,
             )  # fmt: skip
-        worse_is_higher = task == "gpt"
-        front, best = [], float("inf")
-        for kilobytes, mean, *_ in sorted(points, key=lambda point: point[:2]):
-            value = mean if worse_is_higher else -mean
-            if value < best:
-                best = value
-                front.append((kilobytes, mean))
-        axes.plot([x for x, _ in front], [y for _, y in front], color="0.6", linewidth=0.8, zorder=0)
+        best = front(points, lower_is_better=lower_is_better)
+        axes.plot([one.kilobytes for one in best], [one.gap for one in best], color="0.6", linewidth=0.8, zorder=0)
         axes.axhline(0, color="0.4", linewidth=0.8)
         steps, lr = next((key.steps, key.lr) for key in chosen)
-        axes.set(
-            xscale="log", xlabel="kB per step and worker after the dense start", title=f"{task}, {steps} steps, {lr:g}"
-        )
-        axes.set_yscale("symlog", linthresh=5)
+        axes.set(xscale="log", xlabel="kB per step and worker after the dense start")
+        axes.set(ylabel="validation loss, % above dense" if lower_is_better else "test accuracy, points above dense")
+        axes.set(title=f"{task}, {steps} steps, learning rate {lr:g}")
+        axes.set_yscale("symlog", linthresh=5)  # linear near dense, logarithmic far away
+        axes.yaxis.set_major_locator(FixedLocator([-80, -40, -20, -10, *range(-5, 6), 10, 20, 40, 80]))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel("validation loss, % above dense" if worse_is_higher else "test accuracy, points above dense")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.savefig(path, dpi=120, format="png")
