@@ -23,6 +23,7 @@ import torch
 import tritoncomm
 
 import training
+import training_results
 
 MAX_NORM = 1.0
 
@@ -124,7 +125,7 @@ def table(results: dict[Cell, Result]) -> str:
     for key in sorted(grouped, key=lambda cell: (cell.task, cell.steps, cell.clip, cell.density, cell.warmup)):
         found = grouped[key]
         relative = key.task == "gpt"
-        gaps = training.gaps(
+        gaps = training_results.gaps(
             [results[cell].score for cell in found], [results[cell.dense].score for cell in found], relative=relative
         )
         unit = " %" if relative else " points"

@@ -8,18 +8,21 @@ test accuracy in percent.
 
 Workers are simulated. The exchange runs the same code as in real training. The gap is relative to the dense run of the
 same seed. The score after nine tenths of the steps is also recorded. It shows whether the dense run has converged.
+Bytes are counted on the wire, over the whole run and after the dense steps at its start.
+
+Every finished run is added to the file of ``--json``, and is not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import itertools
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,31 @@ import torch
 import tritoncomm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tritoncomm.algorithms import DenseTail, Preconditioned
+from tritoncomm.algorithms import DenseTail, Preconditioned, field_names
+from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
+from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 
+import training_results
+from demo_compressor import DeMo, DeMoWorld
+from half_precision import HalfPrecision, HalfPrecisionWorld
 from power_sgd import PowerSGD, PowerSGDWorld
+from training_results import DEFAULT_STEP, Outcome, Run
+from tritoncomm_kernels.sections import VALUE_BITS
 
 WORKERS = 4
 DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02
 LR_WARMUP_SHARE = 0.1
 RANDOM_BLOCK_DENSITY = 1 / 64
-STEPS = DEFAULT, UNSCALED, UNAWARE = "aware", "unscaled", "plain"  # Adam: default, selection by gradient, unmodified
+STEPS = DEFAULT, UNSCALED, UNAWARE = (
+    DEFAULT_STEP,
+    "unscaled",
+    "plain",
+)  # Adam: default, selection by gradient, unmodified
 
 
 @dataclass(frozen=True)
@@ -56,26 +70,8 @@ class Task:
     lower_is_better: bool
 
 
-@dataclass
-class Row:
-    """One method at one density: a score per seed, and the kilobytes that the busiest worker sends per step."""
-
-    task: str
-    method: str
-    density: float
-    step: str
-    scores: list[float]
-    late_scores: list[float]  # after nine tenths of the steps
-    kilobytes: float
-
-
-@dataclass
-class Outcome:
-    """The result of one run: scores at the end and after nine tenths of the steps, and kilobytes as in :class:`Row`."""
-
-    score: float
-    late: float
-    kilobytes: float
+Compressor = tritoncomm.Recipe | PowerSGD | DeMo | HalfPrecision
+World = tritoncomm.SimulatedWorld | PowerSGDWorld | DeMoWorld | HalfPrecisionWorld
 
 
 def gpt(steps: int | None) -> Task:
@@ -139,7 +135,7 @@ TASKS = {"gpt": gpt, "digits": digits}
 
 def train(
     task: Task,
-    recipe: tritoncomm.Recipe | PowerSGD,
+    recipe: Compressor,
     seed: int,
     step_rule: str = "",
     catch_up: float = StalenessAwareAdam.max_catch_up,
@@ -148,6 +144,7 @@ def train(
     see_all: bool = False,
     warmup: int | None = None,
     clip: Clip | None = None,
+    small: str = "fp32",
 ) -> Outcome:
     """Train once and return the outcome.
 
@@ -161,35 +158,29 @@ def train(
         see_all: Replace every worker's gradient by the mean over workers. All workers then select by the same gradient.
         warmup: Number of dense steps at the start. None is a share of 0.02 of all steps.
         clip: Changes the averaged gradient before the step. None changes nothing.
+        small: Format of small tensors, as in :class:`~tritoncomm.algorithms.DenseTail`.
     """
+    started = time.perf_counter()
     torch.manual_seed(seed)
     model = task.model()
-    optimizer = task.optimizer(list(model.parameters()), task.lr)
-    if isinstance(recipe, tritoncomm.DGC):  # DGC applies momentum itself
-        for group in optimizer.param_groups:
-            group["momentum"] = 0.0
+    task, optimizer = adapted(task, recipe, model)
     aware = step_rule in (DEFAULT, UNSCALED)
     adam = StalenessAwareAdam(optimizer, catch_up, max_relative_update=max_relative_update) if aware else None
-    large, small = split_by_size(list(model.parameters()), DENSE_BELOW)
-    layout = BucketLayout([*large, *small])
+    parameters = split_by_size(list(model.parameters()), DENSE_BELOW)
+    layout = BucketLayout([*parameters[0], *parameters[1]])
     warmup = int(task.steps * WARMUP_SHARE) if warmup is None else warmup
-    world: tritoncomm.SimulatedWorld | PowerSGDWorld
-    if isinstance(recipe, PowerSGD):
-        world = PowerSGDWorld(recipe, WORKERS, [parameter.shape for parameter in layout.parameters], warmup)
-    else:
-        whole = around(recipe, warmup, large, small, by_update=step_rule == DEFAULT)
-        world = tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
+    world = build(recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small)
     gradients = torch.empty(WORKERS, layout.numel)
-    sent, late = 0, math.nan
+    sent, score, late = Sent(), math.nan, math.nan
     for step in range(task.steps):
         set_learning_rate(optimizer, task, step)
         backward(task, model, layout, seed, step, gradients)
         if see_all:
             gradients[:] = gradients.mean(0)
         if not gradients.isfinite().all():
-            return Outcome(math.nan, math.nan, sent / (step + 1) / 1e3)
-        mean = world.step(gradients)[0]
-        sent += max(traffic.bytes for traffic in world.traffic)
+            break
+        with sent.counted(world, dense=step < warmup):
+            mean = world.step(gradients)[0]
         layout.scatter(mean.to_dense())
         if clip is not None:
             clip(layout, mean, optimizer)
@@ -198,11 +189,96 @@ def train(
         else:
             everything = [None] * len(layout.parameters)
             adam.step(layout.parameters, everything if mean.is_full else layout.split(mean.indices))
-        if step + 1 == task.steps * 9 // 10:
+        if step + 1 in (task.steps * 9 // 10, task.steps):
             with torch.no_grad():
-                late = task.score(model)
-    with torch.no_grad():
-        return Outcome(task.score(model), late, sent / task.steps / 1e3)
+                late, score = score, task.score(model)
+    seconds = time.perf_counter() - started
+    return Outcome(score, late, sent.kilobytes, sent.sparse_kilobytes, sent.bits_per_entry, seconds)
+
+
+def adapted(task: Task, recipe: Compressor, model: nn.Module) -> tuple[Task, torch.optim.Optimizer]:
+    """Return the task and its optimizer, both as ``recipe`` needs them."""
+    if isinstance(recipe, DeMo):
+        task = replace(task, lr=recipe.lr)
+    optimizer = task.optimizer(list(model.parameters()), task.lr)
+    if isinstance(recipe, tritoncomm.DGC | DeMo):  # they apply momentum themselves
+        for group in optimizer.param_groups:  # Adam without averages steps by the sign, and still decays weights
+            group.update({"betas": (0.0, 0.0)} if "betas" in group else {"momentum": 0.0})
+    return task, optimizer
+
+
+@dataclass
+class Sent:
+    """Counts what a run sends: bytes of the busiest worker, and entries and words of packed sections.
+
+    The figures named ``sparse``, and those of sections, leave out the dense steps at the start.
+    """
+
+    steps: int = 0
+    size: int = 0
+    sparse_steps: int = 0
+    sparse_size: int = 0
+    entries: int = 0
+    words: int = 0
+
+    @property
+    def kilobytes(self) -> float:
+        """Kilobytes per step."""
+        return self.size / max(self.steps, 1) / 1e3
+
+    @property
+    def sparse_kilobytes(self) -> float:
+        """Kilobytes per step, without the dense steps at the start."""
+        return self.sparse_size / max(self.sparse_steps, 1) / 1e3
+
+    @property
+    def bits_per_entry(self) -> float:
+        """Bits of an entry: index, value and a share of the head of its section. 0 without packed sections."""
+        return 32 * self.words / self.entries if self.entries else 0.0
+
+    @contextlib.contextmanager
+    def counted(self, world: World, *, dense: bool) -> Iterator[None]:
+        """Count the step of ``world`` inside the context. Meters count messages, so sections are counted here."""
+        pack = wire.Section.pack
+
+        def counting(section: wire.Section, indices: Tensor, values: Tensor) -> Any:
+            if section.is_packed and not dense:
+                self.entries += indices.numel()
+                self.words += section.words
+            return pack(section, indices, values)
+
+        wire.Section.pack = counting
+        try:
+            yield
+        finally:
+            wire.Section.pack = pack
+        most = max(traffic.bytes for traffic in world.traffic)
+        self.steps += 1
+        self.size += most
+        if not dense:
+            self.sparse_steps += 1
+            self.sparse_size += most
+
+
+def build(
+    recipe: Compressor,
+    layout: BucketLayout,
+    parameters: tuple[list[Tensor], list[Tensor]],
+    warmup: int,
+    *,
+    by_update: bool,
+    small: str,
+) -> World:
+    """Return the workers that exchange gradients of ``layout``. ``parameters`` are its large and its small tensors."""
+    shapes = [parameter.shape for parameter in layout.parameters]
+    if isinstance(recipe, PowerSGD):
+        return PowerSGDWorld(recipe, WORKERS, shapes, warmup)
+    if isinstance(recipe, DeMo):
+        return DeMoWorld(recipe, WORKERS, shapes)
+    if isinstance(recipe, HalfPrecision):
+        return HalfPrecisionWorld(WORKERS, layout.numel)
+    whole = around(recipe, warmup, *parameters, by_update=by_update, tail=small)
+    return tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, step: int) -> None:
@@ -222,95 +298,66 @@ def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step
 
 
 def around(
-    recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, by_update: bool
+    recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, by_update: bool, tail: str
 ) -> tritoncomm.Recipe:
     """Return ``recipe`` inside the recipes that ``wrap`` adds: warm-up, preconditioning and dense small tensors."""
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
     if by_update and recipe.compares_entries():
         inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
-    return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small))
+    return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small), small=tail)
 
 
-def runs(name: str, options: argparse.Namespace) -> Iterator[tuple[tritoncomm.Recipe | PowerSGD, str]]:
-    """Yield the recipes to train and the rule of :data:`STEPS` for each. Dense is the first."""
-    default = DEFAULT if name == "gpt" else ""
-    yield tritoncomm.Dense(), ""
-    for rank in options.power_sgd:
-        yield PowerSGD(rank), ""
-    for density in options.density:
-        for algo in options.algo:
-            if algo == "dense" or (algo == "dgc" and name == "gpt"):  # DGC cannot be combined with Adam
-                continue
-            fields: dict[str, Any] = {"reduced_lr": True} if algo == "random_block" else {}
-            recipe = tritoncomm.recipe(algo, density=density, **fields)
-            yield recipe, default
-            if name == "gpt" and density in options.unscaled:
-                yield recipe, UNSCALED
-            if name == "gpt" and density in options.unaware:
-                yield recipe, UNAWARE
+def recipes(name: str, options: argparse.Namespace) -> Iterator[tuple[Compressor, str, str]]:
+    """Yield what to train, the rule of :data:`STEPS` and the format of small tensors. Dense is the first."""
+    yield tritoncomm.Dense(), "", "fp32"
+    others: list[Compressor] = [HalfPrecision()] if options.fp16_dense else []
+    others += [PowerSGD(rank) for rank in options.power_sgd]
+    others += [DeMo(count, options.demo_lr) for count in options.demo]
+    for other in others:
+        yield other, "", "fp32"
+    formats = list(itertools.product(options.values, options.small))
+    chosen = [algo for algo in options.algo if algo != "dense" and (algo != "dgc" or name != "gpt")]  # DGC is for SGD
+    for density, algo, (values, small) in itertools.product(options.density, chosen, formats):
+        recipe = configured(algo, density, values, packed=options.packed)
+        for rule in rules(name, density, options):
+            yield recipe, rule, small
     if "random_block" in options.algo:
-        yield tritoncomm.RandomBlock(density=RANDOM_BLOCK_DENSITY, reduced_lr=True), default
+        for values, small in formats:
+            recipe = configured("random_block", RANDOM_BLOCK_DENSITY, values, packed=False)
+            yield recipe, rules(name, 0.0, options)[0], small
 
 
-def gaps(scores: list[float], dense: list[float], *, relative: bool) -> list[float]:
-    """Return how far ``scores`` are above ``dense`` for each seed: in percent if ``relative``, else as difference."""
-    pairs = zip(scores, dense, strict=True)
-    return [100 * (score / base - 1) if relative else score - base for score, base in pairs]
+def rules(name: str, density: float, options: argparse.Namespace) -> list[str]:
+    """Return the rules of :data:`STEPS` to train a sparse method with."""
+    if name != "gpt":
+        return [""]
+    return [DEFAULT] + [UNSCALED] * (density in options.unscaled) + [UNAWARE] * (density in options.unaware)
 
 
-def show(row: Row, dense: Row, *, lower_is_better: bool) -> None:
-    """Print one line of the table."""
-    behind = gaps(row.scores, dense.scores, relative=lower_is_better)
-    unit = "%" if lower_is_better else ""
-    scores = "  ".join(f"{score:.3f} ({gap:+.1f}{unit})" for score, gap in zip(row.scores, behind, strict=True))
-    density = "" if row.density == 1 else f"{row.density:.2%}"
-    print(f"{row.task:7}{row.method:16}{density:>8} {row.step:9}{row.kilobytes:10.1f} kB   {scores}", flush=True)
+def configured(algo: str, density: float, values: str, *, packed: bool) -> tritoncomm.Recipe:
+    """Return the recipe ``algo``. Methods that do not round values, or do not send indices, leave the format out."""
+    known = field_names(algo)
+    fields: dict[str, Any] = {"reduced_lr": True} if algo == "random_block" else {}
+    if "values" in known:
+        fields["values"] = values
+    if "packed" in known and (packed or values != "fp32"):
+        fields["packed"] = True
+    return tritoncomm.recipe(algo, density=density, **fields)
 
 
-def picture(rows: list[Row], path: Path) -> None:
-    """Write a PNG of the gap to dense against bytes: mean and range over seeds. The range of dense is shaded."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, ScalarFormatter
-
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.5 * len(tasks), 4.4), layout="constrained")
-        colors = mpl.colormaps["tab20"].colors
-        methods = sorted({row.method for row in rows} - {"dense"})
-        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-            relative = task == "gpt"
-            dense = next(row for row in rows if (row.task, row.method) == (task, "dense"))
-            middle = [statistics.fmean(dense.scores)] * len(dense.scores)
-            own = gaps(dense.scores, middle, relative=relative)
-            axes.axhspan(min(own), max(own), color="0.85", label="range of dense")
-            for number, method in enumerate(methods):
-                shown = [r for r in rows if (r.task, r.method) == (task, method) and r.step in ("", DEFAULT)]
-                if not shown:
-                    continue
-                behind = [gaps(row.scores, dense.scores, relative=relative) for row in shown]
-                means = [statistics.fmean(values) for values in behind]
-                spread = [
-                    [mean - min(values) for mean, values in zip(means, behind, strict=True)],
-                    [max(values) - mean for mean, values in zip(means, behind, strict=True)],
-                ]
-                axes.errorbar(
-                    [row.kilobytes for row in shown], means, yerr=spread, fmt="o", markersize=4, capsize=2,
-                    color=colors[number % len(colors)], label=method,
-                )  # fmt: skip
-            axes.axhline(0, color="0.4", linewidth=0.8)
-            axes.axvline(dense.kilobytes, color="0.4", linewidth=0.8, linestyle=":", label="bytes of dense")
-            axes.set(xscale="log", xlabel="kB per step and worker", title=task)
-            axes.set_yscale("symlog", linthresh=5)  # linear near dense, logarithmic far away
-            axes.yaxis.set_major_locator(FixedLocator([-80, -40, -20, -10, -5, -2, 0, 2, 5, 10, 20, 40, 80]))
-            axes.yaxis.set_major_formatter(ScalarFormatter())
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(ScalarFormatter())
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.set_ylabel("validation loss, % above dense" if relative else "test accuracy, points above dense")
-            axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path, dpi=120, format="png")
+def described(name: str, task: Task, recipe: Compressor, step: str, small: str, options: argparse.Namespace) -> Run:
+    """Return the run with the first seed."""
+    label = recipe.name
+    if isinstance(recipe, PowerSGD):
+        label = f"powersgd, {recipe.rank}"
+    if isinstance(recipe, DeMo):
+        label = f"demo, {recipe.coefficients}, lr {recipe.lr:g}"
+    return Run(
+        task=name, steps=task.steps, lr=task.lr, method=label, density=getattr(recipe, "density", 1.0),
+        values=getattr(recipe, "values", "fp32"), packed=getattr(recipe, "packed", False) is True,
+        small=small, step=step, catch_up=options.catch_up, max_relative_update=options.max_relative_update,
+        see_all=options.see_all, seed=options.seeds[0],
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -342,38 +389,38 @@ def main() -> None:
     parser.add_argument(
         "--see-all", action="store_true", help="replace every worker's gradient by the mean over workers"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="formats of values")
+    parser.add_argument("--packed", action="store_true", help="pack indices of values in fp32 too")
+    parser.add_argument("--small", nargs="+", default=["fp32"], choices=SMALL_FORMATS, help="formats of small tensors")
+    parser.add_argument("--fp16-dense", action="store_true", help="also train with dense gradients in fp16")
+    parser.add_argument("--demo", type=int, nargs="*", default=[], metavar="K", help="coefficients per chunk of DeMo")
+    parser.add_argument("--demo-lr", type=float, default=DeMo.lr, help="learning rate of DeMo")
+    parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
+    parser.add_argument("--plot", type=Path, help="write a PNG for each task, its name this one with the task added")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.steps, options.seeds, options.density = 2, [0], [0.01]
-    rows: list[Row] = []
+        options.values, options.small, options.fp16_dense, options.demo = ["4bit"], ["8bit"], True, [32]
+    results = training_results.read(options.json)
     started = time.perf_counter()
     for name in options.task:
-        task, dense = TASKS[name](options.steps), None
+        task = TASKS[name](options.steps)
         task = replace(task, lr=options.lr or task.lr)
-        for recipe, step_rule in runs(name, options):
-            limits = options.catch_up, options.max_relative_update
-            results = [train(task, recipe, s, step_rule, *limits, see_all=options.see_all) for s in options.seeds]
-            label, density = recipe.name, getattr(recipe, "density", 1.0)
-            if isinstance(recipe, PowerSGD):
-                label = f"powersgd, {recipe.rank}"
-            scores, late = [result.score for result in results], [result.late for result in results]
-            kilobytes = statistics.fmean(result.kilobytes for result in results)
-            row = Row(name, label, density, step_rule, scores, late, kilobytes)
-            dense = dense or row
-            rows.append(row)
-            show(row, dense, lower_is_better=task.lower_is_better)
-            if options.json:
-                settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "smoke")}
-                machine = f"{platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
-                content = {"settings": settings | {"workers": WORKERS}, "machine": machine}
-                content["rows"] = [asdict(row) for row in rows]
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
+        for recipe, step_rule, small in recipes(name, options):
+            first = described(name, task, recipe, step_rule, small, options)
+            for run in (replace(first, seed=seed) for seed in options.seeds):
+                if run in results:
+                    continue
+                limits = options.catch_up, options.max_relative_update
+                results[run] = train(task, recipe, run.seed, step_rule, *limits, see_all=options.see_all, small=small)
+                print(training_results.line(run, results), flush=True)
+                if options.json:
+                    training_results.write(results, options.json, WORKERS)
+    print(training_results.table(results))
     print(f"total time: {time.perf_counter() - started:.0f} s")
     if options.plot:
-        picture(rows, options.plot)
+        training_results.pictures(results, options.plot)
 
 
 if __name__ == "__main__":

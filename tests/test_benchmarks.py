@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,12 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pages import ROOT
 
 pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 
-PARTS = {"doors_trainer.py", "torture_situations.py", "selection_routes.py", "power_sgd.py"}  # of other scripts
+PARTS = {  # of other scripts
+    "demo_compressor.py",
+    "doors_trainer.py",
+    "half_precision.py",
+    "power_sgd.py",
+    "selection_routes.py",
+    "torture_situations.py",
+    "training_results.py",
+}
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if file.name not in PARTS)
 
 
@@ -32,3 +42,63 @@ def test_smoke(script: str, tmp_path: Path) -> None:
     pictures = list(tmp_path.glob("figure*.png"))  # volume.py writes several
     assert bool(pictures) == plots
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.fixture
+def demo_compressor(monkeypatch):
+    """The module of that name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("demo_compressor")
+
+
+SHAPES = [torch.Size(shape) for shape in ([96, 128], [65], [8, 3, 3, 3], [1])]
+
+
+def test_demo_transform_is_orthonormal(demo_compressor) -> None:
+    """DeMo's transform keeps the norm, its inverse is its transpose, and a chunk stays a chunk."""
+    for shape in SHAPES:
+        chunks = demo_compressor._Chunks(shape, 64)
+        values = torch.randn(2, shape.numel(), generator=torch.Generator().manual_seed(0))
+        coefficients = chunks.transform(values)
+        torch.testing.assert_close(coefficients.flatten(1).norm(dim=1), values.norm(dim=1))
+        torch.testing.assert_close(chunks.inverse(coefficients), values)
+    block = torch.zeros(96, 128)
+    block[:48, 64:] = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+    touched = demo_compressor._Chunks(SHAPES[0], 64).transform(block.view(1, -1))[0].abs().amax(1) > 0
+    assert touched.tolist() == [False, True, False, False]
+
+
+def test_demo_keeps_what_it_does_not_send(demo_compressor) -> None:
+    """What DeMo sends, and the momentum that is left, add up to the momentum. Equal workers have one update."""
+    world = demo_compressor.DeMoWorld(demo_compressor.DeMo(coefficients=2, decay=0.5), 3, SHAPES[:1])
+    gradient = torch.randn(1, 96 * 128, generator=torch.Generator().manual_seed(2)).expand(3, -1)
+    left = torch.zeros(96 * 128)
+    for _ in range(3):
+        before = 0.5 * left + gradient[0]
+        update = world.step(gradient)[0].values
+        sent = before - world.momenta[0]
+        assert torch.equal(world.momenta[0], world.momenta[2])
+        assert bool((update == sent.sign())[sent.abs() > 1e-5].all())
+        coefficients = world._chunks[0].transform(sent.view(1, -1))
+        assert (coefficients.abs() > 1e-4).sum(-1).tolist() == [[2, 2, 2, 2]]
+        left = world.momenta[0].clone()
+    assert world.traffic[0].bytes == 2 * 4 * 2 * 12  # to 2 workers, 4 chunks of 2 coefficients of 12 bytes
+
+
+def test_training_continues_a_file_of_results(tmp_path: Path) -> None:
+    """A second run with the same file trains only what is missing."""
+    file = tmp_path / "runs.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--task", "digits", "--steps", "1"]
+    command += ["--algo", "oktopk", "--density", "0.05", "--power-sgd", "--json", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    rows = []
+    for seeds in (["0"], ["0", "1"]):
+        done = subprocess.run(
+            [*command, "--seeds", *seeds], capture_output=True, text=True, timeout=600, check=True, env=environment
+        )
+        rows.append(json.loads(file.read_text())["rows"])
+        assert done.stdout.count("digits, 1 steps") == 2  # dense and Ok-Topk, of the new seed
+    assert rows[1][:2] == rows[0]
+    assert [(row["method"], row["seed"]) for row in rows[1]] == [
+        ("dense", 0), ("oktopk", 0), ("dense", 1), ("oktopk", 1)
+    ]  # fmt: skip
