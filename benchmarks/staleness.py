@@ -94,12 +94,12 @@ def train(
             model(batch(text.train, rows, model.shape.context, seed, step, rank)).backward()
             layout.gather(gradients[rank])
         mean = world.step(gradients)[0]
-        layout.scatter(mean.to_dense())
+        delivered = layout.split(mean)
+        layout.scatter(delivered)
         if aware is None:
             optimizer.step()
         else:
-            whole = [None] * len(layout.parameters)
-            aware.step(layout.parameters, whole if mean.is_full else layout.split(mean.indices))
+            aware.step(layout.parameters, [entries.indices for entries in delivered])
     with torch.no_grad():
         held_out = validation_batches(text.validation, 64, model.shape.context, 16)
         return statistics.fmean(float(model(rows)) for rows in held_out)

@@ -181,14 +181,14 @@ def train(
             break
         with sent.counted(world, dense=step < warmup):
             mean = world.step(gradients)[0]
-        layout.scatter(mean.to_dense())
+        delivered = layout.split(mean)
+        layout.scatter(delivered)
         if clip is not None:
             clip(layout, mean, optimizer)
         if adam is None:
             optimizer.step()
         else:
-            everything = [None] * len(layout.parameters)
-            adam.step(layout.parameters, everything if mean.is_full else layout.split(mean.indices))
+            adam.step(layout.parameters, [entries.indices for entries in delivered])
         if step + 1 in (task.steps * 9 // 10, task.steps):
             with torch.no_grad():
                 late, score = score, task.score(model)
