@@ -274,7 +274,7 @@ def test_dgc_clips_the_whole_gradient() -> None:
 def test_dgc_without_momentum_accepts_momentum_optimizers() -> None:
     """With momentum=0, DGC accepts an optimizer with momentum."""
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1, momentum=0.9)
-    assert tritoncomm.wrap(optimizer, "dgc", momentum=0.0).recipe == DGC(momentum=0.0)
+    assert tritoncomm.wrap(optimizer, "dgc", density=0.01, momentum=0.0).recipe == DGC(momentum=0.0)
 
 
 @pytest.mark.parametrize(
