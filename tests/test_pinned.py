@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from tritoncomm.step.options import default_fields
 
 import laws
 from recipes import FIELDS, under_test
@@ -61,7 +62,9 @@ def trained(rank: int, algo: str, optimizer_name: str) -> tuple[dict[str, str], 
     """Of one rank that trains with ``wrap``: parameters, means, residuals and traffic, and the keys of a state dict."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     bare = OPTIMIZERS[optimizer_name](parameters)
-    fields = {"warmup_steps": 0, "dense_below": 64, **FIELDS.get(algo, {})}
+    fields = {"warmup_steps": 0, "dense_below": 64, "small": "fp32", **FIELDS.get(algo, {})}
+    if default_fields(algo, fields):
+        fields["values"] = "fp32"
     optimizer = tritoncomm.wrap(bare, algo=algo, density=0.05, **fields)
     generator = torch.Generator().manual_seed(rank)
     digests = {part: hashlib.blake2b(digest_size=8) for part in ("weights", "means", "residuals", "metrics")}

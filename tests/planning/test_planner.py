@@ -68,7 +68,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.03, values='4bit')" in out
     assert {row[0] for row in _table(out)} == set(algorithms())
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
-    assert "Stay dense: at density 1%" in capsys.readouterr().out
+    assert "Stay dense: at density 3%" in capsys.readouterr().out
 
 
 def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[
     rows = _table(out)
     assert [row[:2] for row in rows[:2]] == [["spardl", "3%"], ["oktopk", "3%"]]
     assert rows[2][0] == "dense"
-    assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 1%." in out
+    assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 3%." in out
     assert "So it may differ from the default of wrap, which is oktopk at density 1%." in out
     # Then the other methods at the same density, and only then other densities.
     densities = [row[1] for row in rows if row[0] != "dense"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import ConfigurationError, Dense, OkTopk, Recipe, Warmup, ddp, fsdp
+from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, Warmup, ddp, fsdp
 from tritoncomm.step import options
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
@@ -138,3 +138,26 @@ def test_default_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tritoncomm.Warmup(recipe=method, steps=3)
     assert resolved(chosen) == chosen
     assert chosen.name == "oktopk"
+
+
+def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries travel in 4 bits and small tensors in 8, at 3 %, unless the user asks for something else."""
+    source = inspect.getsource(options)
+    constants = dict(re.findall(r"^(DEFAULT_(?:VALUES|SMALL|DENSITY)) = \"?([\w.]+)\"?$", source, re.MULTILINE))
+    assert constants == {"DEFAULT_VALUES": "4bit", "DEFAULT_SMALL": "8bit", "DEFAULT_DENSITY": "0.03"}
+    monkeypatch.setattr(options, "DEFAULT_VALUES", constants["DEFAULT_VALUES"])
+    monkeypatch.setattr(options, "DEFAULT_SMALL", constants["DEFAULT_SMALL"])
+
+    def wrapped(**arguments: object) -> tritoncomm.SparseOptimizer:
+        return tritoncomm.wrap(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(40, 50))]), **arguments)
+
+    assert wrapped().recipe == OkTopk(density=0.03, values="4bit")
+    assert wrapped().recipe.encoding.rounds
+    assert wrapped(values="fp32").recipe == OkTopk(density=0.03)
+    assert wrapped(packed=False).recipe == OkTopk(density=0.03, packed=False)
+    assert wrapped(algo=OkTopk(density=0.2)).recipe == OkTopk(density=0.2)
+    assert wrapped(algo="exdyna").recipe == ExDyna(density=0.03)
+    assert wrapped(algo="dense").recipe.name == "dense"
+    assert options.resolved_small(None) == "8bit"
+    with pytest.raises(ConfigurationError, match=r"small='9bit'"):
+        wrapped(small="9bit")

@@ -211,7 +211,12 @@ class EntryRecipe(IndexRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self, "values", self.values in VALUE_BITS, f"must be one of {', '.join(VALUE_BITS)}")
+        check(
+            self,
+            "values",
+            isinstance(self.values, str) and self.values in VALUE_BITS,
+            f"must be one of {', '.join(VALUE_BITS)}",
+        )
         fix = f"values={self.values!r} are always packed: leave out packed, or choose values='fp32'"
         check(self, "packed", self.values == "fp32" or self.packed is not False, fix)
 

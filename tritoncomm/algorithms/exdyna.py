@@ -192,7 +192,9 @@ class ExDynaAlgorithm(Algorithm):
         own, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
         non_zero = own.found > 0 or bool(acc.dense().any())
         # Per rank: number of entries that passed, and whether the accumulator has a non-zero.
-        found, non_zeros = yield from share_rows([own.found, non_zero], finite, world_size, acc.device, phase="counts")
+        found, non_zeros = yield from share_rows(
+            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
+        )
         kept = trimmed_sizes(found, self.capacity)
         capped = kernels.largest(own, kept[rank], workspace=self.workspace)
         union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)

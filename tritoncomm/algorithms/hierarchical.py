@@ -161,7 +161,7 @@ def _sum(total: torch.Tensor) -> Pattern[torch.Tensor]:
 def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) -> Pattern[Selection]:
     own = [len(block.indices)]
     try:
-        (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS)
+        (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS, limit=numel)
     except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
         raise NonFiniteError(_REJECTED) from None
     return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))

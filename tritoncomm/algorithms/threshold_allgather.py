@@ -31,7 +31,9 @@ _WINDOW, _TOLERANCE, _STAGES = 5, 0.2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(EntryRecipe):
-    """Deliver all entries whose magnitude is at least ``threshold``. No residual reaches the threshold after a step.
+    """Deliver all entries whose magnitude is at least ``threshold``.
+
+    With fp32 values, no residual reaches the threshold after a step.
 
     A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: a constant threshold
     is the optimum over a whole run for a given volume. The volume of a single step is not bounded. With
@@ -127,7 +129,7 @@ class ThresholdAlgorithm(Algorithm):
         chosen = own
         if world_size > 1:
             own = encoding.section(0, self.numel, own.found, divisor=world_size).sendable(own)
-        (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts")
+        (counts,) = yield from share_rows([own.found], finite, world_size, acc.device, phase="counts", limit=self.numel)
         mean, sent = yield from all_gather_mean(own, counts, encoding, acc, rank, world_size)
         acc.subtract(sent, rounded=encoding.rounds)
         acc.selected = own.found

@@ -113,7 +113,7 @@ class TopkDSAAlgorithm(Algorithm):
         parts = [part if p == rank else sections[p].sendable(part) for p, part in enumerate(parts)]
         sections = [self._section(cuts, p, part.found) for p, part in enumerate(parts)]
         finite = not kernels.has_non_finite(own.values)
-        incoming = yield from share_counts([part.found for part in parts], finite, own.values.device)
+        incoming = yield from share_counts([part.found for part in parts], finite, own.values.device, limit=high - low)
         packed = [section.pack(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         messages: Inbox = {}
@@ -151,7 +151,7 @@ class TopkDSAAlgorithm(Algorithm):
         if section.rounds and sums.found:  # what rounding cuts off must not overflow in the residual
             finite = finite and float(sums.values.abs().max()) < LARGEST_ROUNDED
         (sizes,) = yield from share_rows(
-            [entries.found], finite, world_size, region.device, phase="sizes", reason=OVERFLOW
+            [entries.found], finite, world_size, region.device, phase="sizes", limit=self.numel, reason=OVERFLOW
         )
         sections = [self._section(cuts, owner, size, world_size) for owner, size in enumerate(sizes)]
         words = [section.words for section in sections]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.errors import NonFiniteError
+from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -94,10 +94,11 @@ def bruck_all_gather(
     return [slots[(p - position) % size] for p in range(size)]
 
 
-def share_counts(counts: Sequence[int], finite: bool, device: torch.device) -> Pattern[list[int]]:
+def share_counts(counts: Sequence[int], finite: bool, device: torch.device, *, limit: int) -> Pattern[list[int]]:
     """Send ``counts[r]`` to rank r, and return the received counts by source.
 
-    ``counts[r]`` is the number of entries that this rank has for rank r. All ranks raise
+    ``counts[r]`` is the number of entries that this rank has for rank r. A received count is at most ``limit``. All
+    ranks raise
     :class:`~tritoncomm.NonFiniteError` if any rank is not ``finite``.
     """
     outgoing = counts if finite else [NON_FINITE] * len(counts)
@@ -106,6 +107,7 @@ def share_counts(counts: Sequence[int], finite: bool, device: torch.device) -> P
     bad = [rank for rank, count in enumerate(incoming) if count == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
+    _check_counts("counts", incoming, limit)
     return incoming
 
 
@@ -116,12 +118,13 @@ def share_rows(
     device: torch.device,
     *,
     phase: str,
+    limit: int,
     reason: str = "hold a NaN or Inf gradient",
 ) -> Pattern[list[list[int]]]:
     """All-gather one ``row`` of integers per rank. Return the columns, each with one value per rank.
 
-    The first integer of a row must not be negative. All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank is
-    not ``finite``. The message names these ranks and the ``reason``. One worker alone sends nothing.
+    The first integer of a row is a count in [0, ``limit``]. All ranks raise :class:`~tritoncomm.NonFiniteError` if any
+    rank is not ``finite``. The message names these ranks and the ``reason``. One worker alone sends nothing.
     """
     words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=device)
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
@@ -129,7 +132,20 @@ def share_rows(
     bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} {reason}; nothing was applied", bad)
+    _check_counts(phase, columns[0], limit)
+    if row[0] not in columns[0]:
+        raise ProtocolMismatchError(f"phase {phase!r}: sent {row[0]}, which is not among the received {columns[0]}")
     return columns
+
+
+def _check_counts(phase: str, counts: Sequence[int], limit: int) -> None:
+    """Raise :class:`ProtocolMismatchError` unless ``counts`` are in [0, limit]. Lengths of messages depend on them."""
+    wrong = [source for source, count in enumerate(counts) if not 0 <= count <= limit]
+    if wrong:
+        raise ProtocolMismatchError(
+            f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from ranks {wrong}: they must be "
+            f"in [0, {limit}]"
+        )
 
 
 def gather_blocks(
@@ -215,8 +231,16 @@ def gather_regions(
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
     parts = [layout.unpack(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
-    smallest = min((float(part[-1:].view(torch.float32)) for part in blocks if part.numel()), default=math.inf)
+    smallest = min((_least(part) for part in blocks if part.numel()), default=math.inf) if extra else math.inf
     return Gathered(Selection.join(parts), block, sent, smallest if extra else None)
+
+
+def _least(message: torch.Tensor) -> float:
+    """Return the smallest magnitude of a block before rounding, which is the last word of its ``message``."""
+    least = float(message[-1:].view(torch.float32))
+    if not least > 0:
+        raise ProtocolMismatchError(f"phase 'all-gather': received {least} as smallest magnitude: it must be above 0")
+    return least
 
 
 def sent_magnitudes(entries: Selection, sent: Selection) -> torch.Tensor:
