@@ -309,6 +309,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.values is not None:
+        tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
     cuda = torch.cuda.is_available()
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if together:

@@ -79,11 +79,11 @@ def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[
     assert [row[:2] for row in rows[:2]] == [["spardl", "3%"], ["oktopk", "3%"]]
     assert rows[2][0] == "dense"
     assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 3%." in out
-    assert "So it may differ from the default of wrap, which is oktopk at density 1%." in out
+    assert "So it may differ from the default of wrap, which is oktopk at density 3%." in out
     # Then the other methods at the same density, and only then other densities.
     densities = [row[1] for row in rows if row[0] != "dense"]
-    assert densities[: len(algorithms()) - 1] == ["1%"] * (len(algorithms()) - 1)
-    assert sorted(densities[len(algorithms()) - 1 :]) == ["0.1%", "0.1%", "5%", "5%"]
+    assert densities[: len(algorithms()) - 1] == ["3%"] * (len(algorithms()) - 1)
+    assert sorted(densities[len(algorithms()) - 1 :]) == ["0.1%", "0.1%", "1%", "1%", "5%", "5%"]
 
 
 def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:

@@ -448,6 +448,10 @@ class OkTopkAlgorithm(Algorithm):
         self, candidates: Selection, sizes: list[int], cuts: Sequence[int], rank: int, world_size: int
     ) -> Pattern[collectives.Gathered]:
         """Gather the ``sizes[r]`` largest candidates of every rank r, balanced first if the trigger is exceeded."""
+        if not 0 <= sizes[rank] <= candidates.found or min(sizes) < 0 or sum(sizes) > self.numel:
+            raise ProtocolMismatchError(
+                f"phase 'all-gather': received sizes {sizes}, but rank {rank} has {candidates.found} candidates"
+            )
         block = kernels.largest(candidates, sizes[rank], workspace=self.workspace)
         divisor = world_size if self.encoding.rounds else 1
         regions = collectives.Regions(cuts, sizes, self.encoding, divisor)

@@ -36,16 +36,19 @@ def automatic_recipe(
         optimizer: Its parameters that require a gradient are counted.
         density: Fraction of entries to deliver, in (0, 1].
         group: Process group to measure. None is the default group.
-        fields: Further recipe fields that the user passed. They must be empty, because a field belongs to one method.
+        fields: Further recipe fields that the user passed. Only ``values`` is possible, because a field belongs to one
+            method.
         function: The function that the user called. Errors list its arguments.
 
     Raises:
-        ConfigurationError: ``fields`` is not empty, or ``density`` is out of range.
+        ConfigurationError: ``fields`` has another name, or ``density`` is out of range.
         ConfigMismatchError: Another rank passed a different algorithm, density or number of elements.
     """
     check_keywords(function, "auto", fields)
-    if fields:
-        named = ", ".join(sorted(fields))
+    values = fields.get("values", options.DEFAULT_VALUES)
+    others = sorted(set(fields) - {"values"})
+    if others:
+        named = ", ".join(others)
         raise ConfigurationError(
             f"algo='auto' chooses the method and its fields: leave out {named}, or pass the name of a method as algo"
         )
@@ -56,9 +59,9 @@ def automatic_recipe(
     if not is_distributed() or dist.get_world_size(group) == 1 or numel == 0:
         return Dense()
     # Compare before measuring. Otherwise a rank with another configuration would leave the others waiting.
-    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel}, group)
+    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group)
     link = measure_link(group, parameters[0].device)
-    chosen = recommend(numel, dist.get_world_size(group), link, density, values=options.DEFAULT_VALUES)
+    chosen = recommend(numel, dist.get_world_size(group), link, density, values=values)
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",

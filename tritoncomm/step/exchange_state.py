@@ -16,6 +16,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.options import without_encoding
 from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -211,4 +212,4 @@ def restored_by_name(exchange: GradientExchange, vectors: Sequence[VectorExchang
 
 
 def _settings(exchange: GradientExchange) -> str:
-    return f"{exchange.options.recipe!r}, dense below {exchange.options.dense_below}"
+    return f"{without_encoding(exchange.options.recipe)!r}, dense below {exchange.options.dense_below}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -235,6 +236,18 @@ def with_packing(chosen: Recipe, device: torch.device) -> Recipe:
     if isinstance(chosen, IndexRecipe) and chosen.packed == "auto" and device.type == "cuda":
         return replace(chosen, packed=True)
     return chosen
+
+
+def without_encoding(chosen: Recipe) -> Recipe:
+    """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
+    inner = getattr(chosen, "recipe", None)
+    if inner is not None:
+        return replace(chosen, recipe=without_encoding(inner))  # type: ignore[call-arg]
+    names = {field.name for field in dataclasses.fields(chosen)}
+    plain = {"values": "fp32", "packed": "auto"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the recipe has warned when the user made it
+        return replace(chosen, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
 
 
 def is_dense(chosen: Recipe) -> bool:

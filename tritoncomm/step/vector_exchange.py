@@ -19,7 +19,7 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import with_packing
+from tritoncomm.step.options import with_packing, without_encoding
 
 logger = logging.getLogger("tritoncomm")
 
@@ -94,7 +94,7 @@ class VectorExchange:
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {self.settings} in {options.small} {shapes}"
+            stamp = f"{recipe.name} {recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
         self.feedback = self.new_feedback()
@@ -121,8 +121,8 @@ class VectorExchange:
 
     @property
     def settings(self) -> str:
-        """The recipe, and the number of values that are sent dense, as text. A state fits whatever their format."""
-        return f"{self.recipe!r}, {self.dense_numel} values dense"
+        """The recipe, and the number of values that are sent dense, as text. A state fits whatever the formats."""
+        return f"{without_encoding(self.recipe)!r}, {self.dense_numel} values dense"
 
     @property
     def part(self) -> tuple[Algorithm, int]:

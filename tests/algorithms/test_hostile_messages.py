@@ -1,0 +1,113 @@
+"""Malformed messages of every method: they are rejected by name, or harmless, whatever their words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, SimulatedWorld
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.primitives.collectives import share_counts, share_rows
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round
+
+import laws
+from depth import trials
+from recipes import under_test
+
+NAMES = [
+    name
+    for name, recipe in under_test(0.1).items()
+    if isinstance(recipe, IndexRecipe) and not name.startswith("spardl-auto")
+]
+
+
+def damaged(tensor: torch.Tensor, generator: np.random.Generator) -> None:
+    """Flip bits of a message in place, or replace all of it."""
+    words = tensor.view(torch.int32).numpy()
+    if generator.integers(4) == 0:
+        words[:] = generator.integers(-(2**31), 2**31, len(words), dtype=np.int64)
+        return
+    for place in generator.integers(0, 32 * len(words), generator.integers(1, 6)):
+        words[place // 32] ^= np.array(1 << place % 32, np.uint32).view(np.int32)
+
+
+def damage_a_message(ops: Sequence[Op], generator: np.random.Generator) -> bool:
+    """Damage one message of a round, or one rank's part of a collective that shares counts. Return False if none is."""
+    rounds = [op.round if isinstance(op, Post) else op for op in ops]
+    messages = [tensor for op in rounds if isinstance(op, Round) for tensor in op.sends.values()]
+    messages += [op.tensor for op in ops if isinstance(op, AllGather | AllToAll) and op.tensor.dtype == torch.int64]
+    if messages:
+        damaged(messages[generator.integers(len(messages))], generator)
+    return bool(messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_messages(name: str) -> None:
+    """A damaged message or count raises an error with a name, or gives ascending indices inside the vector.
+
+    In real runs the checksum of the message header finds such damage first.
+    """
+    generator = np.random.default_rng(0)
+    for trial in range(trials(12, 5000)):
+        recipe = under_test(0.1)[name]
+        case = laws.fitted(laws.Case(4, 300, ("random", "disjoint", "random"), seed=trial), recipe)
+        world, hit = laws.world_of(recipe, case), False
+        fatal = int(generator.integers(1, 12))
+        seen = 0
+
+        def damage(_: int, ops: Sequence[Op], fatal: int = fatal) -> None:
+            nonlocal seen, hit
+            seen += 1
+            if seen >= fatal and not hit:
+                hit = damage_a_message(ops, generator)
+
+        with suppress(ProtocolMismatchError, NonFiniteError, ExchangeTimeoutError):
+            for gradient in case.gradients():
+                for mean in world.step(gradient, before_round=damage):
+                    assert (mean.indices[1:] > mean.indices[:-1]).all()
+                    assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
+
+
+def answer(pattern: object, reply: torch.Tensor) -> None:
+    """Run a pattern of one operation with this reply."""
+    next(pattern)
+    with suppress(StopIteration):
+        pattern.send(reply)
+
+
+@pytest.mark.parametrize("wrong", [-2, 101, 2**40, -(2**63)])
+def test_counts_out_of_range(wrong: int) -> None:
+    """A count that no rank can hold is rejected before a buffer of that length is allocated."""
+    with pytest.raises(ProtocolMismatchError, match=r"'counts': received counts \[.*\] from ranks \[1\]"):
+        answer(share_counts([3, 4], True, torch.device("cpu"), limit=100), torch.tensor([5, wrong]))
+    rows = share_rows([3, 0], True, 2, torch.device("cpu"), phase="sizes", limit=100)
+    with pytest.raises(ProtocolMismatchError, match=r"must be in \[0, 100\]"):
+        answer(rows, torch.tensor([[3, 0], [wrong, 0]]))
+
+
+def test_own_count_comes_back() -> None:
+    """A rank whose own count is not among the gathered ones rejects them."""
+    rows = share_rows([3], True, 2, torch.device("cpu"), phase="sizes", limit=100)
+    with pytest.raises(ProtocolMismatchError, match="sent 3"):
+        answer(rows, torch.tensor([[7], [9]]))
+
+
+@pytest.mark.parametrize("least", [math.nan, -1.0, 0.0, -math.inf])
+def test_a_smallest_magnitude_that_is_none(least: float) -> None:
+    """Ok-Topk rejects a smallest magnitude that is not positive. Thresholds stay equal on all ranks."""
+    world = SimulatedWorld(under_test(0.1)["oktopk-4bit"], 3, 600)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        world.step(torch.randn(3, 600, generator=generator))
+
+    def damage(_: int, ops: Sequence[Op]) -> None:
+        if isinstance(ops[0], Round) and ops[0].phase == "all-gather":
+            message = next(iter(ops[0].sends.values()))
+            message[-1] = torch.tensor(least).view(torch.int32)
+
+    with pytest.raises(ProtocolMismatchError, match="smallest magnitude"):
+        world.step(torch.randn(3, 600, generator=generator), before_round=damage)
