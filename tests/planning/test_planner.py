@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import tritoncomm
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from spardl_oracle import SPARDL_TABLE
@@ -294,3 +295,11 @@ def test_table_columns_are_aligned() -> None:
     assert len(head) == len(first) == len(second)
     before = head.index(" workers")
     assert [line[:before].strip() for line in (first, second)] == [row.method for row in rows]
+
+
+def test_auto_takes_a_format_of_values() -> None:
+    """``algo="auto"`` chooses the method. The format of values is the user's, and no other field."""
+    parameters = [torch.nn.Parameter(torch.zeros(40, 50))]
+    assert tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", values="2bit").recipe.name == "dense"
+    with pytest.raises(ConfigurationError, match="leave out bucket_width"):
+        tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", bucket_width=2)

@@ -38,3 +38,20 @@ def test_explicit_preconditioning_is_resumed(kind: type[torch.optim.Optimizer]) 
     train(stopped, third, 7, 14)
     assert all(map(torch.equal, straight.parameters(), stopped.parameters()))
     assert first.state_dict()["tritoncomm"]["checksum"] == third.state_dict()["tritoncomm"]["checksum"]
+
+
+def test_another_format_keeps_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    """A state that was saved with rounded values continues in fp32, thresholds included, and nothing is said."""
+    net = model()
+    rounded = tritoncomm.wrap(torch.optim.AdamW(net.parameters()), density=0.2, values="4bit", dense_below=0)
+    for step in range(3):
+        rounded.zero_grad()
+        net(torch.full((3, 4), 0.1 * step + 1)).square().mean().backward()
+        rounded.step()
+    exact = tritoncomm.wrap(torch.optim.AdamW(net.parameters()), density=0.2, values="fp32", dense_below=0)
+    other = tritoncomm.wrap(torch.optim.AdamW(net.parameters()), density=0.3, values="4bit", dense_below=0)
+    exact.load_state_dict(rounded.state_dict())
+    assert not caplog.records
+    assert exact.state_dict()["tritoncomm"]["algorithm"] == rounded.state_dict()["tritoncomm"]["algorithm"]
+    other.load_state_dict(rounded.state_dict())
+    assert "written with other settings" in caplog.text
