@@ -15,6 +15,7 @@ from tritoncomm_kernels.bits_triton import key_of
 from tritoncomm_kernels.dispatch import on_device_of
 
 BLOCK, WARPS = 1024, 4
+CHOOSE_WARPS = 8  # with 4, Triton 3.6 spills a register at 8 bits
 NAN_HEADER = tl.constexpr(quantize.NAN_HEADER)
 INFINITY_KEY = tl.constexpr(0x7F800000)
 TABLES = tl.constexpr(quantize.TABLES)
@@ -146,7 +147,7 @@ def choose(values: torch.Tensor, found: torch.Tensor, header: torch.Tensor, bits
         choose_kernel[(1,)](
             values, found, menu(bits, values.device), header, count, found.numel() // 2, -(-count // quantize.SAMPLE),
             float(divisor), quantize.lookup(bits).cover,
-            KEPT=_kept(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+            KEPT=_kept(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 

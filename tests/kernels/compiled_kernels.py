@@ -236,7 +236,7 @@ def packing() -> list[Case]:
     return [
         *both,
         *(
-            Case(f"choose {bits} bits", quantize.choose_kernel, kept | {"HALVINGS": bits - 1}, quantize.WARPS)
+            Case(f"choose {bits} bits", quantize.choose_kernel, kept | {"HALVINGS": bits - 1}, quantize.CHOOSE_WARPS)
             for bits in (1, 4, 8)
         ),
         Case("extent", quantize.extent_kernel, block, quantize.WARPS, {}, quantize.BLOCK),
