@@ -116,9 +116,9 @@ def line(run: Run, results: Results) -> str:
 def groups(results: Results) -> dict[Run, list[Run]]:
     """Return the runs that differ in nothing but their seeds, by the run as it would be with seed 0."""
     found: dict[Run, list[Run]] = {}
-    for run in results:
+    for run in sorted(results, key=lambda run: run.seed):
         found.setdefault(replace(run, seed=0), []).append(run)
-    return found
+    return {key: found[key] for key in dict.fromkeys(replace(run, seed=0) for run in results)}
 
 
 def table(results: Results) -> str:
