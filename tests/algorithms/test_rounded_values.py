@@ -120,9 +120,9 @@ def test_thresholds_come_from_exact_sums() -> None:
     assert counts["1bit"] == pytest.approx(counts["fp32"], rel=0.2)
 
 
-@pytest.mark.parametrize("values", ["4bit", "3bit", "2bit", "1bit"])
+@pytest.mark.parametrize("values", ["3bit", "2bit", "1bit"])
 def test_ties_are_no_drift(values: str) -> None:
-    """Rounded sums are often equal. Ok-Topk still determines its thresholds as seldom as with exact values."""
+    """With few levels, sums are often equal. Ok-Topk still determines its thresholds as seldom as with exact values."""
     counts = {}
     for chosen in ("fp32", values):
         world = SimulatedWorld(method("oktopk", density=0.01, values=chosen), 4, 50_000)

@@ -431,8 +431,8 @@ class OkTopkAlgorithm(Algorithm):
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
         gathered = yield from self._even_out_and_gather(candidates, sizes, cuts, rank, world_size)
         low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
-        # Rounded sums are equal by the thousand and pass a threshold together, so too many of them are no drift.
-        drifted = shared.reaching < low or (shared.reaching > high and not self.encoding.rounds)
+        # With few levels, sums are equal by the thousand and pass a threshold together. Too many of them are no drift.
+        drifted = shared.reaching < low or (shared.reaching > high and not self.encoding.is_coarse)
         before, entries = self._lowered(state.global_threshold), gathered.entries
         if gathered.least is None:
             threshold = self._corrected(before, entries, wanted)

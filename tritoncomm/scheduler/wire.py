@@ -24,6 +24,7 @@ from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendab
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
 _PHASE_BYTES = 8
+_COARSE_BITS = 3
 NO_VALUES = "none"  # the format of messages that hold indices alone
 
 
@@ -227,6 +228,11 @@ class Encoding(NamedTuple):
     def rounds(self) -> bool:
         """True if values are rounded."""
         return self.values not in ("fp32", NO_VALUES)
+
+    @property
+    def is_coarse(self) -> bool:
+        """True if values have so few levels that many sums of them are equal: 1, 2 or 3 bits."""
+        return self.rounds and VALUE_BITS[self.values] <= _COARSE_BITS
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
