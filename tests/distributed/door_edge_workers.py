@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -106,6 +107,11 @@ def joined(rank: int, world_size: int, send, *, known: bool, started: bool) -> N
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     send((rank, text))
+    # A rank that ends closes its connections. Another one, which has not raised its own error yet, would see only that.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"raised {rank}", "")
+    with suppress(RuntimeError):
+        store.wait([f"raised {other}" for other in range(world_size)], timedelta(seconds=15))
     os._exit(0)
 
 
