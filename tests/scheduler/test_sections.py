@@ -345,3 +345,9 @@ def test_too_many_entries() -> None:
     """More entries than the section has room for are an error of the caller."""
     with pytest.raises(ValueError, match="room=2"):
         Section(0, 10, 2).pack(torch.arange(3, dtype=torch.int32), torch.ones(3))
+
+
+def test_unknown_format() -> None:
+    """A format that does not exist is an error, not a section without values."""
+    with pytest.raises(KeyError, match="5bit"):
+        Section(0, 10, 2, "5bit").pack(torch.arange(2, dtype=torch.int32), torch.ones(2))

@@ -25,7 +25,7 @@ from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, trimmed_sizes
-from tritoncomm.primitives.selection import entries_to_keep, largest_parts, rounding_figures
+from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
@@ -408,8 +408,7 @@ class OkTopkAlgorithm(Algorithm):
 
     def _rest(self, sums: Selection, sent: Selection) -> Selection:
         """Return what rounding has cut off from the ``sent`` entries of ``sums``."""
-        exact = sums.values[kernels.common_positions(sums.indices, sent.indices)]
-        return sent._replace(values=exact - sent.values)
+        return sent._replace(values=before_rounding(sums, sent) - sent.values)
 
     def _worth_gathering(self, world_size: int) -> int:
         """Return the largest number of candidates for which gathering them all is preferred to histograms."""

@@ -12,6 +12,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
+from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
@@ -245,7 +246,7 @@ def _least(message: torch.Tensor) -> float:
 
 def sent_magnitudes(entries: Selection, sent: Selection) -> torch.Tensor:
     """Return the magnitudes of those ``entries`` that were ``sent``, before rounding."""
-    return entries.values[kernels.common_positions(entries.indices, sent.indices)].abs()
+    return before_rounding(entries, sent).abs()
 
 
 def _balance(block: Selection, regions: Regions, rank: int, world_size: int, width: int) -> Pattern[Selection]:

@@ -38,6 +38,11 @@ def left_out(union: Selection, kept: Selection) -> Selection:
     return Selection.of(union.indices[cut], union.values[cut])
 
 
+def before_rounding(entries: Selection, sent: Selection) -> torch.Tensor:
+    """Return the values (fp32 ``[m]``) that the ``sent`` entries have in ``entries``."""
+    return entries.values[kernels.common_positions(entries.indices, sent.indices)]
+
+
 class RoundingError:
     """How much rounding has cut off from the entries that a rank has sent in a step."""
 
@@ -47,7 +52,7 @@ class RoundingError:
 
     def add(self, entries: Selection, sent: Selection) -> None:
         """Count a message. ``sent`` are those of its ``entries`` that could be sent, with rounded values."""
-        exact = entries.values[kernels.common_positions(entries.indices, sent.indices)]
+        exact = before_rounding(entries, sent)
         self._rest += float((exact - sent.values).double().square().sum())
         self._whole += float(exact.double().square().sum())
         self._unsent += entries.found - sent.found

@@ -26,6 +26,7 @@ _PADDING = -1
 _PHASE_BYTES = 8
 _COARSE_BITS = 3
 NO_VALUES = "none"  # the format of messages that hold indices alone
+_BITS = {**VALUE_BITS, NO_VALUES: 0}
 
 
 def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ class Section:
     @cached_property
     def layout(self) -> Layout:
         """The layout of the packed form."""
-        return Layout.of(self.room, self.high - self.low, VALUE_BITS.get(self.values, 0))
+        return Layout.of(self.room, self.high - self.low, _BITS[self.values])
 
     @cached_property
     def is_packed(self) -> bool:
@@ -161,8 +162,8 @@ class Section:
     def sendable(self, entries: Selection) -> Selection:
         """Return the ``entries`` that the section can hold together.
 
-        Rounding would change the sign or turn to 0 those that are too small beside the largest one. They are not sent,
-        and stay in the residual. Entries that hold a NaN or Inf are returned as they are.
+        Rounding would more than double those that are too small beside the largest one, or turn them into 0. They are
+        not sent, and stay in the residual. If an entry is NaN or Inf, all entries are returned.
         """
         if not self.rounds:
             return entries
@@ -232,7 +233,7 @@ class Encoding(NamedTuple):
     @property
     def is_coarse(self) -> bool:
         """True if values have so few levels that many sums of them are equal: 1, 2 or 3 bits."""
-        return self.rounds and VALUE_BITS[self.values] <= _COARSE_BITS
+        return self.rounds and _BITS[self.values] <= _COARSE_BITS
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
@@ -251,7 +252,7 @@ class Encoding(NamedTuple):
         plain = entries * (1 if self.values == NO_VALUES else 2)
         if not self.packed or entries == 0:
             return plain
-        bits = VALUE_BITS.get(self.values, 0)
+        bits = _BITS[self.values]
         # A section of m entries in u coordinates needs at most m (2 + log2(u / m) + bits) bits, and whole words. The
         # first part is largest in total if all sections have the same ratio.
         packed = entries * (2 + math.log2(span / entries) + bits)
