@@ -13,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import tritoncomm
 
+import tritoncomm_kernels
 from emulated_cuda.streams import Memory, RaceError, Stream, current_device, current_stream
 
 aten = torch.ops.aten
-ROOT = Path(__file__).parents[2]
-_CODE = (str(ROOT / "tritoncomm") + "/", str(ROOT / "kernels") + "/")
+# Where the packages are installed, and how a place in them is named.
+_CODE = {
+    f"{Path(tritoncomm.__file__).parent}/": "tritoncomm/",
+    f"{Path(tritoncomm_kernels.__file__).parent}/": "kernels/tritoncomm_kernels/",
+}
 OUTSIDE = "outside of tritoncomm"
 GARBAGE = 0x55  # the byte in memory whose content is not there yet
 
@@ -109,8 +114,9 @@ def site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_CODE):
-            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+        for folder, shown in _CODE.items():
+            if name.startswith(folder):
+                return f"{shown}{name[len(folder) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return OUTSIDE
 
