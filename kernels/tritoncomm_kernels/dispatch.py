@@ -75,8 +75,9 @@ def _warn_about_reference() -> None:
     found = _version()
     state = "is not installed" if found is None else f"is version {found}"
     warnings.warn(
-        f"Triton {state}: operations on GPU tensors run as several PyTorch operations, which is slower. To launch Triton "
-        f"kernels, install Triton {'.'.join(map(str, OLDEST_TRITON))} or newer. To silence this, set {VARIABLE}=torch",
+        f"Triton {state}: operations on GPU tensors run as several PyTorch operations, which is slower. To launch "
+        f"Triton kernels, install Triton {'.'.join(map(str, OLDEST_TRITON))} or newer. To silence this, set "
+        f"{VARIABLE}=torch",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -249,7 +249,7 @@ class CommState(HookState):
                 assert scheduler is not None
                 scheduler.fail(error)
             else:
-                setup_checks.propagate_error(str(error), exchange.options.group)
+                setup_checks.propagate_error(str(error), exchange.options.group, self.device)
 
     def _enter(self) -> None:
         """Connect, and raise on all ranks if DDP calls the hook outside of a backward pass."""
@@ -390,7 +390,7 @@ class CommState(HookState):
         if self.exchange.options.group is None:
             if not dist.is_initialized():
                 raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
-            group, belongs_to = private_group(self.process_group, self.exchange.options.timeout)
+            group, belongs_to = private_group(self.process_group, self.exchange.options.timeout, self.device)
             belongs_to(self)
             self.exchange.options = replace(self.exchange.options, group=group)
 
@@ -416,7 +416,8 @@ class CommState(HookState):
     def _new_vector(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector for ``parameters`` after the ranks have been compared."""
         options, group = self.exchange.options, self.exchange.options.group
-        with setup_checks.propagate_errors(group):
+        device = parameters[0].device
+        with setup_checks.propagate_errors(group, device):
             vector = self.new_vector(parameters)
         fields = {
             "version": __version__,
@@ -426,7 +427,7 @@ class CommState(HookState):
             "parameter names": vector.names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
-        setup_checks.compare(fields, group)
+        setup_checks.compare(fields, group, device)
         return vector
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:  # pragma: no cover - needs a GPU

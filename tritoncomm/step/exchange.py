@@ -347,7 +347,9 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].layout.device
+            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
+            gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
@@ -379,7 +381,8 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody, belongs_to = private_group(None, options.timeout)
+    device = torch.device(device)
+    everybody, belongs_to = private_group(None, options.timeout, device)
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_broken
@@ -20,7 +21,7 @@ _world: dist.ProcessGroup | None = None
 
 
 def private_group(
-    group: dist.ProcessGroup | None, timeout: timedelta | None
+    group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device | None = None
 ) -> tuple[dist.ProcessGroup, Callable[[object], None]]:
     """Return a group of the ranks of ``group`` that nothing else uses. All of its ranks call this together.
 
@@ -30,6 +31,7 @@ def private_group(
     Args:
         group: Process group with the same ranks. None is the default group.
         timeout: Time-out of the new group. None is the default of torch.
+        device: Device of the exchange. See :func:`~tritoncomm.step.setup_checks.gather`.
 
     Returns:
         The group, and a function. Call it with the owner: the group is free when the owner is garbage.
@@ -45,9 +47,9 @@ def private_group(
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
-    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group)]
+    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group, device)]
     common = set.intersection(*offered)
-    chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout)
+    chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout, device)
 
     def belongs_to(owner: object) -> None:
         weakref.finalize(owner, free.__setitem__, chosen.group_name, chosen).atexit = False
@@ -55,10 +57,13 @@ def private_group(
     return chosen, belongs_to
 
 
-def _new_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device | None
+) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
         return everybody
-    setup_checks.compare({"number of process groups of this rank, which must be equal": number_of_groups()}, group)
+    numbers = {"number of process groups of this rank, which must be equal": number_of_groups()}
+    setup_checks.compare(numbers, group, device)
     some: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return some
