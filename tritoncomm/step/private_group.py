@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tritoncomm.scheduler.new_group import new_group
 from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import setup_checks
 from tritoncomm.step.torch_internals import number_of_groups
@@ -38,6 +39,7 @@ def private_group(
 
     Raises:
         ConfigMismatchError: Ranks of a part of the default group have different numbers of process groups.
+        ConfigurationError: All ranks of the default group would have to take part.
         ExchangeError: A rank was lost or did not take part.
     """
     global _world  # noqa: PLW0603 - there is one default group
@@ -65,5 +67,6 @@ def _new_group(
         return everybody
     numbers = {"number of process groups of this rank, which must be equal": number_of_groups()}
     setup_checks.compare(numbers, group, device)
-    some: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    some = new_group(ranks, timeout, ranks)
+    assert some is not None
     return some
