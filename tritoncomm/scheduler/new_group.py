@@ -41,7 +41,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None, callers: Sequence
     if len(callers) < dist.get_world_size():
         raise ConfigurationError(
             f"the exchange is among ranks {list(callers)} of {dist.get_world_size()} and needs a new process group, "
-            "but the default process group is bound to a device, and NCCL then creates groups with all ranks only: call "
+            "but the default process group is bound to a device, and NCCL then needs all ranks to create a group: call "
             "init_process_group without device_id"
         )
     split: dist.ProcessGroup | None = dist.new_group(list(ranks), timeout=timeout)

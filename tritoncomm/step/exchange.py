@@ -37,8 +37,11 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``."""
-        return self.layout.split(self.mean)
+        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters."""
+        mean, device = self.mean, self.layout.device
+        if mean.values.device != device:  # of parameters that FSDP has offloaded
+            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
+        return self.layout.split(mean)
 
 
 class _Begun(NamedTuple):
@@ -309,11 +312,12 @@ class GradientExchange:
 
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        for vector, mean, _ in self.pending:
-            vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean))
+        for step in self.pending:
+            step.vector.feedback.resume()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        for delivered in self.delivered:
+            delivered.layout.scatter(delivered.entries)
         self.pending = []
 
     def flush(self) -> list[Delivered]:
@@ -347,7 +351,7 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            device = self.verdict.device if self.verdict is not None else self.vectors[0].layout.device
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
             told = setup_checks.gather({"at fault": self._at_fault}, group, device)
             gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
