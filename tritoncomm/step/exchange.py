@@ -37,8 +37,11 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``."""
-        return self.layout.split(self.mean)
+        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters."""
+        mean, device = self.mean, self.layout.device
+        if mean.values.device != device:  # of parameters that FSDP has offloaded
+            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
+        return self.layout.split(mean)
 
 
 class _Begun(NamedTuple):
@@ -309,11 +312,12 @@ class GradientExchange:
 
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        for vector, mean, _ in self.pending:
-            vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean))
+        for step in self.pending:
+            step.vector.feedback.resume()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        for delivered in self.delivered:
+            delivered.layout.scatter(delivered.entries)
         self.pending = []
 
     def flush(self) -> list[Delivered]:
@@ -347,7 +351,9 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
+            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
+            gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
@@ -379,7 +385,8 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody, belongs_to = private_group(None, options.timeout)
+    device = torch.device(device)
+    everybody, belongs_to = private_group(None, options.timeout, device)
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler
