@@ -141,6 +141,10 @@ def installed(network: nccl.Network) -> Iterator[None]:
         for name, value in _methods().items():
             patch(mock.patch.object(torch.Tensor, name, value))
         patch(mock.patch.object(dist, "all_reduce", _all_reduce))
+        if "torch.distributed.tensor" in sys.modules:  # a DTensor asks C++ for the device of its shard
+            sharded = sys.modules["torch.distributed.tensor"].DTensor
+            patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
+            patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
         replacements = kernel_costs.declared() | {kernel_costs.AdamMany.__base__: kernel_costs.AdamMany}
         for module, name, value in _uses(replacements):
             patch(mock.patch.object(module, name, value))

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from tritoncomm import SimulatedWorld, checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm import SimulatedWorld, checkpoint, fsdp
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.ddp_state import CommState, comm_hook
 
@@ -115,6 +117,38 @@ def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
     """The hook exchanges buckets on its thread and stream, driven by a reducer in Python."""
     on_gpu, on_cpu = doors.on_both(
         lambda rank, device: _train_ddp(rank, device, optimizer, **METHODS[method]), world_size, seed=world_size
+    )
+    assert on_gpu == on_cpu
+
+
+def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
+    world_size = dist.get_world_size()
+    shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
+    mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    model = doors.model_on(device)
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    replicas = mesh["replicate"].get_group()
+    state = fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+    wrapped = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), model=model, process_group=replicas)
+    seen = []
+    for step in range(4):
+        wrapped.zero_grad()
+        doors.loss_of(model, rank, step, device).backward()
+        wrapped.step()
+        residuals = [vector.feedback.residual for vector in state.exchange.vectors]
+        seen.append(doors.bits([*(parameter.to_local() for parameter in model.parameters()), *residuals]))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8] if DEEP else [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fsdp_hook(optimizer: str, world_size: int) -> None:
+    """FSDP2 itself runs on emulated GPUs, with its streams and collectives, and the hook exchanges its shards."""
+    on_gpu, on_cpu = doors.on_both(
+        lambda rank, device: _train_fsdp(rank, device, optimizer, **METHODS["oktopk"]), world_size, seed=world_size
     )
     assert on_gpu == on_cpu
 
