@@ -1,9 +1,11 @@
 """What the kernels of ``tritoncomm_kernels`` cost on a GPU: launches and host synchronizations of the Triton route.
 
 On the emulated GPU a kernel computes with its reference, on CPU values, and is charged by this table. Its internals are
-not counted. ``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's
-interpreter. Operations of the package that are not in the table consist of torch operators, which are counted one by
-one. A new kernel needs a row.
+not counted. The workspace is taken to have been used before, so that no buffer is allocated.
+``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's interpreter.
+
+Operations of the package that are not in the table consist of torch operators, which are counted one by one. A new
+kernel needs a row.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from emulated_cuda.streams import current_stream
 from tritoncomm_kernels import sections
 
 SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
-_RADIX = 2 + 2 * 4 + 1  # begin, histogram and pick for each of 4 digits, count, emit
+_RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
 
 
 class Cost(NamedTuple):
@@ -68,10 +70,10 @@ def _merge(lists: Sequence[Any], numel: int) -> Cost:
 
 
 def _kth(values: torch.Tensor, k: int) -> Cost:
-    """A cold top-k, whose guess is filled in, then the smallest of its values. The host reads both."""
+    """A top-k with 13 new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
     if not values.numel() or not k:
         return FREE
-    return Cost(_top_k(values.numel(), k, adds=False).launches + 3, 2)
+    return Cost(13 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
 
 
 def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
@@ -82,7 +84,7 @@ def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
 
 def _sendable(values: torch.Tensor, keep: Any) -> Cost:
     """Extents and limit. The host reads the answer; if not all values are sendable, four operators find which are."""
-    return Cost(2 + (0 if keep is None else 5), 1) if values.numel() else FREE
+    return Cost(2 + (0 if keep is None else 4), 1) if values.numel() else FREE
 
 
 def _write(layout: Any, indices: torch.Tensor) -> Cost:
@@ -250,11 +252,17 @@ class AdamMany(tritoncomm_kernels.AdamMany):
         super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
         if self._on_gpu:
             gpu = next(_tensors(self._arguments["parameters"], CudaTensor)).gpu
-            # Of each dtype: weight decay, the conversion of each half-precision value, the totals, length, update.
-            # The host waits for the copy of the table of addresses, which is in pageable memory.
-            for group in self._groups:
-                converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-                _charge("AdamMany.update", gpu, Cost(2 + (keep != 1) + converted + control.limited, 1))
-            for i in self._others:
-                parameter, at = self._columns[0][i], inner_of(indices[i])
-                _charge("adam_update", gpu, _adam(parameter, at, control.limited))
+            for cost in self.costs(control, indices, keep, values):
+                _charge("AdamMany.update", gpu, cost)
+
+    def costs(self, control: Any, indices: Any, keep: float, values: Any) -> Iterator[Cost]:
+        """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
+
+        Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
+        it is limited, the update. The host waits for the copy of the table of addresses, which is in pageable memory.
+        """
+        for group in self._groups:
+            converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
+            yield Cost(2 + (keep != 1) + converted + control.limited, 1)
+        for i in self._others:
+            yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
