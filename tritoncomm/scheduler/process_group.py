@@ -46,6 +46,8 @@ _exchange_ids: Counter[str] = Counter()
 # Names of the groups in which an exchange has failed. Their connections may be closed.
 _broken: set[str] = set()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
+# The name of the collective since PyTorch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
 
@@ -374,11 +376,11 @@ class ProcessGroupScheduler:
         elif isinstance(op, AllToAll):
             result = torch.empty_like(tensor)
             work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
-            traffic = cost.all_to_all(1, itemsize, self.world_size)
+            traffic = cost.all_to_all(size // self.world_size, itemsize, self.world_size)
         else:
             assert isinstance(op, AllGather)
             result = tensor.new_empty(self.world_size, size)
-            work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
+            work = _all_gather(result.view(-1), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
         ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
         self._wait_for(work)
