@@ -113,6 +113,12 @@ def under_test(density: float) -> dict[str, Recipe]:
         "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
+        "dense-tail-8bit-static": DenseTail(
+            recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"
+        ),
+        "preconditioned-static": Preconditioned(
+            recipe=TopkAllgather(density=density, static=True), shapes=((9, 5), (11,)), renew_every=2
+        ),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 

@@ -26,6 +26,7 @@ from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendab
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
 _PHASE_BYTES = 8
+_CHECKSUM = 6  # position of the checksum in a header
 _COARSE_BITS = 3
 NO_VALUES = "none"  # the format of messages that hold indices alone
 _BITS = {**VALUE_BITS, NO_VALUES: 0}
@@ -442,6 +443,32 @@ def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
         f"{'the same method and settings' if found[3] == expected[3] else 'a different method or settings'}: "
         "run the same steps with the same settings on all ranks"
     )
+
+
+def framed_on_device(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Do the same as :func:`framed` for a ``payload`` on a GPU, without waiting for it."""
+    header = _device_header(payload, frame)
+    return torch.cat([header, payload])
+
+
+def check_on_device(header: torch.Tensor, payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Return 0 if ``header`` is that of ``payload`` in ``frame``, and otherwise a larger number (int32 ``[1]``).
+
+    Both are on a GPU, and nothing waits for it.
+    """
+    return (header != _device_header(payload, frame)).sum(dtype=torch.int32).reshape(1)
+
+
+def _device_header(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Return the header with the checksum of ``payload``. Its CRC-32 is that of a header with the checksum 0."""
+    header = on_device(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32), payload.device)
+    header[_CHECKSUM : _CHECKSUM + 1] = payload.sum(dtype=torch.int64).to(torch.int32)
+    return header
+
+
+def on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of ``host`` on ``device``. A GPU copies it from pinned memory, so the host does not wait."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def check_payload(payload: torch.Tensor, total: int) -> None:
