@@ -20,10 +20,11 @@ from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, fits_dtype
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
+from tritoncomm_kernels import Padded
 
 logger = logging.getLogger("tritoncomm")
 
@@ -37,8 +38,13 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``."""
-        return self.layout.split(self.mean)
+        """The delivered entries of each parameter, in the order of ``layout``. A mean with padding needs a readback."""
+        return self.layout.split(self.mean.trimmed())
+
+    def flat(self, *, read_gradients: bool) -> FlatDelivery:
+        """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
+        entries = Padded(self.mean.indices, self.mean.values)
+        return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
 
 class _Begun(NamedTuple):
@@ -186,13 +192,15 @@ class GradientExchange:
             self.rollback()
             raise
         for delivered in self.delivered or ():  # one
-            self._write_gradients(delivered, scale if kept else None)
+            self._write_gradients(vector, delivered, scale if kept else None)
             vector.measure(delivered.mean, time.perf_counter() - started)
 
     @staticmethod
-    def _write_gradients(delivered: Delivered, scale: float | None) -> None:
+    def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
         """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
-        if scale is None:
+        if delivered.mean.is_padded:  # only the GPU knows the number of entries of each parameter
+            delivered.layout.scatter_flat(vector.write(delivered.mean))
+        elif scale is None:
             delivered.layout.scatter(delivered.entries)
         elif scale != 1.0:
             delivered.layout.multiply(1.0 / scale)
@@ -311,7 +319,7 @@ class GradientExchange:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
         for vector, mean, _ in self.pending:
             vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean))
+            vector.layout.scatter(vector.layout.split(mean.trimmed()))
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
         self.pending = []
@@ -361,7 +369,7 @@ class GradientExchange:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
         numel = sum(vector.layout.numel for vector in self.vectors)
-        delivered = sum(vector.last["density_delivered"] * vector.layout.numel for vector in self.vectors)
+        delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
         return summed([vector.last for vector in self.vectors]) | {
             "density": self.options.recipe.density,
             "density_delivered": delivered / max(numel, 1),
