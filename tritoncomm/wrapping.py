@@ -126,7 +126,8 @@ def wrap(
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     hook = _hook(optimizer, model)
     group = _group(process_group, model, hook)
-    with setup_checks.propagate_errors(group):
+    device = setup_checks.device_of(optimizer)
+    with setup_checks.propagate_errors(group, device):
         check_optimizer(optimizer, alone=is_alone(group if hook is None else hook.replicas))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
@@ -164,10 +165,10 @@ def wrap(
                 "broadcast the parameters before fully_shard()"
             )
     if hook is None and model is not None:
-        with setup_checks.propagate_errors(group):
+        with setup_checks.propagate_errors(group, device):
             setup_checks.check_exchanged(_trained(optimizer.param_groups), model.parameters())
         hook = _register(model, chosen, process_group, options, scaler)
-    with setup_checks.propagate_errors(group):
+    with setup_checks.propagate_errors(group, device):
         return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
 
 

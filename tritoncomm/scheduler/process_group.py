@@ -21,6 +21,7 @@ from tritoncomm.errors import (
 )
 from tritoncomm.scheduler import cost, failure_report, tracing, wire
 from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -103,8 +104,10 @@ class ProcessGroupScheduler:
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
+            if self.rank in ranks or needs_all_ranks():
+                members = tuple(self._global_ranks[r] for r in ranks)
+                subgroup = _subgroup(group or dist.group.WORLD, members, timeout, self._global_ranks)
             if self.rank in ranks:
-                subgroup = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
                 self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
 
     def check(self) -> None:
@@ -435,12 +438,15 @@ def _peers_text(op: Op) -> str:
 
 
 def _subgroup(
-    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None
+    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None, callers: Sequence[int]
 ) -> dist.ProcessGroup | None:
-    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``."""
+    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``.
+
+    See :func:`~tritoncomm.scheduler.new_group.new_group`.
+    """
     parent, subgroup = _subgroups.get((id(group), members), (None, None))
     if parent is not group or subgroup is None:
-        subgroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        subgroup = new_group(members, timeout, callers)
         _subgroups[id(group), members] = group, subgroup
     return subgroup
 

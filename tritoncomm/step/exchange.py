@@ -38,8 +38,19 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``. A mean with padding needs a readback."""
-        return self.layout.split(self.mean.trimmed())
+        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters.
+
+        The host waits for the number of entries of a mean with padding.
+        """
+        mean, device = self.mean.trimmed(), self.layout.device
+        if mean.values.device != device:  # of parameters that FSDP has offloaded
+            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
+        return self.layout.split(mean)
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the mean has padding, and is on the device of the parameters. See :meth:`flat`."""
+        return self.mean.is_padded and self.mean.values.device == self.layout.device
 
     def flat(self, *, read_gradients: bool) -> FlatDelivery:
         """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
@@ -198,7 +209,7 @@ class GradientExchange:
     @staticmethod
     def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
         """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
-        if delivered.mean.is_padded:  # only the GPU knows the number of entries of each parameter
+        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
             delivered.layout.scatter_flat(vector.write(delivered.mean))
         elif scale is None:
             delivered.layout.scatter(delivered.entries)
@@ -317,11 +328,12 @@ class GradientExchange:
 
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        for vector, mean, _ in self.pending:
-            vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean.trimmed()))
+        for step in self.pending:
+            step.vector.feedback.resume()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        for delivered in self.delivered:
+            delivered.layout.scatter(delivered.entries)
         self.pending = []
 
     def flush(self) -> list[Delivered]:
@@ -355,7 +367,9 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
+            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
+            gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
@@ -387,7 +401,8 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody, belongs_to = private_group(None, options.timeout)
+    device = torch.device(device)
+    everybody, belongs_to = private_group(None, options.timeout, device)
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler

@@ -122,13 +122,13 @@ class OptimizerStep:
             untouched = False
 
         def aware(rule: AwareStep, readable: bool) -> None:
-            listed = [each for each in delivered if not each.mean.is_padded]
+            listed = [each for each in delivered if not each.is_flat]
             pairs = [pair for each in listed for pair in zip(each.layout.parameters, each.entries, strict=True)]
             if pairs:
                 values = [entries.values for _, entries in pairs] if untouched and readable else None
                 rule.step([parameter for parameter, _ in pairs], [entries.indices for _, entries in pairs], values)
             for each in delivered:
-                if each.mean.is_padded:
+                if each.is_flat:
                     rule.step_flat(each.flat(read_gradients=not (untouched and readable)))
 
         self._apply(aware)

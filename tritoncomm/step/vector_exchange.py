@@ -36,6 +36,8 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
+        device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
+            keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
@@ -48,6 +50,7 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
+    device: torch.device | None = None
     flattened: bool | None = None
     by_update: bool = False
     alone: bool = False
@@ -71,6 +74,7 @@ class VectorExchange:
 
     Attributes:
         layout: Position of each parameter in the flat vector.
+        device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
@@ -87,7 +91,8 @@ class VectorExchange:
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
-        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self.device = options.device or self.layout.device
+        self.flat = torch.zeros(self.layout.numel, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
@@ -96,7 +101,7 @@ class VectorExchange:
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
             stamp = f"{recipe.name} {recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
+            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
@@ -142,8 +147,8 @@ class VectorExchange:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
-        packing = with_packing(whole, self.layout.device)
-        return ErrorFeedback(packing.build(self.layout.numel), self.layout.device)
+        packing = with_packing(whole, self.device)
+        return ErrorFeedback(packing.build(self.layout.numel), self.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
