@@ -67,6 +67,11 @@ class Algorithm(ABC):
         return self.predicted_traffic(world_size)
 
     @property
+    def is_static(self) -> bool:
+        """True if the next step uses the static form, whose messages have a fixed length. See :class:`IndexRecipe`."""
+        return False
+
+    @property
     def warms_up_dense(self) -> bool:
         """True if the next step delivers every entry because of a warm-up."""
         return False
@@ -178,14 +183,24 @@ class IndexRecipe(Recipe):
     ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
     ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). For vectors on a GPU, :func:`tritoncomm.wrap`
     resolves it to True. ``"always"`` packs messages that become longer too. It is for tests.
+
+    ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
+    twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
+    residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the method
+    has this form (``has_static_form``).
     """
 
+    has_static_form: ClassVar[bool] = False
     packed: bool | str = "auto"
+    static: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         known = self.packed in ("auto", "always") or isinstance(self.packed, bool)
         check(self, "packed", known, "must be True, False, 'auto' or 'always'")
+        check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
+        has_form = self.static is not True or self.has_static_form
+        check(self, "static", has_form, f"{self.name} has no static form: leave out static")
 
     @property
     def encoding(self) -> Encoding:

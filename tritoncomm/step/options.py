@@ -226,16 +226,18 @@ def with_density(chosen: Recipe, density: float) -> Recipe:
 
 
 def with_packing(chosen: Recipe, device: torch.device) -> Recipe:
-    """Return ``chosen`` with ``packed="auto"`` resolved for vectors on ``device``.
+    """Return ``chosen`` with ``packed="auto"`` and ``static="auto"`` resolved for vectors on ``device``.
 
-    Packing takes a GPU microseconds. A CPU packs some 3 Gbit/s per core, so it packs only if values are rounded.
+    On a GPU, messages have a fixed length if the method has that form. Packing takes a GPU microseconds. A CPU packs
+    some 3 Gbit/s per core, so it packs only if values are rounded.
     """
     inner = getattr(chosen, "recipe", None)
     if inner is not None:
         return replace(chosen, recipe=with_packing(inner, device))  # type: ignore[call-arg]
-    if isinstance(chosen, IndexRecipe) and chosen.packed == "auto" and device.type == "cuda":
-        return replace(chosen, packed=True)
-    return chosen
+    if not isinstance(chosen, IndexRecipe) or device.type != "cuda":
+        return chosen
+    static = chosen.has_static_form if chosen.static == "auto" else chosen.static
+    return replace(chosen, packed=True if chosen.packed == "auto" else chosen.packed, static=static)
 
 
 def without_encoding(chosen: Recipe) -> Recipe:
@@ -244,7 +246,7 @@ def without_encoding(chosen: Recipe) -> Recipe:
     if inner is not None:
         return replace(chosen, recipe=without_encoding(inner))  # type: ignore[call-arg]
     names = {field.name for field in dataclasses.fields(chosen)}
-    plain = {"values": "fp32", "packed": "auto"}
+    plain = {"values": "fp32", "packed": "auto", "static": "auto"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
         return replace(chosen, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]

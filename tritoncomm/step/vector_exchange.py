@@ -106,6 +106,7 @@ class VectorExchange:
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
+        self._last_mean: SparseVector | None = None
         self.measure(None, 0.0)
 
     @property
@@ -211,13 +212,17 @@ class VectorExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
+    def density_delivered(self) -> float:
+        """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
+        return self._last_mean.density if self._last_mean is not None else 0.0
+
     def measure(self, mean: SparseVector | None, seconds: float) -> None:
         """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+        self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
         selecting = accumulator.seconds if accumulator else 0.0
         self.last = {
             "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(meter.sent.bytes),
             "bytes_received": float(meter.received.bytes),
