@@ -9,14 +9,17 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+import tritoncomm
 from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, SimulatedWorld
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives.collectives import share_counts, share_rows
+from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round
 
 import laws
+import replay
 from depth import trials
-from recipes import under_test
+from recipes import SHORT, under_test
 
 NAMES = [
     name
@@ -70,6 +73,30 @@ def test_damaged_messages(name: str) -> None:
                 for mean in world.step(gradient, before_round=damage):
                     assert (mean.indices[1:] > mean.indices[:-1]).all()
                     assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
+
+
+# Short messages are packed too, so that packed sections are damaged.
+PACKED = {
+    f"{name}-{values}-packed": tritoncomm.recipe(name, density=0.2, values=values, packed="always", **fields)
+    for name, fields in (("topk_allgather", {}), ("oktopk", SHORT), ("spardl", {}))
+    for values in ("fp32", "4bit")
+}
+
+
+@pytest.mark.parametrize("name", [*PACKED, *NAMES])
+def test_replayed_messages(name: str) -> None:
+    """Replays of single steps with a damaged reply are rejected by name, or harmless. Some are of each kind."""
+    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(250, 100_000))
+    assert outcomes["ProtocolMismatchError"] > 0
+    assert outcomes["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["topk_allgather", "oktopk"])
+def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays fail for a receiver that does not check indices."""
+    monkeypatch.setattr(wire, "check_indices", lambda *_: None)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        replay.fuzz(under_test(0.2)[name], 250)
 
 
 def answer(pattern: object, reply: torch.Tensor) -> None:
