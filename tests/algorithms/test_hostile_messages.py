@@ -12,14 +12,16 @@ import torch
 import tritoncomm
 from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, SimulatedWorld
 from tritoncomm.algorithms.base import IndexRecipe
-from tritoncomm.primitives.collectives import share_counts, share_rows
+from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round
+from tritoncomm.scheduler.wire import Encoding
 
 import laws
 import replay
 from depth import trials
 from recipes import SHORT, under_test
+from tritoncomm_kernels import Selection
 
 NAMES = [
     name
@@ -121,6 +123,15 @@ def test_own_count_comes_back() -> None:
     rows = share_rows([3], True, 2, torch.device("cpu"), phase="sizes", limit=100)
     with pytest.raises(ProtocolMismatchError, match="sent 3"):
         answer(rows, torch.tensor([[7], [9]]))
+
+
+def test_own_size_comes_back() -> None:
+    """A rank that has another number of entries than it has announced rejects the sizes before it sends."""
+    block = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+    regions = Regions((0, 50, 100), [3, 4], Encoding("fp32", "always"))
+    gathering = gather_regions(block, regions, 0, 2, trigger=math.inf, width=1, phase="all-gather")
+    with pytest.raises(ProtocolMismatchError, match="rank 0 has 4 entries"):
+        next(gathering)
 
 
 @pytest.mark.parametrize("least", [math.nan, -1.0, 0.0, -math.inf])

@@ -60,9 +60,10 @@ class Algorithm(ABC):
         """Return an upper bound for the next step from the current state, per rank, phase and direction."""
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """Return the traffic of an ordinary step, by the formula of the method's paper.
+        """Return the traffic of the busiest rank in an ordinary step, by the formula of the method's paper.
 
-        Rare steps may send more, for example those that determine thresholds again.
+        Entries are taken to be spread evenly. Rare steps may send more, for example those that determine thresholds
+        again. :meth:`predicted_traffic` is the upper bound.
         """
         return self.predicted_traffic(world_size)
 
@@ -167,7 +168,7 @@ class Recipe(ABC):
         return Formula(forecast.received.messages, words, words)
 
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
-        """Return the paper's formula for ``numel`` elements by phase, an upper bound for most steps of a long run."""
+        """Return the traffic of an ordinary step with ``numel`` elements, see :meth:`Algorithm.ordinary_traffic`."""
         return self.build(numel).ordinary_traffic(world_size)
 
 
@@ -192,10 +193,13 @@ class IndexRecipe(Recipe):
         """The format of messages."""
         return Encoding(NO_VALUES, False if self.packed == "auto" else self.packed)
 
-    def entry_words(self, numel: int) -> float:
-        """Return the words per entry of a message with the largest entries of a vector of ``numel`` elements."""
-        k = entries_to_keep(numel, self.density)
-        return self.encoding.words(numel, k) / k if k else 0.0
+    def entry_words(self, numel: int, sections: int = 1) -> float:
+        """Return the words per entry of messages with the largest entries of a vector of ``numel`` elements.
+
+        The entries are spread evenly over ``sections`` parts of the vector, and those of each part are a section.
+        """
+        span, room = -(-numel // sections), -(-entries_to_keep(numel, self.density) // sections)
+        return self.encoding.words(span, room) / min(span, room) if room else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
