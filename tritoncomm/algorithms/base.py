@@ -14,7 +14,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula
+from tritoncomm.scheduler.cost import Forecast, Formula, Link
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
@@ -177,21 +177,38 @@ class IndexRecipe(Recipe):
     """A method that sends indices.
 
     ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
-    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). For vectors on a GPU, :func:`tritoncomm.wrap`
-    resolves it to True. ``"always"`` packs messages that become longer too. It is for tests.
+    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). If they are not, :func:`tritoncomm.wrap` resolves
+    it: messages are packed for vectors on a GPU, and not on a CPU. With ``algo="auto"``, the measured link decides.
+    A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
+    ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
+    that become longer too. It is for tests.
     """
 
     packed: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.packed in ("auto", "always") or isinstance(self.packed, bool)
-        check(self, "packed", known, "must be True, False, 'auto' or 'always'")
+        fix = "must be True, False, 'auto', 'always', or a link such as '10gbit,30us'"
+        check(self, "packed", isinstance(self.packed, (bool, str)), fix)
+        try:
+            _ = self.known_link
+        except ConfigurationError:
+            check(self, "packed", False, fix)
+
+    @property
+    def packs_by_link(self) -> bool:
+        """True if ``packed`` is ``"auto"``, or a link."""
+        return isinstance(self.packed, str) and self.packed != "always"
+
+    @property
+    def known_link(self) -> Link | None:
+        """The link in ``packed``, or None."""
+        return Link.parse(str(self.packed)) if self.packs_by_link and self.packed != "auto" else None
 
     @property
     def encoding(self) -> Encoding:
-        """The format of messages."""
-        return Encoding(NO_VALUES, False if self.packed == "auto" else self.packed)
+        """The format of messages. They are plain as long as ``packed`` is not resolved."""
+        return Encoding(NO_VALUES, False if self.packs_by_link else self.packed)
 
     def entry_words(self, numel: int, sections: int = 1) -> float:
         """Return the words per entry of messages with the largest entries of a vector of ``numel`` elements.
@@ -227,7 +244,7 @@ class EntryRecipe(IndexRecipe):
     @property
     def encoding(self) -> Encoding:
         """The format of messages."""
-        return Encoding(self.values, self.values != "fp32" if self.packed == "auto" else self.packed)
+        return Encoding(self.values, self.values != "fp32" if self.packs_by_link else self.packed)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:
