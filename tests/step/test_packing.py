@@ -43,6 +43,14 @@ def test_device_and_link_decide(recipe: Recipe) -> None:
     assert packed(resolve(recipe, NUMEL, 4, "cpu", FAST).recipe) is False
 
 
+def test_static_form_on_a_gpu() -> None:
+    """On a GPU, a method with a static form uses it, unless the user asks for something else."""
+    for recipe, static in ((TopkAllgather(), True), (TopkAllgather(static=False), False), (ExDyna(), False)):
+        assert resolve(recipe, NUMEL, 4, "cuda").recipe.static is static
+        assert resolve(recipe, NUMEL, 1, "cuda").recipe.static is static
+        assert resolve(recipe, NUMEL, 4, "cpu").recipe.static == recipe.static
+
+
 def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:
     """On a GPU with a fast link, short messages are plain and long ones are packed."""
     method = OkTopk(density=0.01)

@@ -68,6 +68,11 @@ class Algorithm(ABC):
         return self.predicted_traffic(world_size)
 
     @property
+    def is_static(self) -> bool:
+        """True if the next step uses the static form, whose messages have a fixed length. See :class:`IndexRecipe`."""
+        return False
+
+    @property
     def warms_up_dense(self) -> bool:
         """True if the next step delivers every entry because of a warm-up."""
         return False
@@ -182,9 +187,16 @@ class IndexRecipe(Recipe):
     A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
     ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
     that become longer too. It is for tests.
+
+    ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
+    twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
+    residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the method
+    has this form (``has_static_form``).
     """
 
+    has_static_form: ClassVar[bool] = False
     packed: bool | str = "auto"
+    static: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +206,9 @@ class IndexRecipe(Recipe):
             _ = self.known_link
         except ConfigurationError:
             check(self, "packed", False, fix)
+        check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
+        has_form = self.static is not True or self.has_static_form
+        check(self, "static", has_form, f"{self.name} has no static form: leave out static")
 
     @property
     def packs_by_link(self) -> bool:

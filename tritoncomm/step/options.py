@@ -231,7 +231,7 @@ def without_encoding(chosen: Recipe) -> Recipe:
     if inner is not None:
         return replace(chosen, recipe=without_encoding(inner))  # type: ignore[call-arg]
     names = {field.name for field in dataclasses.fields(chosen)}
-    plain = {"values": "fp32", "packed": "auto"}
+    plain = {"values": "fp32", "packed": "auto", "static": "auto"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
         return replace(chosen, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]

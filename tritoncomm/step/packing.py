@@ -69,15 +69,18 @@ class Packing:
 def resolve(
     recipe: Recipe, numel: int, world_size: int, device: torch.device | str, link: Link | None = None
 ) -> Packing:
-    """Return ``recipe`` with ``packed="auto"`` resolved for vectors of ``numel`` elements on ``device``.
+    """Return ``recipe`` with ``packed`` and ``static`` resolved for vectors of ``numel`` elements on ``device``.
 
+    On a GPU, ``static="auto"`` is True if the method has the static form, whatever the link.
     Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in ``packed``
     has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
     """
-    method = _innermost(recipe)
+    method, on_gpu = _innermost(recipe), torch.device(device).type == "cuda"
+    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto":
+        recipe = _with(recipe, static=method.has_static_form)
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
-    on_gpu, is_open = torch.device(device).type == "cuda", method.packs_by_link and not method.encoding.packed
+    is_open = method.packs_by_link and not method.encoding.packed
     link = method.known_link or link
     packed = _with(recipe, packed=True) if is_open else recipe
     kept = _with(recipe, packed=False) if is_open else recipe
