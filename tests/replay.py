@@ -93,7 +93,7 @@ def fuzz(recipe: Recipe, trials: int, *, numel: int = 80, seed: int = 0) -> Coun
             assert laws.same_vector(_replay(recording, -1, generator), recording.mean)
         places = recording.places
         try:
-            mean = _replay(recording, places[generator.integers(len(places))], generator)
+            mean = _replay(recording, places[generator.integers(len(places))], generator).trimmed()
         except (ProtocolMismatchError, NonFiniteError) as error:
             outcomes[type(error).__name__] += 1
             continue
@@ -141,7 +141,9 @@ def _recorded(recording: Recording, number: int, op: Op, asked: Op) -> Any:
         if {source: part.numel() for source, part in reply.items()} != dict(asked.receives):
             return None
         return {source: part.clone() for source, part in reply.items()}
-    return reply.clone() if known.tensor.shape == asked.tensor.shape else None
+    if known.tensor.shape != asked.tensor.shape:
+        return None
+    return _with_own_part(reply.clone(), asked, recording.rank)
 
 
 def _words(recording: Recording, asked: Op, generator: np.random.Generator) -> Any:
@@ -154,10 +156,15 @@ def _words(recording: Recording, asked: Op, generator: np.random.Generator) -> A
     shape = tuple(asked.tensor.shape)
     if isinstance(asked, AllGather):
         shape = (recording.world_size, *shape)
-    reply = _random(asked.tensor.dtype, shape, generator)
-    if not isinstance(asked, AllReduce):  # the own part comes back as it is
-        part = asked.tensor if isinstance(asked, AllGather) else asked.tensor[recording.rank]
-        reply[recording.rank] = part
+    return _with_own_part(_random(asked.tensor.dtype, shape, generator), asked, recording.rank)
+
+
+def _with_own_part(reply: torch.Tensor, asked: Op, rank: int) -> torch.Tensor:
+    """Return ``reply``, in which the rank's own part is what it has sent now. A sum has no such part."""
+    if isinstance(asked, AllGather):
+        reply[rank] = asked.tensor
+    elif isinstance(asked, AllToAll):
+        reply[rank] = asked.tensor[rank]
     return reply
 
 
