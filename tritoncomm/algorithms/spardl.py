@@ -67,8 +67,9 @@ class SparDL(EntryRecipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
         k = entries_to_keep(numel, self.density)
-        plain = self._formula(self.teams_for(world_size, k), world_size, k)
-        shorter = self.entry_words(numel) / 2
+        teams = self.teams_for(world_size, k)
+        plain = self._formula(teams, world_size, k)
+        shorter = self.entry_words(numel, world_size // teams) / 2
         return Formula(plain.latencies, shorter * plain.low, shorter * plain.high)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
