@@ -127,16 +127,6 @@ class Network:
         if discipline is not None:
             self._in(holder, f"tc qdisc add dev {device} root handle 1: {discipline}")
 
-    def filter(self, number: int, direction: str, rule: str) -> None:
-        """Add a filter to the queue of what host ``number`` ``"sends"`` or ``"receives"``, in the words of ``tc``."""
-        holder, device = self._end(number, direction)
-        self._in(holder, f"tc filter add dev {device} parent 1: {rule}")
-
-    def classify(self, number: int, direction: str, rule: str) -> None:
-        """Run ``tc RULE`` with ``{device}`` replaced, where the queue of ``direction`` of host ``number`` is."""
-        holder, device = self._end(number, direction)
-        self._in(holder, f"tc {rule.format(device=device)}")
-
     def plug(self, number: int, *, in_: bool) -> None:
         """Plug the cable of host ``number`` into the bridge, or pull it out."""
         self._in(self._switch, f"ip link set port{number} {'up' if in_ else 'down'}")

@@ -45,8 +45,9 @@ class Contender:
         if name not in (*RIVALS, *tritoncomm.algorithms(), "auto"):
             raise ValueError(f"{name!r} is no contender: choose from {', '.join([*RIVALS, *tritoncomm.algorithms()])}")
         found = cls(name, tuple(settings))
-        if found.get("door", "wrap") not in DOORS:
-            raise ValueError(f"door={found.get('door')} is unknown: choose from {', '.join(DOORS)}")
+        door = found.get("door", "wrap")
+        if door not in DOORS:
+            raise ValueError(f"door={door} is unknown: choose from {', '.join(DOORS)}")
         return found
 
     def get(self, key: str, otherwise: Any) -> Any:
@@ -133,7 +134,7 @@ def powersgd(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warm
     """Train with torch's PowerSGD hook of ``rank``, after ``warmup`` dense steps.
 
     Its all-reduces start each other in callbacks. With several buckets on gloo, they start in another order on each
-    rank, and never end. Therefore the default is one bucket.
+    rank: four workers waited forever, two aborted. The default is therefore one bucket.
     """
     megabytes = contender.get("bucket_mb", ONE_BUCKET)
     trained = dense(plain, optimizer, Contender("dense", (("bucket_mb", megabytes),)), warmup)

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ def read(path: Path | None) -> Rows:
     """Return the rows in ``path``, by cell."""
     if path is None or not path.exists():
         return {}
-    found = [Row(**row | {"cell": Cell(**row["cell"])}) for row in json.loads(path.read_text())["rows"]]
+    found = [
+        Row(**{field.name: row[field.name] for field in fields(Row)} | {"cell": Cell(**row["cell"])})
+        for row in json.loads(path.read_text())["rows"]
+    ]
     return {row.cell: row for row in found}
 
 
@@ -72,8 +75,6 @@ def write(rows: Rows, path: Path, about: dict[str, Any]) -> None:
         asdict(row) | {"seconds_to_target": to_target(row, rows), "gap": gap(row, rows), "predicted": predicted(row)}
         for row in rows.values()
     ]
-    names = {"seconds_to_target", "gap", "predicted"}
-    assert not names & set(Row.__dataclass_fields__)
     partial = path.with_suffix(".partial")  # a run that is stopped here must not lose the rows of hours
     partial.write_text(json.dumps(about | {"rows": content}, indent=1) + "\n")
     partial.replace(path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +149,7 @@ def _worker_main(  # runs in the worker process
         queue.put(pickle.dumps((rank, kind, content)))
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         if prepare is not None:
             prepare(rank)
@@ -162,6 +166,14 @@ def _worker_main(  # runs in the worker process
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """End this worker when the process that started it is gone. The operating system only tells the fork server."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    multiprocessing.connection.wait([launcher.sentinel])
+    os._exit(1)
 
 
 def _first_cause(errors: list[_Failure], exit_codes: Sequence[int | None]) -> str:
