@@ -37,6 +37,7 @@ from tritoncomm_kernels.scatter import (
     scatter_add,
     scatter_add_lists,
     sum_lists,
+    sum_rows,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
@@ -92,6 +93,7 @@ __all__ = [
     "set_at",
     "smallest_magnitude",
     "sum_lists",
+    "sum_rows",
     "threshold_key",
     "top_k",
     "top_k_into",
