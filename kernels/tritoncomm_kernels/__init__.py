@@ -39,6 +39,7 @@ from tritoncomm_kernels.scatter import (
     scatter_add,
     scatter_add_lists,
     sum_lists,
+    sum_rows,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,

@@ -10,8 +10,9 @@ import torch
 import tritoncomm
 from helpers import flat, loss_of, residual, tiny_model
 from torch import nn
-from tritoncomm import NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
-from tritoncomm.step.options import with_packing
+from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
+from tritoncomm.algorithms import Hierarchical, Warmup
+from tritoncomm.step.packing import resolve
 
 STEPS = 8
 
@@ -99,8 +100,12 @@ def rejected(rank: int, world_size: int, send) -> None:
 
 def resolved_for_gpus(rank: int, world_size: int, send) -> None:
     """For a GPU, methods that have a static form use it unless the user asks for something else."""
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for recipe in (TopkAllgather(), OkTopk(), SparDL()):
-        assert with_packing(recipe, gpu).static is type(recipe).has_static_form
-        assert with_packing(recipe, cpu) == recipe
-    assert with_packing(TopkAllgather(static=False), gpu).static is False
+        assert resolve(recipe, 1000, 3, "cuda").recipe.static is type(recipe).has_static_form
+        assert resolve(recipe, 1000, 3, "cpu").recipe.static == "auto"
+    assert resolve(Warmup(recipe=TopkAllgather(), steps=2), 1000, 3, "cuda").recipe.recipe.static is True
+    assert resolve(TopkAllgather(static=False), 1000, 3, "cuda").recipe.static is False
+    nodes = Hierarchical(recipe=TopkAllgather(), node_size=2)
+    assert resolve(nodes, 1000, 4, "cuda").recipe.recipe.static == "auto"
+    with pytest.raises(ConfigurationError, match="static=True"):
+        Hierarchical(recipe=TopkAllgather(static=True), node_size=2)

@@ -146,7 +146,8 @@ class GradientExchange:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         if self.vectors:
             first = self.vectors[0]
-            log_choice(first.recipe, first.rank, first.world_size, [vector.part for vector in self.vectors])
+            parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
+            log_choice(first.recipe, first.rank, first.world_size, parts, packings)
 
     def average(
         self,
