@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
+from tritoncomm_kernels.section_rows import read_rows, write_rows
 from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
@@ -113,6 +114,19 @@ def _into(k: int = 90) -> dict[str, torch.Tensor]:
     }
 
 
+def _rows() -> kernels.Padded:
+    found = [kernels.Padded.of(kernels.Selection.of(*entries(count, count)), 60) for count in (60, 20)]
+    return kernels.Padded(torch.stack([each.indices for each in found]), torch.stack([each.values for each in found]))
+
+
+def _ints(*content: int) -> torch.Tensor:
+    return torch.tensor(content, dtype=torch.int32)
+
+
+def _sections(bits: int) -> dict[str, Any]:
+    return {"layout": Layout.of(60, N, bits), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
+
+
 LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
 SHARED = vector()
 CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
@@ -199,6 +213,32 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "write nothing": (write_section, lambda: _section(4, 0)),
     "read fp32": (read_section, lambda: _written(32, 200)),
     "read 4bit": (read_section, lambda: _written(4, 200)),
+    "top_k_padded": (
+        kernels.top_k_padded,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
+    ),
+    "top_k_rows": (
+        kernels.top_k_rows,
+        lambda: {"values": vector(), "bounds": _ints(0, 4000, N), "budgets": _ints(9, 9), "room": 9},
+    ),
+    "top_k_rows of nothing": (
+        kernels.top_k_rows,
+        lambda: {"values": vector(), "bounds": _ints(0), "budgets": _ints(), "room": 9},
+    ),
+    "joined": (kernels.joined, lambda: {"rows": _rows()}),
+    "merge_rows": (kernels.merge_rows, lambda: {"rows": _rows(), "numel": N}),
+    "add_rows": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows()}),
+    "add_rows of one": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows().row(0)}),
+    "set_at": (kernels.set_at, lambda: {"out": vector(), "entries": _rows().row(1)}),
+    "values_at": (kernels.values_at, lambda: {"values": vector(), "indices": _rows().indices}),
+    "sum_rows": (kernels.sum_rows, lambda: {"rows": vector().view(3, -1)}),
+    **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 16, 32)},
+    "read_rows": (
+        read_rows,
+        lambda: {
+            "layout": (given := _sections(4))["layout"], "lows": given["lows"], "messages": write_rows(**given)[0],
+        },
+    ),
     "adam": (kernels.adam_update, _adam),
     "adam of some": (kernels.adam_update, lambda: _adam(torch.arange(50))),
     "adam without limit": (kernels.adam_update, lambda: _adam(max_relative_update=float("inf"))),
@@ -209,11 +249,13 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 def test_triton_route_costs_what_the_table_says(name: str) -> None:
     """Launches and synchronizations are equal, with a workspace that has been used before if the kernel takes one."""
     kernel, make = CASES[name]
+    if kernel in {write_rows, read_rows}:
+        pytest.importorskip("tritoncomm_kernels.section_rows_triton")
     takes = "workspace" in inspect.signature(kernel).parameters
     extra = {"workspace": kernels.Workspace()} if takes else {}
     with kernels_from("triton"):
-        kernel(**make(), **extra)  # allocates the workspace, and fills caches
-        given = inspect.signature(kernel).bind(**make(), **extra)
+        kernel(**make() | extra)  # allocates the workspace, and fills caches
+        given = inspect.signature(kernel).bind(**make() | extra)
         given.apply_defaults()
         with counting() as count:
             result = kernel(*given.args, **given.kwargs)
@@ -244,3 +286,24 @@ def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool,
         with counting() as count:
             many.update(*arguments, keep=keep, values=values)
     assert [count.launches] == [cost.launches for cost in many.costs(control, arguments[2], keep, values)]
+
+
+@pytest.mark.parametrize(("keep", "half", "limited"), [(1.0, False, True), (0.9, False, False), (0.9, True, True)])
+def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool, limited: bool) -> None:
+    """Launches are equal, and the host reads nothing."""
+    dtype = torch.bfloat16 if half else torch.float32
+    parameters = [vector(n).to(dtype) for n in (40, 700)]
+    states = kernels.AdamStates(
+        *([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)),
+        [torch.zeros_like(parameter, dtype=torch.int32) for parameter in parameters],
+        [torch.tensor(1.0) for _ in parameters],
+    )
+    flat = kernel_costs.AdamFlat(parameters, states, [0, 40])
+    control = _control(**({} if limited else {"max_relative_update": float("inf")}))
+    entries = kernels.Padded(_ints(3, 41, 50, -1), vector(4))
+    with kernels_from("triton"):
+        flat.update(entries, control, keep=keep)
+        with counting() as count:
+            flat.update(entries, control, keep=keep)
+    costs = [*flat.costs(entries, control, keep, None)]
+    assert (count.launches, count.syncs) == (sum(cost.launches for cost in costs), sum(cost.syncs for cost in costs))
