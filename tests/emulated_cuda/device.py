@@ -249,9 +249,15 @@ def to_gpu(tensor: torch.Tensor) -> CudaTensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def written(tensor: CudaTensor, what: str) -> CudaTensor:
+    """Note that the current stream has written a new ``tensor``, and return it."""
+    _touch(tensor, True, what)
+    return tensor
+
+
 def upload(values: torch.Tensor, kind: str, gpu: Gpu, *, non_blocking: bool = False, index: int = -1) -> CudaTensor:
     """Copy a CPU tensor to the GPU. From pageable memory, or blocking, this is a synchronization."""
-    made = CudaTensor(values.detach().clone(), gpu, index=index)
+    made = written(CudaTensor(values.detach().clone(), gpu, index=index), kind)
     if values.numel() and not (non_blocking and gpu.is_pinned(values)):
         gpu.synchronized(f"{kind} to the device")
     return made
