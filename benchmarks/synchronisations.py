@@ -33,6 +33,8 @@ from emulated_cuda.device import current_gpu, to_gpu  # noqa: E402
 # Seconds on a GPU, for the estimate of what a step costs beside the kernels' own time.
 SYNC, LAUNCH = 15e-6, 5e-6
 SHAPES = ((64, 64), (64, 48), (40, 64), (64,), (48,), (40,))
+# What AdamW needs of these methods.
+FIELDS: dict[str, dict[str, Any]] = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True}}
 FRAMING = ("tritoncomm/scheduler/wire.py", "tritoncomm/scheduler/process_group.py")
 
 
@@ -68,9 +70,7 @@ class Tensors(nn.Module):
 
 def measure(method: str, values: str, workers: int, density: float, steps: int) -> list[Row]:
     """Return the first and the last step of a method."""
-    fields: dict[str, Any] = {"values": values} if values else {}
-    if method == "random_block":
-        fields["reduced_lr"] = True
+    fields: dict[str, Any] = FIELDS.get(method, {}) | ({"values": values} if values else {})
 
     def main(rank: int) -> list[dict[str, Any]]:
         model = Tensors()
