@@ -114,7 +114,9 @@ def wrap(
             before ``scaler.step()``. Default: None.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
-            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``.
+            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. ``packed`` says
+            whether values that are not rounded travel in packed messages. ``"auto"``, the default, decides by the
+            device, or by the link where ``algo="auto"`` measures it. ``"1gbit,30us"`` decides for this link.
 
     Returns:
         The wrapped optimizer.

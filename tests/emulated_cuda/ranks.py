@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -14,11 +15,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
-from tritoncomm.scheduler import process_group
-from tritoncomm.step import private_group
+from tritoncomm.scheduler import process_group, tracing
+from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload
+from tritoncomm_kernels import padded
 
 # Factories that take ``device=``. The last ones copy from the host.
 _FACTORIES = (
@@ -34,6 +36,9 @@ _STATE = (
     (process_group, "_broken"),
     (process_group, "_subgroups"),
     (private_group, "_free"),
+    (hook_state, "_states"),
+    (tracing, "_tracers"),
+    (padded, "_constants"),
 )
 _installing = threading.RLock()
 
@@ -50,6 +55,7 @@ def run(
     timeout: timedelta = timedelta(seconds=20),
     bind_device: bool = False,
     errors: bool = False,
+    backend: str = nccl.BACKEND,
     network: nccl.Network | None = None,
 ) -> list[Any]:
     """Run ``function(rank)`` on ``world_size`` ranks, and return the results by rank.
@@ -65,6 +71,8 @@ def run(
         bind_device: Whether the default group is bound to its device, as by ``init_process_group(device_id=...)``.
         errors: Whether to return exceptions as results, and to let the other ranks go on. If False, the others are
             stopped, and :class:`RankError` is raised.
+        backend: Backend of the default group. "gloo" runs the same function on CPU tensors, for comparison. Sums are in
+            rank order then, too.
         network: Further settings. Default: None, those of ``seed``.
     """
     network = network or nccl.Network(world_size, seed)
@@ -74,7 +82,7 @@ def run(
 
     def main(rank: int) -> None:
         try:
-            dist.init_process_group(nccl.BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             if bind_device:
                 dist.group.WORLD.bound_device_id = torch.device("cuda", streams.current_device())
             results[rank] = function(rank)
@@ -134,7 +142,13 @@ def installed(network: nccl.Network) -> Iterator[None]:
             patch(mock.patch.object(torch, name, _factory(getattr(torch, name), copies=name in _UPLOADS)))
         for name, value in _methods().items():
             patch(mock.patch.object(torch.Tensor, name, value))
-        replacements = kernel_costs.declared() | {kernel_costs.AdamMany.__base__: kernel_costs.AdamMany}
+        patch(mock.patch.object(dist, "all_reduce", _all_reduce))
+        if "torch.distributed.tensor" in sys.modules:  # a DTensor asks C++ for the device of its shard
+            sharded = sys.modules["torch.distributed.tensor"].DTensor
+            patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
+            patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
+        replacements = kernel_costs.declared()
+        replacements |= {made.__base__: made for made in (kernel_costs.AdamMany, kernel_costs.AdamFlat)}
         for module, name, value in _uses(replacements):
             patch(mock.patch.object(module, name, value))
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -183,6 +197,17 @@ def _start(self: threading.Thread) -> None:
 
 
 _THREAD_START = threading.Thread.start
+_ALL_REDUCE = dist.all_reduce
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Sum in rank order on gloo, too, which adds in another order."""
+    if isinstance(tensor, CudaTensor) or op != dist.ReduceOp.SUM:
+        return _ALL_REDUCE(tensor, op, group=group, async_op=async_op)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    tensor.copy_(functools.reduce(torch.add, gathered))
+    return mock.Mock() if async_op else None
 
 
 class _World(types.SimpleNamespace):
@@ -220,6 +245,12 @@ class _PerRank:
 
     def __contains__(self, key: Any) -> bool:
         return key in self._own()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
 
 
 def _is_cuda(device: Any) -> bool:
@@ -292,7 +323,8 @@ def _cuda() -> dict[str, Any]:
         "current_stream": streams.current_stream,
         "set_stream": streams.set_stream,
         "default_stream": lambda device=None: current_gpu().default_stream,
-        "device": streams.on_device,
+        "device": streams.OnDevice,
+        "get_device_capability": lambda device=None: (8, 0),
         "current_device": streams.current_device,
         "set_device": streams.set_device,
         "synchronize": lambda device=None: current_gpu().synchronized("device synchronize"),

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -288,12 +287,15 @@ def set_device(device: Any) -> None:
     _local.device = current_device() if index is None else index
 
 
-@contextmanager
-def on_device(device: Any) -> Iterator[None]:
-    """Stand for ``torch.cuda.device``."""
-    before = current_device()
-    set_device(device)
-    try:
-        yield
-    finally:
-        set_device(before)
+class OnDevice:
+    """Stands for ``torch.cuda.device``."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self._before)

@@ -9,8 +9,9 @@ from typing import TypeVar
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
-from tritoncomm_kernels import Selection, Workspace
+from tritoncomm_kernels import Padded, Selection, Workspace
 
 Answer = TypeVar("Answer")
 
@@ -24,7 +25,8 @@ class Accumulator:
     exchange ``scratch`` becomes the new residual.
 
     ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
-    of this object. ``selected`` is the number of entries that this rank selected last.
+    of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
+    wrong in a step of the static form, and is None in other steps.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class Accumulator:
         gradient: torch.Tensor,
         scratch: torch.Tensor,
         workspace: Workspace | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
         self.workspace = workspace if workspace is not None else Workspace()
+        self.verdict = verdict
         self._scale: torch.Tensor | None = None
         self._added = False
         self.spans: list[Span] = []
@@ -80,7 +84,7 @@ class Accumulator:
         """
         assert not self._added
         head, tail = (
-            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace)
+            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace, self.verdict)
             for part in (slice(None, at), slice(at, None))
         )
         return head, tail
@@ -93,7 +97,7 @@ class Accumulator:
         assert not self._added
         self._add()
         self._timed(lambda: self._scratch.div_(scale))
-        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace)
+        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
         scaled._scale, scaled._added = scale, True
         return scaled
 
@@ -145,6 +149,26 @@ class Accumulator:
             ),
             lambda: kernels.top_k(self._scratch, k, workspace=self.workspace),
         )
+
+    def top_k_padded(self, k: int) -> Padded:
+        """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
+        gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
+        entries = self._timed(lambda: kernels.top_k_padded(base, gradient, self._scratch, k, workspace=self.workspace))
+        self.selected = k
+        return entries
+
+    def subtract_padded(self, delivered: Padded, *, rounded: bool) -> None:
+        """Do the same as :meth:`subtract` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        if rounded:
+            self._timed(lambda: kernels.add_rows(self._scratch, delivered, scale=-1.0, workspace=self.workspace))
+        else:
+            self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
+
+    def replace_padded(self, entries: Padded) -> None:
+        """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.set_at(self._scratch, entries))
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered."""

@@ -47,6 +47,8 @@ _exchange_ids: Counter[str] = Counter()
 # Names of the groups in which an exchange has failed. Their connections may be closed.
 _broken: set[str] = set()
 _subgroups: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup | None]] = {}
+# The name of the collective since PyTorch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Stands for the operation in error messages before the first operation of an exchange.
 _START = Round("start", {}, {})
 
@@ -91,6 +93,8 @@ class ProcessGroupScheduler:
         self.meter = Meter()
         self.step = 0
         self._number = 0  # number of the operation within the step, called round in messages
+        # Number of wrong words in the headers of messages that a GPU has received since the last confirmation.
+        self._suspect = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._method = stamp.split(" ", 1)[0] or "unnamed"
         self._stamp_text = stamp
         self._stamp: int | None = None
@@ -155,8 +159,17 @@ class ProcessGroupScheduler:
         """
         assert self._stamp is not None
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
-        total = yield AllReduce("confirm", torch.tensor([signature], dtype=torch.int64, device=self.device))
-        if int(total) != signature * self.world_size:
+        words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
+        if not self._on_cpu:
+            words = torch.cat([words, self._suspect.long()])
+            self._suspect = torch.zeros_like(self._suspect)
+        total, *suspect = (yield AllReduce("confirm", words)).tolist()
+        if any(suspect):
+            raise ProtocolMismatchError(
+                f"step {self.step} of {self._method}: a rank has received a message of another step, phase, method or "
+                "length, or a corrupt one: run the same steps with the same settings on all ranks"
+            )
+        if total != signature * self.world_size:
             raise ProtocolMismatchError(
                 f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
                 "step or optimizer, or froze other parameters: step optimizers in the same order on all ranks, and "
@@ -322,7 +335,7 @@ class ProcessGroupScheduler:
             buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
             operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
         for peer, payload in round_.sends.items():
-            sends.append(wire.framed(payload, frame))
+            sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
             operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
@@ -365,6 +378,9 @@ class ProcessGroupScheduler:
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
+            if not self._on_cpu:
+                self._suspect += wire.check_on_device(buffer[: cost.HEADER_WORDS], inbox[peer], frame)
+                continue
             with self._naming_ranks(peer):
                 if peer not in totals:
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
@@ -380,12 +396,20 @@ class ProcessGroupScheduler:
             raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
 
     @property
+    def _on_cpu(self) -> bool:
+        """True if messages are in host memory, and headers are checked when they arrive.
+
+        On a GPU, wrong headers are counted on the device. :meth:`confirmation` reports them.
+        """
+        return self.device.type == "cpu"
+
+    @property
     def _splits_messages(self) -> bool:
         """True if long messages are sent in two parts.
 
         This needs messages that are shorter than their buffers. gloo accepts them, NCCL does not.
         """
-        return self.device.type == "cpu"
+        return self._on_cpu
 
     def _collective(self, op: Collective) -> torch.Tensor:
         tensor = op.tensor.contiguous()
@@ -397,11 +421,11 @@ class ProcessGroupScheduler:
         elif isinstance(op, AllToAll):
             result = torch.empty_like(tensor)
             work = dist.all_to_all_single(result, tensor, group=self.group, async_op=True)
-            traffic = cost.all_to_all(1, itemsize, self.world_size)
+            traffic = cost.all_to_all(size // self.world_size, itemsize, self.world_size)
         else:
             assert isinstance(op, AllGather)
             result = tensor.new_empty(self.world_size, size)
-            work = dist.all_gather(list(result), tensor, group=self.group, async_op=True)
+            work = _all_gather(result.view(-1), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
         ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
         self._wait_for(work)

@@ -271,11 +271,19 @@ class CommState(HookState):
                 setup_checks.propagate_error(str(error), exchange.options.group, self.device)
 
     def _enter(self) -> None:
-        """Connect, and raise on all ranks if DDP calls the hook outside of a backward pass."""
+        """Connect, and raise an error if DDP calls the hook outside of a backward pass.
+
+        If ``join()`` of the model is known, every rank raises that error without a message from another one. The ranks
+        with a batch do in :meth:`_begin`. Otherwise, this rank reports it.
+        """
+        known = self.model is not None and joins(self.model)
         if current_backward() < 0:
             error = ConfigurationError(_JOINED)
-            self._report(error)
+            if not known:
+                self._report(error)
             raise error
+        if known:  # a rank without a batch does not connect
+            return
         try:
             self._connect()
         except ExchangeError as error:

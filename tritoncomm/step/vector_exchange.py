@@ -20,7 +20,8 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import with_packing, without_encoding
+from tritoncomm.step.options import without_encoding
+from tritoncomm.step.packing import resolve
 
 logger = logging.getLogger("tritoncomm")
 
@@ -87,6 +88,7 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step.
     """
@@ -105,16 +107,18 @@ class VectorExchange:
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
+        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
+        self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
 
@@ -151,13 +155,12 @@ class VectorExchange:
 
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
-        recipe = self.recipe
+        recipe = self.packing.recipe
         if self.options.by_update:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
-        packing = with_packing(whole, self.device)
-        return ErrorFeedback(packing.build(self.layout.numel), self.device)
+        return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
@@ -221,11 +224,16 @@ class VectorExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
+    def density_delivered(self) -> float:
+        """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
+        return self._last_mean.density if self._last_mean is not None else 0.0
+
     def measure(self, mean: SparseVector | None, span: Span | None) -> None:
         """Record the metrics of a step with the time ``span``. ``mean`` is None if the step was rejected.
 
         On a GPU, the times are those of the step before: the GPU may still be at work on this one.
         """
+        self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
         times = _Times(meter, accumulator.spans if accumulator else [], span)
         if self.device.type == "cuda":
@@ -237,7 +245,6 @@ class VectorExchange:
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(meter.sent.bytes),
             "bytes_received": float(meter.received.bytes),
