@@ -537,7 +537,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def _device(self) -> torch.device | None:
-        return setup_checks.device_of(self.optimizer)
+        return setup_checks.device_of(self.optimizer) if self._hook is None else self._hook.device
 
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
