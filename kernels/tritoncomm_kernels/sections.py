@@ -234,17 +234,17 @@ def read_section(
     if triton_runs(section):
         return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
     words = section.cpu().numpy()
-    count = int(words[0])
-    offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
+    count, places = int(words[0]), _places(layout)
+    offsets = _read_high(layout, words[places.heads : places.planes], count)
     codes = _read_planes(layout, words, offsets)
     if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
         raise ValueError(_DESCENDING)
     if layout.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
-        values = words[layout.words - layout.value_words :][:count].view(np.float32).copy()
+        values = words[places.values : places.values + count].view(np.float32).copy()
     else:  # no values follow if they have 0 bits
-        values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
+        values = _from_bf16(words[places.values :].view(np.uint16)[:count])
     offsets += np.int32(low)
     return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
 
@@ -451,8 +451,8 @@ def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the planes of the section ``words`` as a view (``[groups, planes]``)."""
-    first = layout.heads + layout.high_words
-    return words[first : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
+    places = _places(layout)
+    return words[places.planes : places.values].reshape(layout.groups, layout.planes)
 
 
 def to_bf16(values: NDArray[np.float32], divisor: int = 1) -> NDArray[np.uint16]:
