@@ -17,6 +17,7 @@ import tritoncomm
 from helpers import flat, residual
 from torch import nn
 from tritoncomm import ExchangeError
+from tritoncomm.scheduler import failure_report
 
 import laws
 
@@ -52,6 +53,7 @@ def wait_for(plan: Plan, name: str) -> None:
 
 def host(rank: int, world_size: int, send, plan: Plan) -> None:
     """Train, or host the store, or both."""
+    dist.barrier()
     dist.destroy_process_group()  # the one of run_workers: its store is a file, which no network failure can reach
     server = dist.TCPStore(address(rank), PORT, is_master=True, wait_for_workers=False) if rank == plan.store else None
     try:
@@ -86,15 +88,15 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
     if rank == 0:
         send("now")
     wait_for(plan, "now")
-    started = time.monotonic()
+    collecting = timed_collect()
     before, owed = flat(model), residual(optimizer)
     try:
         step(optimizer, model, rank, 2)
-        send((rank, "no error", (), time.monotonic() - started, ""))
+        send((rank, "no error"))
         peers, caught = (), False
     except ExchangeError as error:
         caught = True
-        send((rank, type(error).__name__, error.peers, time.monotonic() - started, str(error)))
+        send((rank, type(error).__name__, error.peers, collecting[0], str(error)))
         peers = error.peers
         assert flat(model) == before
         assert laws.same_bits(residual(optimizer), owed)
@@ -103,6 +105,21 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
         go_on(optimizer, model, rank, plan, send, left, owed)
     elif plan.returns:  # this one is cut off
         came_back(optimizer, model, rank, plan, send)
+
+
+def timed_collect() -> list[float]:
+    """Return a list to which the seconds are added that this rank waits for the reports of others."""
+    collect, seconds = failure_report.collect, []
+
+    def timed(*arguments: Any) -> failure_report.FailureReport:
+        started = time.monotonic()
+        try:
+            return collect(*arguments)
+        finally:
+            seconds.append(time.monotonic() - started)
+
+    failure_report.collect = timed
+    return seconds
 
 
 def step(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, rank: int, number: int) -> None:
@@ -136,9 +153,8 @@ def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], owed: 
 def came_back(optimizer, model, rank: int, plan: Plan, send) -> None:
     """A host that was given up returns, and takes a step as if nothing had happened."""
     wait_for(plan, "back")
-    started = time.monotonic()
     try:
         step(optimizer, model, rank, 2)
     except ExchangeError as error:
-        send((rank, "again", error.peers, time.monotonic() - started, str(error)))
+        send((rank, "again", error.peers, 0.0, str(error)))
     Path(plan.signals, "returned").touch()

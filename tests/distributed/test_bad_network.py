@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import bad_network_workers
 import pytest
-from bad_network_workers import TIMEOUT, Plan
+from bad_network_workers import Plan
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
@@ -27,14 +27,17 @@ pytestmark = pytest.mark.skipif(namespaces.missing() is not None, reason=str(nam
 
 MEMBERS, CUT = 4, 2
 OTHERS = [rank for rank in range(MEMBERS) if rank != CUT]
-# Seconds from the start of a step to its error: the time-out and two more, and what a busy machine adds.
-LATEST = TIMEOUT.total_seconds() + 2.0 + 1.0
+# Seconds in which a rank raises its error, after a wait that has failed: two, and what a busy machine adds.
+LATEST = 2.0 + 0.5
 NOTHING = "pfifo limit 0"  # a queue without room: every packet vanishes
 Change = Callable[[Any], None]
 
 
 class Report(NamedTuple):
-    """What a rank says: the name of its error or of what it did, the peers that it names, after how long, and why."""
+    """What a rank says: the name of its error or of what it did, the peers that it names, and why.
+
+    ``seconds`` lie between the end of the wait that has failed and the error.
+    """
 
     kind: str
     peers: tuple[int, ...] = ()
@@ -128,7 +131,6 @@ def test_link_down_for_a_second(tmp_path: Path) -> None:
     """A short interruption is only waited for."""
     heard = run(Plan(MEMBERS, 0, str(tmp_path)), pull_for_a_second)
     assert [[report.kind for report in heard[rank]] for rank in range(MEMBERS)] == [["no error", "went on"]] * MEMBERS
-    assert all(heard[rank][0].seconds > 0.9 for rank in range(MEMBERS))
 
 
 def test_host_that_comes_back(tmp_path: Path) -> None:
@@ -143,13 +145,15 @@ def test_host_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_host_of_the_store_cut_off(tmp_path: Path) -> None:
-    """Without the store nobody knows what the others saw: every rank says so in time, and that its host may be lost."""
+    """Without the store nobody knows what the others saw. Every rank says so in time, and names the store's host."""
     heard = run(Plan(MEMBERS, CUT, str(tmp_path)), pull)
     assert sorted(heard) == list(range(MEMBERS))
     for rank, (only,) in heard.items():
         assert only.kind == "ExchangeTimeoutError"
         assert only.seconds < LATEST
-        if rank != CUT:
+        if rank == CUT:
+            assert "no answer from ranks 0, 1, 3 within the time-out, so this rank may be cut off" in only.text
+        else:
             assert only.peers == ()
             assert "no answer from the store of the process group, 10.77.0.3:29400: its host is lost" in only.text
 

@@ -265,7 +265,9 @@ class ProcessGroupScheduler:
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
             if report.timed_out or report.silent_store is not None:
                 problem = f"no answer from {names} within the time-out"
-                if dist.get_rank() in missing:
+                if len(missing) == self.world_size - 1 > 1:
+                    problem += ", so this rank may be cut off"
+                elif dist.get_rank() in missing:
                     problem = "the other ranks stopped waiting for this rank"
                 elif report.silent_store is not None:
                     problem = (
