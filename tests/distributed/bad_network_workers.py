@@ -21,16 +21,15 @@ from tritoncomm.scheduler import failure_report
 
 import laws
 
-# Not shorter than TCP needs to try again after a second without a link.
-TIMEOUT = timedelta(seconds=3)
 PORT = 29400
+LONG = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the workers do. ``members`` of them train. The process with the number ``store`` hosts the store.
 
-    ``signals`` is a folder. The test creates a file in it when it has changed the network.
+    ``signals`` is a folder. The test creates a file in it when it has changed the network. ``seconds`` is the time-out.
     """
 
     members: int
@@ -38,6 +37,7 @@ class Plan:
     signals: str
     algo: str = "oktopk"
     returns: bool = False
+    seconds: float = 2.0
 
 
 def address(host: int) -> str:
@@ -58,8 +58,8 @@ def host(rank: int, world_size: int, send, plan: Plan) -> None:
     server = dist.TCPStore(address(rank), PORT, is_master=True, wait_for_workers=False) if rank == plan.store else None
     try:
         if rank < plan.members:
-            store = dist.TCPStore(address(plan.store), PORT, is_master=False, timeout=timedelta(seconds=20))
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.members, timeout=TIMEOUT)
+            store = dist.TCPStore(address(plan.store), PORT, is_master=False, timeout=LONG)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.members, timeout=LONG)
             train(rank, plan, send)
     except BaseException:
         send((rank, "failed", (), 0.0, traceback.format_exc()))
@@ -81,7 +81,7 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = tritoncomm.wrap(inner, plan.algo, dense_below=0, density=0.05, timeout=TIMEOUT)
+    optimizer = tritoncomm.wrap(inner, plan.algo, dense_below=0, density=0.05, timeout=timedelta(seconds=plan.seconds))
     for number in range(2):
         step(optimizer, model, rank, number)
     dist.barrier()
@@ -132,7 +132,7 @@ def step(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, rank: int, num
 def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], owed: torch.Tensor) -> None:
     """Regroup, if a rank was given up, and take three steps. Nothing that was owed is lost."""
     if len(left) < plan.members:
-        group = dist.new_group(left, timeout=TIMEOUT, use_local_synchronization=True)
+        group = dist.new_group(left, timeout=LONG, use_local_synchronization=True)
         before = optimizer.metrics()["steps"]
         optimizer.reset_process_group(group)
         if optimizer.metrics()["steps"] == before:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +19,7 @@ from typing import Any, NamedTuple
 
 import bad_network_workers
 import pytest
-from bad_network_workers import Plan
+from bad_network_workers import PORT, Plan, address
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
@@ -50,8 +54,13 @@ def enter(hosts: list, rank: int) -> None:
     hosts[rank].enter()
 
 
-def run(plan: Plan, change: Change, heal: Change | None = None) -> dict[int, list[Report]]:
-    """Train on the hosts of ``plan`` and ``change`` the network before the third step. Return what each rank says."""
+def run(
+    plan: Plan, change: Change, heal: Change | None = None, at_end: Change | None = None
+) -> dict[int, list[Report]]:
+    """Train on the hosts of ``plan`` and ``change`` the network before the third step. Return what each rank says.
+
+    ``heal`` changes it again when the others have gone on. ``at_end`` is called before it is removed.
+    """
     heard: dict[int, list[Report]] = defaultdict(list)
     count = max(plan.members, plan.store + 1)
     with namespaces.Network(count) as network:
@@ -71,6 +80,8 @@ def run(plan: Plan, change: Change, heal: Change | None = None) -> dict[int, lis
                 bad_network_workers.host, count, plan, listen=listen, prepare=partial(enter, network.hosts),
                 limit=timedelta(seconds=60),
             )  # fmt: skip
+        if at_end is not None:
+            at_end(network)
     for rank, reports in sorted(heard.items()):
         print(rank, *reports, sep="\n    ")  # noqa: T201 - shown if the test fails
     assert not any(report.kind == "failed" for reports in heard.values() for report in reports)
@@ -108,33 +119,46 @@ def swallow(network: Any, *directions: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(pull, id="link down"),
         pytest.param(lambda network: network.limit(CUT, "8kbit"), id="8 kbit"),
         pytest.param(lambda network: swallow(network, "sends", "receives"), id="packets vanish"),
         pytest.param(lambda network: swallow(network, "sends"), id="cannot send"),
         pytest.param(lambda network: swallow(network, "receives"), id="cannot receive"),
     ],
 )
-@pytest.mark.parametrize("algo", ["oktopk"])
-def test_bad_link(tmp_path: Path, change: Change, algo: str) -> None:
+def test_bad_link(tmp_path: Path, change: Change) -> None:
     """All others name the rank whose link is bad, within the time-out and two seconds, and train on without it."""
-    check_others_go_on(run(Plan(MEMBERS, 0, str(tmp_path), algo), change))
+    check_others_go_on(run(Plan(MEMBERS, 0, str(tmp_path)), change))
 
 
-@pytest.mark.parametrize("algo", ["topk_allgather", "spardl", "dense"])
-def test_crawling_link(tmp_path: Path, algo: str) -> None:
-    """The rank at the end of a link at 8 kbit/s is named whichever messages a method sends."""
-    check_others_go_on(run(Plan(MEMBERS, 0, str(tmp_path), algo), lambda network: network.limit(CUT, "8kbit")))
+def test_crawling_link_in_a_collective(tmp_path: Path) -> None:
+    """The rank at the end of a link at 8 kbit/s is named also if all are in an all-reduce, which names nobody."""
+    check_others_go_on(run(Plan(MEMBERS, 0, str(tmp_path), "dense"), lambda network: network.limit(CUT, "8kbit")))
 
 
 def test_link_down_for_a_second(tmp_path: Path) -> None:
     """A short interruption is only waited for."""
-    heard = run(Plan(MEMBERS, 0, str(tmp_path)), pull_for_a_second)
+    heard = run(Plan(MEMBERS, 0, str(tmp_path), seconds=4.0), pull_for_a_second)
+    assert [[report.kind for report in heard[rank]] for rank in range(MEMBERS)] == [["no error", "went on"]] * MEMBERS
+
+
+def test_lossy_link(tmp_path: Path) -> None:
+    """If one packet in eight vanishes, TCP sends it again: nobody notices more than the time it takes."""
+    lost: list[int] = []
+
+    def lose(network: Any) -> None:
+        for direction in ("sends", "receives"):
+            network.lose_one_in_eight(CUT, direction)
+
+    def count(network: Any) -> None:
+        lost.extend(network.dropped(CUT, direction) for direction in ("sends", "receives"))
+
+    heard = run(Plan(MEMBERS, 0, str(tmp_path), seconds=4.0), lose, at_end=count)
+    assert min(lost) > 0
     assert [[report.kind for report in heard[rank]] for rank in range(MEMBERS)] == [["no error", "went on"]] * MEMBERS
 
 
 def test_host_that_comes_back(tmp_path: Path) -> None:
-    """A host that was given up is told so when it returns, and does not disturb the others, which are ahead."""
+    """A host whose link goes down is given up. When it returns it is told so, and does not disturb the others."""
     plan = Plan(MEMBERS, 0, str(tmp_path), returns=True)
     heard = run(plan, pull, lambda network: network.plug(CUT, in_=True))
     check_others_go_on(heard)
@@ -158,7 +182,42 @@ def test_host_of_the_store_cut_off(tmp_path: Path) -> None:
             assert "no answer from the store of the process group, 10.77.0.3:29400: its host is lost" in only.text
 
 
-def test_external_store(tmp_path: Path) -> None:
-    """With the store on a host that does not train, any host may be lost: the others name it and go on."""
-    heard = run(Plan(MEMBERS, MEMBERS, str(tmp_path)), partial(pull, number=0))
-    check_others_go_on(heard, 0)
+STORE = (
+    "import time, torch.distributed as dist; s = dist.TCPStore('0.0.0.0', {}, is_master=True, wait_for_workers=False)"
+)
+
+
+def test_external_store_under_torchrun(tmp_path: Path) -> None:
+    """With the store on a host that does not train, as the page on torchrun says, rank 0 may be lost as any other."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": namespaces.INTERFACE}
+    script = str(Path(__file__).with_name("external_store_script.py"))
+    with ExitStack() as stack:
+        network = stack.enter_context(namespaces.Network(4))
+
+        def start(number: int, *command: str) -> None:
+            enter = ["nsenter", f"--net=/proc/{network.hosts[number].holder}/ns/net", sys.executable]
+            process = subprocess.Popen([*enter, *command], env=environment, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(os.killpg, process.pid, signal.SIGKILL)  # torchrun waits for the lost host
+
+        start(3, "-c", STORE.format(PORT) + "; time.sleep(120)")
+        for number in range(3):
+            place = ["--nnodes", "3", "--nproc-per-node", "1", "--local-addr", address(number)]
+            rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(3)}:{PORT}", "--rdzv-id", "test"]
+            start(
+                number, "-m", "torch.distributed.run", *place, *rendezvous, script, address(3), str(PORT), str(tmp_path)
+            )
+        ready = wait_for_files(tmp_path, "ready *", 3)
+        # Ranks are given out in the order in which hosts arrive.
+        pull(network, next(int(name.split()[2]) for name in ready if name.split()[1] == "0"))
+        (tmp_path / "now").touch()
+        assert wait_for_files(tmp_path, "went on *", 2) == ["went on 1", "went on 2"]
+
+
+def wait_for_files(folder: Path, pattern: str, count: int) -> list[str]:
+    """Return the names of ``count`` files in the order of names, as soon as they are there."""
+    deadline = time.monotonic() + 60
+    while len(found := sorted(file.name for file in folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{found} instead of {count} files {pattern!r}"
+        time.sleep(0.05)
+    return found
