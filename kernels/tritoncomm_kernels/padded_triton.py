@@ -15,14 +15,13 @@ from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.expand_triton import CHUNK, SCAN_CHUNK, scan_counts_kernel, sum_before
 from tritoncomm_kernels.padded import PADDING, Padded
 from tritoncomm_kernels.scatter_triton import WORDS, count_words_kernel, mark_indices_kernel, union_kernel
-from tritoncomm_kernels.threshold_triton import DIGITS, PROGRAMS, share
+from tritoncomm_kernels.threshold_triton import DIGITS, PROGRAMS
 from tritoncomm_kernels.workspace import Workspace
 
-BLOCK, WARPS = 1024, 8
-EMIT = 4096  # elements per turn of the emit, which packs 32 of them into a word
+BLOCK, WARPS = 4096, 8
 RESIDENT = 1024  # programs of 8 warps that a large GPU runs at a time
 FLAT, FLAT_WARPS = 1024, 4
-MOVE = 4096
+MOVE = 1024
 BORDERS = 128
 ENTRIES = 256
 # A union tile is set to zero by its program. A dense tile is only read where entries are, so it may be longer.
@@ -31,11 +30,31 @@ _FIXED: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _segment(bounds_ptr, row, n):
-    """Return the start of a segment and its length, both inside the vector whatever the bounds are."""
+def _segment(bounds_ptr, n, BLOCK: tl.constexpr):
+    """Return the start and end of the row's segment, and the blocks from and to which this program reads it.
+
+    Blocks are aligned, so only those at the ends of a segment need masks. The segment is inside the vector, whatever
+    the bounds are.
+    """
+    row = tl.program_id(1)
     start = tl.minimum(tl.maximum(tl.load(bounds_ptr + row), 0), n)
     stop = tl.minimum(tl.maximum(tl.load(bounds_ptr + row + 1), start), n)
-    return start, stop - start
+    last = tl.cdiv(stop, BLOCK)
+    each = tl.cdiv(last - start // BLOCK, tl.num_programs(0))
+    first = start // BLOCK + tl.program_id(0) * each
+    return start, stop, first, tl.minimum(first + each, last)
+
+
+@triton.jit
+def _keys(values_ptr, block, start, stop, BLOCK: tl.constexpr):
+    """Return the keys of a block. Outside the segment they are 0, which is never selected."""
+    first = block * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    if (first >= start) & (first + BLOCK <= stop):
+        values = tl.load(values_ptr + at)
+    else:
+        values = tl.load(values_ptr + at, mask=(at >= start) & (at < stop), other=0.0)
+    return key_of(values)
 
 
 @triton.jit
@@ -59,7 +78,7 @@ def _kth(histogram_ptr, budgets_ptr, row, room, FOUND: tl.constexpr):
     return prefix, remaining
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr"])
+@triton.jit(do_not_specialize=["n", "room"])
 def segment_histogram_kernel(
     values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room,
     DIGIT: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -67,42 +86,38 @@ def segment_histogram_kernel(
     """Build the histogram of one digit over the non-zero keys of a segment that match the digits so far."""
     row = tl.program_id(1)
     prefix, _ = _kth(histogram_ptr, budgets_ptr, row, room, DIGIT)
-    first, length = _segment(bounds_ptr, row, n)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     counts = tl.zeros([256], tl.int32)
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
         agree = (keys > 0) & (((keys ^ prefix) >> (SHIFT + BITS)) == 0)
         counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 256, mask=agree)
-        start += BLOCK
+        block += 1
     own_ptr = histogram_ptr + (DIGIT * tl.num_programs(1) + row) * 256
     tl.atomic_add(own_ptr + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr"])
+@triton.jit(do_not_specialize=["n", "room"])
 def segment_count_kernel(
     values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr, n, room, BLOCK: tl.constexpr
 ):
     """Count, per program, the keys of its share that are above the k-th key of the row, and those equal to it."""
     row = tl.program_id(1)
     kth, _ = _kth(histogram_ptr, budgets_ptr, row, room, 4)
-    first, length = _segment(bounds_ptr, row, n)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     above = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
         above += (keys > kth).to(tl.int32)
         equal += (keys == kth).to(tl.int32)
-        start += BLOCK
+        block += 1
     own = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(above_ptr + own, tl.sum(above, axis=0))
     tl.store(equal_ptr + own, tl.sum(equal, axis=0))
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr", "indices_ptr"])
+@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["indices_ptr"])
 def segment_emit_kernel(
     values_ptr, indices_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr,
     out_indices_ptr, out_values_ptr, n, room,
@@ -114,7 +129,7 @@ def segment_emit_kernel(
     """
     program, programs, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     kth, ties = _kth(histogram_ptr, budgets_ptr, row, room, 4)
-    first, length = _segment(bounds_ptr, row, n)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     lane = tl.arange(0, PROGRAMS)
     counts = tl.load(above_ptr + row * programs + lane, mask=lane < programs, other=0)
     taken = tl.sum(counts, axis=0) + ties
@@ -123,10 +138,8 @@ def segment_emit_kernel(
     out_indices_ptr += row.to(tl.int64) * room
     out_values_ptr += row.to(tl.int64) * room
     word = tl.arange(0, BLOCK // 32) * 32
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
         tied = pack_words(keys == kth, BLOCK)
         mask = pack_words(keys > kth, BLOCK) | tied
         tied_here = bits_in(tied)
@@ -138,7 +151,7 @@ def segment_emit_kernel(
             is_tied = ((tied & mask & (0 - mask)) != 0).to(tl.int32)
             slot = above_before + tl.minimum(tied_before, ties)
             take = (mask != 0) & ((is_tied == 0) | (tied_before < ties)) & (slot < room)
-            element = first + start + word + lowest_bit(mask)
+            element = block * BLOCK + word + lowest_bit(mask)
             index = tl.load(indices_ptr + element, mask=take, other=0) if NAMED else element
             tl.store(out_indices_ptr + slot, index, mask=take)
             tl.store(out_values_ptr + slot, tl.load(values_ptr + element, mask=take, other=0.0), mask=take)
@@ -148,13 +161,12 @@ def segment_emit_kernel(
             left -= 1
         above += tl.sum(above_here, axis=0)
         equal += tl.sum(tied_here, axis=0)
-        start += BLOCK
-    slots = (taken + program * BLOCK).to(tl.int64) + tl.arange(0, BLOCK)
-    while taken + program * BLOCK < room:
-        tl.store(out_indices_ptr + slots, -1, mask=slots < room)
-        tl.store(out_values_ptr + slots, 0.0, mask=slots < room)
-        slots += programs * BLOCK
-        taken += programs * BLOCK
+        block += 1
+    taken += program * PROGRAMS
+    while taken < room:
+        tl.store(out_indices_ptr + taken + lane, -1, mask=lane < room - taken)
+        tl.store(out_values_ptr + taken + lane, 0.0, mask=lane < room - taken)
+        taken += programs * PROGRAMS
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr"])
@@ -167,7 +179,14 @@ def count_used_kernel(indices_ptr, counts_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
 def join_rows_kernel(
-    indices_ptr, values_ptr, counts_ptr, out_indices_ptr, out_values_ptr, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    indices_ptr,
+    values_ptr,
+    counts_ptr,
+    out_indices_ptr,
+    out_values_ptr,
+    count,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write the entries of one block behind those before it, and its padding behind all entries."""
     program = tl.program_id(0)
@@ -183,7 +202,9 @@ def join_rows_kernel(
     tl.store(out_values_ptr + slot, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["room", "tiles", "steps", "size", "offset"], do_not_specialize_on_alignment=["indices_ptr"])
+@triton.jit(
+    do_not_specialize=["room", "tiles", "steps", "size", "offset"], do_not_specialize_on_alignment=["indices_ptr"]
+)
 def row_borders_kernel(
     indices_ptr, union_ptr, bounds_ptr, room, tiles, steps, size, offset,
     TILE: tl.constexpr, BORDERS: tl.constexpr, UNION: tl.constexpr,
@@ -289,11 +310,12 @@ def top_k_rows(
     workspace: Workspace,
     *,
     block: int = BLOCK,
-    emit: int = EMIT,
     resident: int = RESIDENT,
 ) -> Padded:
     """Launch a radix select per segment, and the ordered emit, on checked arguments with at least one row and slot."""
     n, rows = values.numel(), budgets.numel()
+    if values.data_ptr() % 16:  # the kernels need twice the registers for such a tensor, and few are long
+        values = values.clone()
     programs = max(1, min(PROGRAMS, triton.cdiv(n, block), triton.cdiv(resident, rows)))
     histogram = workspace.buffer("segment histogram", 256 * len(DIGITS) * rows, torch.int32, values.device).zero_()
     above, equal = (
@@ -306,11 +328,10 @@ def top_k_rows(
             segment_histogram_kernel[grid](
                 *source, n, room, DIGIT=digit, SHIFT=shift, BITS=bits, BLOCK=block, num_warps=WARPS, **_FIXED
             )
-        # The count has the blocks of the emit, because both divide a segment into the same shares.
-        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=emit, num_warps=WARPS, **_FIXED)
+        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=block, num_warps=WARPS, **_FIXED)
         segment_emit_kernel[grid](
             values, indices, *source[1:], above, equal, *out, n, room,
-            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=emit, num_warps=WARPS, **_FIXED,
+            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=block, num_warps=WARPS, **_FIXED,
         )  # fmt: skip
     return out
 
@@ -352,7 +373,9 @@ def merge_rows(
         union_kernel[(groups,)](bits, offsets, ranks, union, words, WORDS=WORDS, num_warps=WARPS, **_FIXED)
     sums = values.new_empty(capacity)
     found = Padded(indices, values)
-    _add_tiles(sums, found, workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries)
+    _add_tiles(
+        sums, found, workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries
+    )
     return Padded(union, sums)
 
 
