@@ -15,10 +15,11 @@ from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.expand_triton import CHUNK, SCAN_CHUNK, scan_counts_kernel, sum_before
 from tritoncomm_kernels.padded import PADDING, Padded
 from tritoncomm_kernels.scatter_triton import WORDS, count_words_kernel, mark_indices_kernel, union_kernel
-from tritoncomm_kernels.threshold_triton import DIGITS, PROGRAMS
+from tritoncomm_kernels.threshold_triton import PROGRAMS
 from tritoncomm_kernels.workspace import Workspace
 
 BLOCK, WARPS = 4096, 8
+DIGITS = tl.constexpr(4)  # of a key
 RESIDENT = 1024  # programs of 8 warps that a large GPU runs at a time
 FLAT, FLAT_WARPS = 1024, 4
 MOVE = 1024
@@ -26,7 +27,7 @@ BORDERS = 128
 ENTRIES = 256
 # A union tile is set to zero by its program. A dense tile is only read where entries are, so it may be longer.
 UNION_TILE, DENSE_TILE = 1024, 1 << 15
-_FIXED: dict[str, Any] = {"enable_fp_fusion": False}
+_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -58,42 +59,40 @@ def _keys(values_ptr, block, start, stop, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kth(histogram_ptr, budgets_ptr, row, room, FOUND: tl.constexpr):
-    """Return the first ``FOUND`` digits of the k-th key of a row, and how many entries with these digits to take.
+def _kth(histogram_ptr, budgets_ptr, digits, room):
+    """Return the first ``digits`` digits of the k-th key of this row, and how many entries with these digits to take.
 
-    Digits are those of :mod:`tritoncomm_kernels.threshold_triton`, with 256 counts each. Programs compute this instead
-    of reading it, which saves a launch per digit.
+    Digits have 8 bits from bit 30 down. The last one repeats a bit, which all its keys share. Every program computes
+    this from the counts of the digits. A kernel that picks a digit would be a launch more per digit.
     """
     lane = tl.arange(0, 256)
     prefix = tl.zeros([], tl.int32)
-    remaining = tl.minimum(tl.maximum(tl.load(budgets_ptr + row), 0), room)
-    for digit in tl.static_range(FOUND):
-        counts = tl.load(histogram_ptr + (digit * tl.num_programs(1) + row) * 256 + lane)
-        if digit == 0:  # take at most as many entries as there are non-zeros
-            remaining = tl.minimum(remaining, tl.sum(counts, axis=0))
-        reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-        found = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
-        prefix = prefix | (found << (23 - 8 * digit if digit < 3 else 0))
-        remaining -= tl.sum(tl.where(lane > found, counts, 0), axis=0)
+    remaining = tl.minimum(tl.maximum(tl.load(budgets_ptr + tl.program_id(1)), 0), room)
+    digit = 0
+    while digit < digits:
+        counts = tl.load(histogram_ptr + (digit * tl.num_programs(1) + tl.program_id(1)) * 256 + lane)
+        found = tl.sum(counts, axis=0)
+        reached = found - tl.cumsum(counts, axis=0) + counts
+        remaining = tl.minimum(remaining, found)  # at most as many entries as there are non-zeros
+        value = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
+        prefix = prefix | (value << tl.maximum(23 - 8 * digit, 0))
+        remaining -= tl.sum(tl.where(lane > value, counts, 0), axis=0)
+        digit += 1
     return prefix, remaining
 
 
-@triton.jit(do_not_specialize=["n", "room"])
-def segment_histogram_kernel(
-    values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room,
-    DIGIT: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n", "room", "digit"])
+def segment_histogram_kernel(values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room, digit, BLOCK: tl.constexpr):
     """Build the histogram of one digit over the non-zero keys of a segment that match the digits so far."""
-    row = tl.program_id(1)
-    prefix, _ = _kth(histogram_ptr, budgets_ptr, row, room, DIGIT)
+    prefix, _ = _kth(histogram_ptr, budgets_ptr, digit, room)
     start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     counts = tl.zeros([256], tl.int32)
     while block < last:
         keys = _keys(values_ptr, block, start, stop, BLOCK)
-        agree = (keys > 0) & (((keys ^ prefix) >> (SHIFT + BITS)) == 0)
-        counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 256, mask=agree)
+        agree = (keys > 0) & (((keys ^ prefix) >> (31 - 8 * digit)) == 0)
+        counts += tl.histogram((keys >> tl.maximum(23 - 8 * digit, 0)) & 255, 256, mask=agree)
         block += 1
-    own_ptr = histogram_ptr + (DIGIT * tl.num_programs(1) + row) * 256
+    own_ptr = histogram_ptr + (digit * tl.num_programs(1) + tl.program_id(1)) * 256
     tl.atomic_add(own_ptr + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
 
 
@@ -103,7 +102,7 @@ def segment_count_kernel(
 ):
     """Count, per program, the keys of its share that are above the k-th key of the row, and those equal to it."""
     row = tl.program_id(1)
-    kth, _ = _kth(histogram_ptr, budgets_ptr, row, room, 4)
+    kth, _ = _kth(histogram_ptr, budgets_ptr, DIGITS, room)
     start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     above = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
@@ -128,7 +127,7 @@ def segment_emit_kernel(
     With ``NAMED``, the index of an entry is read from ``indices``. Otherwise it is the position.
     """
     program, programs, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    kth, ties = _kth(histogram_ptr, budgets_ptr, row, room, 4)
+    kth, ties = _kth(histogram_ptr, budgets_ptr, DIGITS, room)
     start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     lane = tl.arange(0, PROGRAMS)
     counts = tl.load(above_ptr + row * programs + lane, mask=lane < programs, other=0)
@@ -169,12 +168,14 @@ def segment_emit_kernel(
         taken += programs * PROGRAMS
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr"])
-def count_used_kernel(indices_ptr, counts_ptr, count, BLOCK: tl.constexpr):
-    """Count the entries of one block that are no padding."""
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["indices_ptr"])
+def count_used_kernel(indices_ptr, counts_ptr, stride, BLOCK: tl.constexpr):
+    """Count the entries of each block of a row that are no padding."""
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(indices_ptr + at, mask=at < count, other=-1)
-    tl.store(counts_ptr + tl.program_id(0), tl.sum((index >= 0).to(tl.int32), axis=0))
+    index = tl.load(indices_ptr + row * stride + at, mask=at < stride, other=-1)
+    own = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(counts_ptr + own, tl.sum((index >= 0).to(tl.int32), axis=0))
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
@@ -317,21 +318,19 @@ def top_k_rows(
     if values.data_ptr() % 16:  # the kernels need twice the registers for such a tensor, and few are long
         values = values.clone()
     programs = max(1, min(PROGRAMS, triton.cdiv(n, block), triton.cdiv(resident, rows)))
-    histogram = workspace.buffer("segment histogram", 256 * len(DIGITS) * rows, torch.int32, values.device).zero_()
+    histogram = workspace.buffer("segment histogram", 256 * DIGITS.value * rows, torch.int32, values.device).zero_()
     above, equal = (
         workspace.buffer(f"segment {name}", rows * programs, torch.int32, values.device) for name in ("above", "equal")
     )
     out = _empty((rows, room), values)
     source, grid = (values, bounds, budgets, histogram), (programs, rows)
     with on_device_of(values):
-        for digit, (shift, bits) in enumerate(DIGITS):
-            segment_histogram_kernel[grid](
-                *source, n, room, DIGIT=digit, SHIFT=shift, BITS=bits, BLOCK=block, num_warps=WARPS, **_FIXED
-            )
-        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=block, num_warps=WARPS, **_FIXED)
+        for digit in range(DIGITS.value):
+            segment_histogram_kernel[grid](*source, n, room, digit, BLOCK=block, num_warps=WARPS, **_OPTIONS)
+        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=block, num_warps=WARPS, **_OPTIONS)
         segment_emit_kernel[grid](
             values, indices, *source[1:], above, equal, *out, n, room,
-            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=block, num_warps=WARPS, **_FIXED,
+            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=block, num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
     return out
 
@@ -343,9 +342,9 @@ def joined(indices: torch.Tensor, values: torch.Tensor, workspace: Workspace, *,
     counts = workspace.buffer("joined counts", tiles, torch.int32, indices.device)
     out = _empty((count,), values)
     with on_device_of(values):
-        count_used_kernel[(tiles,)](indices, counts, count, BLOCK=block, num_warps=WARPS, **_FIXED)
+        count_used_kernel[tiles, 1](indices, counts, count, BLOCK=block, num_warps=WARPS, **_OPTIONS)
         join_rows_kernel[(tiles,)](
-            indices, values, counts, *out, count, CHUNK=CHUNK, BLOCK=block, num_warps=WARPS, **_FIXED
+            indices, values, counts, *out, count, CHUNK=CHUNK, BLOCK=block, num_warps=WARPS, **_OPTIONS
         )
     return out
 
@@ -366,11 +365,11 @@ def merge_rows(
     union = indices.new_full((capacity,), PADDING)
     with on_device_of(values):
         mark_indices_kernel[(triton.cdiv(indices.numel(), FLAT),)](
-            indices, bits, unused, indices.numel(), numel, BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED
+            indices, bits, unused, indices.numel(), numel, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
         )
-        count_words_kernel[(groups,)](bits, counts, words, WORDS=WORDS, num_warps=WARPS, **_FIXED)
-        scan_counts_kernel[(1,)](counts, offsets, groups, CHUNK=SCAN_CHUNK, num_warps=WARPS, **_FIXED)
-        union_kernel[(groups,)](bits, offsets, ranks, union, words, WORDS=WORDS, num_warps=WARPS, **_FIXED)
+        count_words_kernel[(groups,)](bits, counts, words, WORDS=WORDS, num_warps=WARPS, **_OPTIONS)
+        scan_counts_kernel[(1,)](counts, offsets, groups, CHUNK=SCAN_CHUNK, num_warps=WARPS, **_OPTIONS)
+        union_kernel[(groups,)](bits, offsets, ranks, union, words, WORDS=WORDS, num_warps=WARPS, **_OPTIONS)
     sums = values.new_empty(capacity)
     found = Padded(indices, values)
     _add_tiles(
@@ -410,7 +409,7 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     found = values.new_empty(indices.shape)
     with on_device_of(values):
         pick_values_kernel[(triton.cdiv(indices.numel(), FLAT),)](
-            values, indices, found, indices.numel(), values.numel(), BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED
+            values, indices, found, indices.numel(), values.numel(), BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
         )
     return found
 
@@ -434,11 +433,11 @@ def _add_tiles(
     with on_device_of(out):
         row_borders_kernel[(triton.cdiv(tiles + 1, BORDERS), count)](
             rows.indices, indices, bounds, room, tiles, room.bit_length(), size, offset,
-            TILE=tile, BORDERS=BORDERS, UNION=union is not None, num_warps=1, **_FIXED,
+            TILE=tile, BORDERS=BORDERS, UNION=union is not None, num_warps=1, **_OPTIONS,
         )  # fmt: skip
         add_rows_kernel[(tiles,)](
             *rows, bounds, bits, ranks, out, size, offset, span, room, tiles, count, scale,
-            TILE=tile, ENTRIES=entries, UNION=union is not None, num_warps=WARPS, **_FIXED,
+            TILE=tile, ENTRIES=entries, UNION=union is not None, num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
 
 
@@ -448,7 +447,7 @@ def _place(
     with on_device_of(out):
         place_kernel[(triton.cdiv(indices.numel(), FLAT),)](
             indices, values, out, indices.numel(), out.numel(), offset, scale,
-            ADD=add, CLEAR=values is None, BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED,
+            ADD=add, CLEAR=values is None, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS,
         )  # fmt: skip
 
 

@@ -117,25 +117,20 @@ def choose_kernel(
 
 
 @triton.jit
-def least_key(extents_ptr, tiles, divisor, cover, half, KEPT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the least key of a value that is sendable, and 1 if not all values are. ``FIXED`` is a least key, or 0."""
+def least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the least key of a value that is sendable, and 1 if not all values are. ``fixed`` is a least key, or 0."""
     smallest, largest = extent_of(extents_ptr, tiles, BLOCK)
     finite = largest < INFINITY_KEY
     smallest = tl.div_rn(smallest.to(tl.float32, bitcast=True), divisor)
-    if FIXED:
-        least = tl.zeros([], tl.int32) + FIXED
-    else:
-        scale = _scale(smallest, tl.div_rn(largest.to(tl.float32, bitcast=True), divisor), cover, KEPT)
-        least = (scale * half).to(tl.int32, bitcast=True)
+    scale = _scale(smallest, tl.div_rn(largest.to(tl.float32, bitcast=True), divisor), cover, KEPT)
+    least = tl.where(fixed != 0, fixed, (scale * half).to(tl.int32, bitcast=True))
     return least, (finite & (smallest.to(tl.int32, bitcast=True) < least)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tiles", "divisor", "cover", "half"])
-def limit_kernel(
-    extents_ptr, limit_ptr, tiles, divisor, cover, half, KEPT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["tiles", "divisor", "cover", "half", "fixed"])
+def limit_kernel(extents_ptr, limit_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """Write the least key of a value that is sendable, and 1 if not all values are."""
-    least, partial = least_key(extents_ptr, tiles, divisor, cover, half, KEPT, FIXED, BLOCK)
+    least, partial = least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT, BLOCK)
     tl.store(limit_ptr, least)
     tl.store(limit_ptr + 1, partial)
 
@@ -172,14 +167,14 @@ def limit(found: torch.Tensor, out: torch.Tensor, bits: int, divisor: int, fixed
     """Launch the kernel: write to ``out`` (int32 ``[2]``) the least key, and 1 if not all values reach it."""
     with on_device_of(found):
         limit_kernel[(1,)](
-            found, out, found.numel() // 2, float(divisor), *ratios(bits, fixed),
-            KEPT=kept_bits(divisor), FIXED=fixed, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+            found, out, found.numel() // 2, float(divisor), *rule(bits, fixed),
+            KEPT=kept_bits(divisor), BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def ratios(bits: int, fixed: int) -> tuple[float, float]:
-    """Return what :func:`least_key` needs to know of the tables. A ``fixed`` least key needs nothing."""
-    return (1.0, 1.0) if fixed else (quantize.lookup(bits).cover, quantize.lookup(bits).least / 2)
+def rule(bits: int, fixed: int) -> tuple[float, float, int]:
+    """Return ``cover``, ``half`` and ``fixed`` of :func:`least_key`. A fixed least key needs no tables."""
+    return (1.0, 1.0, fixed) if fixed else (quantize.lookup(bits).cover, quantize.lookup(bits).least / 2, 0)
 
 
 def kept_bits(divisor: int) -> int:

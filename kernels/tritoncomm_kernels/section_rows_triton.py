@@ -15,6 +15,7 @@ from tritoncomm_kernels.bits_triton import bits_in, key_of
 from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.expand_triton import CHUNK, sum_before
 from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.padded_triton import count_used_kernel
 from tritoncomm_kernels.quantize_triton import (
     CHOOSE_WARPS,
     NAN_HEADER,
@@ -22,7 +23,7 @@ from tritoncomm_kernels.quantize_triton import (
     header_of,
     kept_bits,
     least_key,
-    ratios,
+    rule,
 )
 from tritoncomm_kernels.sections import delivered_limit, least_sendable
 from tritoncomm_kernels.sections_triton import (
@@ -42,7 +43,7 @@ from tritoncomm_kernels.sections_triton import (
 from tritoncomm_kernels.workspace import Workspace
 
 SAMPLE = tl.constexpr(quantize.SAMPLE)
-_FIXED: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+_OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -63,13 +64,11 @@ def _entries(indices_ptr, values_ptr, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sendable(
-    value, used, extents_ptr, divisor, cover, half, KEPT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sendable(value, used, extents_ptr, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """Return which entries of a block can be sent beside the largest one of the row."""
     blocks = tl.num_programs(0)
     row_ptr = extents_ptr + tl.program_id(1).to(tl.int64) * 2 * blocks
-    least, partial = least_key(row_ptr, blocks, divisor, cover, half, KEPT, FIXED, BLOCK)
+    least, partial = least_key(row_ptr, blocks, divisor, cover, half, fixed, KEPT, BLOCK)
     return used & (key_of(tl.div_rn(value, divisor)) >= tl.where(partial != 0, least, 0))
 
 
@@ -81,35 +80,34 @@ def row_extents_kernel(indices_ptr, values_ptr, extents_ptr, stride, BLOCK: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["stride", "divisor", "cover", "half"],
+    do_not_specialize=["stride", "divisor", "cover", "half", "fixed"],
     do_not_specialize_on_alignment=["indices_ptr", "values_ptr"],
 )
 def count_rows_kernel(
-    indices_ptr, values_ptr, extents_ptr, counts_ptr, kept_ptr, stride, divisor, cover, half,
-    ROUNDED: tl.constexpr, KEPT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr,
+    indices_ptr, values_ptr, extents_ptr, counts_ptr, kept_ptr, stride, divisor, cover, half, fixed,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the entries of each block of a row that are sent. If they are ``ROUNDED``, also write their extent."""
-    _, _, value, keep = _entries(indices_ptr, values_ptr, stride, BLOCK)
-    if ROUNDED:
-        keep = _sendable(value, keep, extents_ptr, divisor, cover, half, KEPT, FIXED, BLOCK)
-        _store_extent(kept_ptr, key_of(value), keep)
+    """Count the entries of each block of a row that are sent, and write their extent."""
+    _, _, value, used = _entries(indices_ptr, values_ptr, stride, BLOCK)
+    keep = _sendable(value, used, extents_ptr, divisor, cover, half, fixed, KEPT, BLOCK)
+    _store_extent(kept_ptr, key_of(value), keep)
     own = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(counts_ptr + own, tl.sum(keep.to(tl.int32), axis=0))
 
 
 @triton.jit(
-    do_not_specialize=["stride", "divisor", "cover", "half"],
+    do_not_specialize=["stride", "divisor", "cover", "half", "fixed"],
     do_not_specialize_on_alignment=["indices_ptr", "values_ptr"],
 )
 def keep_rows_kernel(
     indices_ptr, values_ptr, extents_ptr, counts_ptr, sent_indices_ptr, kept_values_ptr, out_values_ptr,
-    stride, divisor, cover, half,
-    KEPT: tl.constexpr, FIXED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    stride, divisor, cover, half, fixed,
+    KEPT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the entries that are sent to the front of their row, and padding behind them."""
     program, blocks, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     at, index, value, used = _entries(indices_ptr, values_ptr, stride, BLOCK)
-    keep = _sendable(value, used, extents_ptr, divisor, cover, half, KEPT, FIXED, BLOCK)
+    keep = _sendable(value, used, extents_ptr, divisor, cover, half, fixed, KEPT, BLOCK)
     kept = keep.to(tl.int32)
     rank = sum_before(counts_ptr + row * blocks, program, CHUNK) + tl.cumsum(kept, axis=0) - kept
     count = sum_before(counts_ptr + row * blocks, blocks, CHUNK)
@@ -211,10 +209,10 @@ def join_sections_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["verdicts", "room"])
+@triton.jit(do_not_specialize=["verdicts", "room", "quantized"])
 def refuse_rows_kernel(
-    verdict_ptr, out_indices_ptr, out_values_ptr, malformed_ptr, verdicts, room,
-    QUANTIZED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    verdict_ptr, out_indices_ptr, out_values_ptr, malformed_ptr, verdicts, room, quantized,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the malformed rows, and replace their entries by padding."""
     program, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -222,11 +220,10 @@ def refuse_rows_kernel(
     count = tl.load(row_ptr)
     wrong = (count < 0) | (count > room) | (tl.load(row_ptr + 2) != count)
     wrong = wrong | (sum_before(row_ptr + 3, verdicts - 3, CHUNK) != 0)
-    if QUANTIZED:
-        header = tl.load(row_ptr + 1)
-        scale = header & -65536
-        known = (header == NAN_HEADER) | (((header & 0xFFFF) < TABLES) & (scale > 0) & (scale < 0x7F800000))
-        wrong = wrong | ((count > 0) & (known == 0))
+    header = tl.load(row_ptr + 1)
+    scale = header & -65536
+    known = (header == NAN_HEADER) | (((header & 0xFFFF) < TABLES) & (scale > 0) & (scale < 0x7F800000))
+    wrong = wrong | ((quantized != 0) & (count > 0) & (known == 0))
     if wrong:
         at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(out_indices_ptr + row * room + at, -1, mask=at < room)
@@ -246,28 +243,26 @@ def write_rows(
         workspace.buffer(f"rows {name}", size * rows * blocks, torch.int32, values.device)
         for name, size in (("counts", 1), ("kept", 2), ("extents", 2))
     )
-    rounded, fixed = layout.bits not in (0, 32), least_sendable(layout.bits)
-    cover, half = ratios(layout.bits, fixed) if rounded else (1.0, 1.0)
-    numbers, rule = (stride, float(divisor), cover, half), {"KEPT": kept_bits(divisor), "FIXED": fixed}
     sent = Padded(indices, values)
     with on_device_of(values):
-        if rounded:
-            row_extents_kernel[grid](indices, values, found, stride, BLOCK=BLOCK, **_FIXED)
-        count_rows_kernel[grid](
-            indices, values, found, counts, kept, *numbers, ROUNDED=rounded, **rule, BLOCK=BLOCK, **_FIXED
-        )
-        if rounded:
+        if layout.bits in (0, 32):
+            count_used_kernel[grid](indices, counts, stride, BLOCK=BLOCK, **_OPTIONS)
+        else:
+            numbers = stride, float(divisor), *rule(layout.bits, least_sendable(layout.bits))
+            common = {"KEPT": kept_bits(divisor), "BLOCK": BLOCK} | _OPTIONS
             sent = Padded(torch.empty_like(indices), torch.empty_like(values))
             held = workspace.buffer("rows values", rows * stride, torch.float32, values.device)
+            row_extents_kernel[grid](indices, values, found, stride, BLOCK=BLOCK, **_OPTIONS)
+            count_rows_kernel[grid](indices, values, found, counts, kept, *numbers, **common)
             keep_rows_kernel[grid](
-                indices, values, found, counts, sent.indices, held, sent.values, *numbers,
-                **rule, CHUNK=CHUNK, BLOCK=BLOCK, **_FIXED,
-            )  # fmt: skip
+                indices, values, found, counts, sent.indices, held, sent.values, *numbers, CHUNK=CHUNK, **common
+            )
             indices, values = sent.indices, held
         if layout.quantized:
             choose_rows_kernel[1, rows](
                 values, kept, menu_of(layout, values.device), counts, messages, stride, blocks, layout.words,
-                float(divisor), cover, KEPT=kept_bits(divisor), HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
+                float(divisor), quantize.lookup(layout.bits).cover,
+                KEPT=kept_bits(divisor), HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
                 num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         _write(layout, lows, indices, values, counts, messages, sent.values, divisor)
@@ -295,7 +290,7 @@ def _write(
     planes_rows_kernel[triton.cdiv(layout.room, BLOCK), rows](
         indices, values, counts, lows, messages, menu_of(layout, messages.device), delivered, *lengths, layout.room,
         layout.heads + layout.high_words, float(divisor), delivered_limit(layout, divisor),
-        **shape(layout), CHUNK=CHUNK, **_FIXED,
+        **shape(layout), CHUNK=CHUNK, **_OPTIONS,
     )  # fmt: skip
 
 
@@ -315,19 +310,19 @@ def read_rows(
     found = Padded(messages.new_empty((rows, room)), messages.new_empty((rows, room), dtype=torch.float32))
     with on_device_of(messages):
         count_high_kernel[tiles, rows](
-            messages, counts, malformed, words, layout.heads, high_words, WORDS=WORDS, **_FIXED
+            messages, counts, malformed, words, layout.heads, high_words, WORDS=WORDS, **_OPTIONS
         )
         position_rows_kernel[tiles, rows](
             messages, counts, slots, verdict, words, layout.heads, high_words, room, verdicts,
-            WORDS=WORDS, CHUNK=CHUNK, **_FIXED,
+            WORDS=WORDS, CHUNK=CHUNK, **_OPTIONS,
         )  # fmt: skip
         join_sections_kernel[blocks, rows](
             slots, lows, messages, menu_of(layout, messages.device), *found, verdict, words, verdicts, room,
             layout.span, layout.heads + high_words, quantize.limit(divisor),
-            **shape(layout), PLAIN=layout.plain, **_FIXED,
+            **shape(layout), PLAIN=layout.plain, **_OPTIONS,
         )  # fmt: skip
         refuse_rows_kernel[blocks, rows](
-            verdict, *found, malformed, verdicts, room,
-            QUANTIZED=layout.quantized, CHUNK=CHUNK, BLOCK=BLOCK, **_FIXED,
+            verdict, *found, malformed, verdicts, room, int(layout.quantized),
+            CHUNK=CHUNK, BLOCK=BLOCK, **_OPTIONS,
         )  # fmt: skip
     return found, malformed

@@ -240,15 +240,7 @@ def padding() -> list[Case]:
     none = {"bits_ptr": None, "ranks_ptr": None}
     place = {"ADD": False, "CLEAR": False, "BLOCK": padded.FLAT}
     return [
-        *(
-            Case(
-                f"segment histogram {shift}",
-                padded.segment_histogram_kernel,
-                block | {"DIGIT": digit, "SHIFT": shift, "BITS": bits},
-                **size,
-            )
-            for digit, (shift, bits) in enumerate(padded.DIGITS)
-        ),
+        Case("segment histogram", padded.segment_histogram_kernel, block, **size),
         Case("segment count", padded.segment_count_kernel, block, **size),
         Case("segment emit", padded.segment_emit_kernel, emit | {"NAMED": True}, **size),
         Case(
@@ -296,8 +288,7 @@ def packing() -> list[Case]:
             for bits in (1, 4, 8)
         ),
         Case("extent", quantize.extent_kernel, block, quantize.WARPS, {}, quantize.BLOCK),
-        Case("least sendable", quantize.limit_kernel, kept | {"FIXED": 0}, quantize.WARPS),
-        Case("least sendable, bf16", quantize.limit_kernel, kept | {"FIXED": 0x8001}, quantize.WARPS),
+        Case("least sendable", quantize.limit_kernel, kept, quantize.WARPS),
         *(
             Case(f"high, {low}", sections.high_kernel, high | {"LOW_BITS": low, "PLAIN": low == 0}, **lanes)
             for low in (0, 6)
@@ -308,13 +299,15 @@ def packing() -> list[Case]:
 
 
 def packing_rows() -> list[Case]:
-    """Return the cases of sections of many rows. What they do to a row has cases of its own above."""
-    rows, quantize = section_rows_triton, quantize_triton
+    """Return the cases of sections of many rows. The other layouts are cases above, which do the same to a row."""
+    rows = section_rows_triton
     block, turn = {"BLOCK": rows.BLOCK}, {"BLOCK": rows.BLOCK, "CHUNK": expand_triton.CHUNK}
     size = {"warps": rows.WARPS, "elements": rows.BLOCK, "aligned": False}
-    rule = {"KEPT": -65536, "FIXED": 0}
+    kept, choice = {"KEPT": -65536}, {"KEPT": -65536, "HALVINGS": 3}
+    high = {"LOW_BITS": 6, "PLAIN": False, "BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
+    words = {"WORDS": rows.WORDS}
     both: list[Case] = []
-    for low, bits in ((6, 32), (6, 16), (6, 4), (6, 0), (30, 8)):
+    for low, bits in ((6, 32), (6, 16), (6, 4)):
         shape, without = _section(low, bits)
         name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": False}
         both += [
@@ -324,45 +317,13 @@ def packing_rows() -> list[Case]:
     return [
         *both,
         Case("row extents", rows.row_extents_kernel, block, **size),
-        Case("count rows", rows.count_rows_kernel, rule | block | {"ROUNDED": False}, **size),
-        *(
-            Case(f"{name}{suffix}", kernel, rule | own | {"FIXED": fixed}, **size)
-            for name, kernel, own in (
-                ("count rounded rows", rows.count_rows_kernel, block | {"ROUNDED": True}),
-                ("keep rows", rows.keep_rows_kernel, turn),
-            )
-            for suffix, fixed in (("", 0), (", bf16", 0x8001))
-        ),
-        *(
-            Case(
-                f"choose rows {bits} bits",
-                rows.choose_rows_kernel,
-                {"KEPT": -65536, "HALVINGS": bits - 1} | turn,
-                quantize.CHOOSE_WARPS,
-            )
-            for bits in (4, 8)
-        ),
-        *(
-            Case(
-                f"high of rows, {low}",
-                rows.high_rows_kernel,
-                turn | {"LOW_BITS": low, "PLAIN": low == 0, "BLOCK": rows.HIGH_WORDS},
-                rows.HIGH_WARPS,
-                aligned=False,
-            )
-            for low in (0, 6)
-        ),
-        Case("count high", rows.count_high_kernel, {"WORDS": rows.WORDS}, rows.WARPS),
-        Case(
-            "positions of rows",
-            rows.position_rows_kernel,
-            {"WORDS": rows.WORDS, "CHUNK": expand_triton.CHUNK},
-            rows.WARPS,
-        ),
-        *(
-            Case(f"refuse rows{suffix}", rows.refuse_rows_kernel, turn | {"QUANTIZED": quantized}, **size)
-            for suffix, quantized in (("", False), (", quantized", True))
-        ),
+        Case("count rows", rows.count_rows_kernel, kept | block, **size),
+        Case("keep rows", rows.keep_rows_kernel, kept | turn, **size),
+        Case("choose rows", rows.choose_rows_kernel, choice | turn, quantize_triton.CHOOSE_WARPS),
+        Case("high of rows", rows.high_rows_kernel, high, rows.HIGH_WARPS, aligned=False),
+        Case("count high", rows.count_high_kernel, words, rows.WARPS),
+        Case("positions of rows", rows.position_rows_kernel, words | {"CHUNK": expand_triton.CHUNK}, rows.WARPS),
+        Case("refuse rows", rows.refuse_rows_kernel, turn, **size),
     ]
 
 
