@@ -124,6 +124,12 @@ def under_test(density: float) -> dict[str, Recipe]:
         "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
         "micro-static": MiCRO(density=density, static=True),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
+        "dense-tail-8bit-static": DenseTail(
+            recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"
+        ),
+        "preconditioned-static": Preconditioned(
+            recipe=TopkAllgather(density=density, static=True), shapes=((9, 5), (11,)), renew_every=2
+        ),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 

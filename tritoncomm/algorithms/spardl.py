@@ -76,8 +76,9 @@ class SparDL(EntryRecipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
         k = entries_to_keep(numel, self.density)
-        plain = self._formula(self.teams_for(world_size, k), world_size, k)
-        shorter = self.entry_words(numel) / 2
+        teams = self.teams_for(world_size, k)
+        plain = self._formula(teams, world_size, k)
+        shorter = self.entry_words(numel, world_size // teams) / 2
         return Formula(plain.latencies, shorter * plain.low, shorter * plain.high)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
@@ -332,7 +333,7 @@ class SparDLAlgorithm(Algorithm):
         if place is None:
             return cost.dense(self.numel, world_size)
         if self.is_static:
-            return static_forecast(place, h, self.recipe.recursive(place.teams))
+            return static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
         budget, peers, teams = place.room, place.team_size - 1, place.teams
         h = min(budget, max(h, fewest(budget, teams)))
         blocks = range(place.team_size)
@@ -340,9 +341,8 @@ class SparDLAlgorithm(Algorithm):
         if self.recipe.recursive(teams):
             between = block * cost.log2(teams)
         else:
-            between = place.encoding.words_at_most(place.widest, h, 1) * (
-                teams - 1
-            )  # fewer entries may need more words
+            # Fewer entries may need more words.
+            between = place.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
         within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
