@@ -77,7 +77,7 @@ def resolve(
     """
     method, on_gpu = innermost(recipe), torch.device(device).type == "cuda"
     if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
-        recipe = _with(recipe, static=method.has_static_form)
+        recipe = _with(recipe, static=method.can_be_static())
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
     is_open = method.packs_by_link and not method.encoding.packed
