@@ -92,7 +92,7 @@ def test_unknown_keyword_with_automatic_method() -> None:
             OkTopk(density=0.01),
             1_000_000,
             logging.INFO,
-            "each rank receives 320 kB per step, 18.7 times less than the 6.00 MB",
+            "each rank receives 120 kB per step, 49.9 times less than the 6.00 MB",
         ),
         (OkTopk(density=0.9), 1_000_000, logging.WARNING, "not less than the 6.00 MB of a dense all-reduce: use algo="),
         (Dense(density=0.01), 1_000_000, logging.INFO, "Dense() over 4 ranks: 1,000,000 values; each rank receives"),

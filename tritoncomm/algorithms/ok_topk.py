@@ -102,7 +102,8 @@ class OkTopk(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports, or the fixed length."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        words = self.entry_words(numel, world_size) * entries_to_keep(numel, self.density)
+        words *= (world_size - 1) / world_size
         if self.static is True:
             local, delivered = (1.0, 1.0) if self.strict_volume else (self.local_cap, self.global_cap)
             volume = words * (self.static_shares[0] * local + self.static_shares[1] * delivered)
@@ -476,14 +477,28 @@ class OkTopkAlgorithm(Algorithm):
         return self._forecast(world_size, reevaluate, repartition)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts.
+        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
 
-        In the static form no region is wider than twice the mean.
+        Every rank has k/P entries for every owner, and every owner delivers k/P sums. Nothing is balanced. The static
+        form sends its fixed length, for regions of equal width.
         """
-        if self.is_static and world_size > 1:
-            span = min(self.numel, 2 * math.ceil(self.numel / world_size))
-            return self.static.forecast(world_size, span)
-        return self._forecast(world_size, reevaluate=False, repartition=False)
+        if self.goes_dense:
+            return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Forecast({})
+        if self.is_static:
+            return self.static.forecast(world_size, -(-self.numel // world_size))
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        gathered = section + int(self.encoding.rounds)
+        return Forecast(
+            {
+                "counts": both(cost.all_to_all(1, 8, world_size)),
+                "split-and-reduce": both(cost.messages(peers, peers * section)),
+                "sizes": both(cost.all_gather(3, 8, world_size)),
+                "all-gather": both(cost.messages(rounds, peers * gathered)),
+            }
+        )
 
     def _forecast(self, world_size: int, reevaluate: bool, repartition: bool) -> Forecast:
         if self.goes_dense:

@@ -159,6 +159,11 @@ class Accumulator:
         else:
             self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
 
+    def replace_padded(self, entries: Padded) -> None:
+        """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.set_at(self._scratch, entries))
+
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered."""
         self._add()

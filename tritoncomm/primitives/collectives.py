@@ -219,6 +219,10 @@ def gather_regions(
     bucket of the rotation.
     """
     sizes, total = regions.sizes, sum(regions.sizes)
+    if sizes[rank] != block.found:
+        raise ProtocolMismatchError(
+            f"phase {phase!r}: received sizes {sizes}, but rank {rank} has {block.found} entries to send"
+        )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:
         block = yield from _balance(block, regions, rank, world_size, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -19,8 +19,9 @@ from tritoncomm.errors import (
     PeerLostError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler import cost, failure_report, tracing, wire
+from tritoncomm.scheduler import cost, failure_report, tracing, watcher, wire
 from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -101,11 +102,23 @@ class ProcessGroupScheduler:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._watcher: watcher.Watcher | None = None
+        self._is_nested = False  # watched and reported by the scheduler whose subgroup this is
+        if self.device.type == "cuda" and self.world_size > 1:
+            watched = group or dist.group.WORLD
+            assert watched is not None
+            self._watcher = watcher.Watcher(watched, self.device, _name(group), timeout)
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
+            if self.rank in ranks or needs_all_ranks():
+                members = tuple(self._global_ranks[r] for r in ranks)
+                subgroup = _subgroup(group or dist.group.WORLD, members, timeout, self._global_ranks)
             if self.rank in ranks:
-                subgroup = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
-                self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
+                scheduler = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
+                if self._watcher is not None and subgroup is not None:
+                    self._watcher.groups.append(subgroup)
+                    scheduler._watcher, scheduler._is_nested = self._watcher, True
+                self._subgroups[ranks] = scheduler
 
     def check(self) -> None:
         """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
@@ -186,21 +199,22 @@ class ProcessGroupScheduler:
         reply: Any = None
         op: Op = _START
         try:
-            op = pattern.send(None)
-            while True:
-                try:
-                    reply = self._perform(op)
-                except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                    op = pattern.throw(error)
-                else:
-                    op = pattern.send(reply)
+            with self._watcher or nullcontext():
+                op = pattern.send(None)
+                while True:
+                    try:
+                        reply = self._perform(op)
+                    except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
+                        op = pattern.throw(error)
+                    else:
+                        op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
         except NonFiniteError:  # raised on all ranks, so no rank waits for this one
             raise
         except Exception as error:
-            if self._failure is not None:
+            if self._failure is not None or self._is_nested:
                 raise
             raise self._failed(op, error) from error  # report it, so that no rank waits for this one
         finally:
@@ -208,6 +222,8 @@ class ProcessGroupScheduler:
 
     def _perform(self, op: Op) -> Any:
         self._number += 1
+        if self._watcher is not None:
+            self._watcher.progress()
         started = time.perf_counter()
         try:
             if isinstance(op, Round):
@@ -220,6 +236,8 @@ class ProcessGroupScheduler:
                 return self._run_in_subgroup(op)
             return self._collective(op)
         except (RuntimeError, ValueError) as error:
+            if self._is_nested:
+                raise
             raise self._failed(op, error) from error
         finally:
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
@@ -250,6 +268,8 @@ class ProcessGroupScheduler:
 
     def _failed(self, op: Op, error: Exception) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
+        if self._watcher is not None:
+            error = self._watcher.fail(error)
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
@@ -259,6 +279,7 @@ class ProcessGroupScheduler:
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
         report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
         others = report.described(self.rank)
+        advice = watcher.advice() if self._watcher is not None else ""
         # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.
         message = f"exchange failed on rank {dist.get_rank()}, {where}{_peers_text(op)}: "
         mismatches = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
@@ -284,14 +305,14 @@ class ProcessGroupScheduler:
                     f"{message}{problem} ({others or error}). "
                     "If a rank is only slow, increase the time-out. "
                     "To continue, call optimizer.reset_process_group() with a new process group, or restart from a "
-                    "checkpoint",
+                    f"checkpoint{advice and '. On NCCL, ' + advice}",
                     missing,
                 )
             else:
                 raised = PeerLostError(
                     f"{message}lost {names} ({others or error}). "
                     "To continue, call optimizer.reset_process_group() with a new process group of the remaining "
-                    "ranks, or restart from a checkpoint",
+                    f"ranks, or restart from a checkpoint{advice and '. On NCCL, ' + advice}",
                     missing,
                 )
         self._failure = raised
@@ -410,7 +431,7 @@ class ProcessGroupScheduler:
         return result
 
     def _wait_for(self, work: Any) -> None:
-        if self.timeout is None:
+        if self.timeout is None or self.device.type == "cuda":  # NCCL would poll. The watcher has the time-out
             work.wait()
         else:
             work.wait(self.timeout)
@@ -435,12 +456,15 @@ def _peers_text(op: Op) -> str:
 
 
 def _subgroup(
-    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None
+    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None, callers: Sequence[int]
 ) -> dist.ProcessGroup | None:
-    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``."""
+    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``.
+
+    See :func:`~tritoncomm.scheduler.new_group.new_group`.
+    """
     parent, subgroup = _subgroups.get((id(group), members), (None, None))
     if parent is not group or subgroup is None:
-        subgroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        subgroup = new_group(members, timeout, callers)
         _subgroups[id(group), members] = group, subgroup
     return subgroup
 

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
 from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.workspace import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
@@ -240,7 +241,7 @@ class Encoding(NamedTuple):
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
-        return Section(low, high, room, self.values, divisor, self.packed)
+        return _section(low, high, room, self.values, divisor, self.packed)
 
     def words(self, span: int, room: int) -> int:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
@@ -264,6 +265,11 @@ class Encoding(NamedTuple):
 
 
 PLAIN = Encoding()
+
+
+@lru_cache(maxsize=16384)  # a rank and its peers use the same sections, in many steps, and each computes its layout
+def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
+    return Section(low, high, room, values, divisor, packed)
 
 
 class Sections:
@@ -461,14 +467,9 @@ def check_on_device(header: torch.Tensor, payload: torch.Tensor, frame: Frame) -
 
 def _device_header(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
     """Return the header with the checksum of ``payload``. Its CRC-32 is that of a header with the checksum 0."""
-    header = on_device(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32), payload.device)
+    header = copied_to(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32), payload.device)
     header[_CHECKSUM : _CHECKSUM + 1] = payload.sum(dtype=torch.int64).to(torch.int32)
     return header
-
-
-def on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of ``host`` on ``device``. A GPU copies it from pinned memory, so the host does not wait."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def check_payload(payload: torch.Tensor, total: int) -> None:

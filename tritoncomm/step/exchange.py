@@ -20,10 +20,11 @@ from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, fits_dtype
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
+from tritoncomm_kernels import Padded
 
 logger = logging.getLogger("tritoncomm")
 
@@ -37,8 +38,24 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``."""
-        return self.layout.split(self.mean)
+        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters.
+
+        The host waits for the number of entries of a mean with padding.
+        """
+        mean, device = self.mean.trimmed(), self.layout.device
+        if mean.values.device != device:  # of parameters that FSDP has offloaded
+            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
+        return self.layout.split(mean)
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the mean has padding, and is on the device of the parameters. See :meth:`flat`."""
+        return self.mean.is_padded and self.mean.values.device == self.layout.device
+
+    def flat(self, *, read_gradients: bool) -> FlatDelivery:
+        """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
+        entries = Padded(self.mean.indices, self.mean.values)
+        return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
 
 class _Begun(NamedTuple):
@@ -129,7 +146,8 @@ class GradientExchange:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         if self.vectors:
             first = self.vectors[0]
-            log_choice(first.recipe, first.rank, first.world_size, [vector.part for vector in self.vectors])
+            parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
+            log_choice(first.recipe, first.rank, first.world_size, parts, packings)
 
     def average(
         self,
@@ -186,13 +204,15 @@ class GradientExchange:
             self.rollback()
             raise
         for delivered in self.delivered or ():  # one
-            self._write_gradients(delivered, scale if kept else None)
+            self._write_gradients(vector, delivered, scale if kept else None)
             vector.measure(delivered.mean, time.perf_counter() - started)
 
     @staticmethod
-    def _write_gradients(delivered: Delivered, scale: float | None) -> None:
+    def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
         """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
-        if scale is None:
+        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
+            delivered.layout.scatter_flat(vector.write(delivered.mean))
+        elif scale is None:
             delivered.layout.scatter(delivered.entries)
         elif scale != 1.0:
             delivered.layout.multiply(1.0 / scale)
@@ -309,11 +329,12 @@ class GradientExchange:
 
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        for vector, mean, _ in self.pending:
-            vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean))
+        for step in self.pending:
+            step.vector.feedback.resume()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        for delivered in self.delivered:
+            delivered.layout.scatter(delivered.entries)
         self.pending = []
 
     def flush(self) -> list[Delivered]:
@@ -347,7 +368,9 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
+            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
+            gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
@@ -361,7 +384,7 @@ class GradientExchange:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
         numel = sum(vector.layout.numel for vector in self.vectors)
-        delivered = sum(vector.last["density_delivered"] * vector.layout.numel for vector in self.vectors)
+        delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
         return summed([vector.last for vector in self.vectors]) | {
             "density": self.options.recipe.density,
             "density_delivered": delivered / max(numel, 1),
@@ -379,7 +402,8 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody, belongs_to = private_group(None, options.timeout)
+    device = torch.device(device)
+    everybody, belongs_to = private_group(None, options.timeout, device)
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler

@@ -19,7 +19,8 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import with_packing, without_encoding
+from tritoncomm.step.options import without_encoding
+from tritoncomm.step.packing import resolve
 
 logger = logging.getLogger("tritoncomm")
 
@@ -36,6 +37,8 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
+        device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
+            keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
@@ -48,6 +51,7 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
+    device: torch.device | None = None
     flattened: bool | None = None
     by_update: bool = False
     alone: bool = False
@@ -71,9 +75,11 @@ class VectorExchange:
 
     Attributes:
         layout: Position of each parameter in the flat vector.
+        device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step.
     """
@@ -87,20 +93,23 @@ class VectorExchange:
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
-        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self.device = options.device or self.layout.device
+        self.flat = torch.zeros(self.layout.numel, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
+        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
+            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
+        self._last_mean: SparseVector | None = None
         self.measure(None, 0.0)
 
     @property
@@ -136,13 +145,12 @@ class VectorExchange:
 
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
-        recipe = self.recipe
+        recipe = self.packing.recipe
         if self.options.by_update:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
-        packing = with_packing(whole, self.layout.device)
-        return ErrorFeedback(packing.build(self.layout.numel), self.layout.device)
+        return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
@@ -206,13 +214,17 @@ class VectorExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
+    def density_delivered(self) -> float:
+        """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
+        return self._last_mean.density if self._last_mean is not None else 0.0
+
     def measure(self, mean: SparseVector | None, seconds: float) -> None:
         """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+        self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
         selecting = accumulator.seconds if accumulator else 0.0
         self.last = {
             "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(meter.sent.bytes),
             "bytes_received": float(meter.received.bytes),
