@@ -225,17 +225,6 @@ def count_entries(entries: Padded) -> torch.Tensor:
     return (entries.indices != PADDING).sum(-1, dtype=torch.int32).reshape(-1)
 
 
-def sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``rows`` (fp32 or fp64 ``[rows, m]``), added in row order. It starts at 0."""
-    if rows.numel() and triton_runs(rows):
-        summed: torch.Tensor = _on_gpu().sum_rows(rows)
-        return summed
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total
-
-
 def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspace) -> torch.Tensor:
     """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one row, and return ``out``."""
     out.zero_()

@@ -72,8 +72,8 @@ def resolve(
     """Return ``recipe`` with ``packed`` and ``static`` resolved for vectors of ``numel`` elements on ``device``.
 
     On a GPU, ``static="auto"`` is True if the method has the static form, whatever the link, unless the exchange is
-    hierarchical. Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in ``packed``
-    has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
+    hierarchical. Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in
+    ``packed`` has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
     """
     method, on_gpu = _innermost(recipe), torch.device(device).type == "cuda"
     if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
