@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,6 +36,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
 )
+from tritoncomm.scheduler.span import Span
 
 # Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
@@ -224,40 +224,42 @@ class ProcessGroupScheduler:
         self._number += 1
         if self._watcher is not None:
             self._watcher.progress()
-        started = time.perf_counter()
+        tracer = tracing.current()
+        if tracer is not None:
+            tracer.begin(self.device)
+        span = Span(self.device)
         try:
-            if isinstance(op, Round):
-                return self._wait(self._post(op))
-            if isinstance(op, Post):
-                return self._post(op.round)
-            if isinstance(op, Wait):
-                return self._wait(op.ticket)
-            if isinstance(op, InSubgroup):
-                return self._run_in_subgroup(op)
-            return self._collective(op)
+            return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._is_nested:
                 raise
             raise self._failed(op, error) from error
         finally:
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
-                seconds = time.perf_counter() - started
-                self.meter.wait(op.phase, seconds)
-                self._trace(op, seconds)
+                self.meter.time(op.phase, span.end())
+                if tracer is not None:
+                    self._trace(tracer, op, span)
 
-    def _trace(self, op: Op, seconds: float) -> None:
-        tracer = tracing.current()
-        if tracer is None:
-            return
-        started = tracing.now() - seconds
+    def _reply_to(self, op: Op) -> Any:
+        if isinstance(op, Round):
+            return self._wait(self._post(op))
+        if isinstance(op, Post):
+            return self._post(op.round)
+        if isinstance(op, Wait):
+            return self._wait(op.ticket)
+        if isinstance(op, InSubgroup):
+            return self._run_in_subgroup(op)
+        return self._collective(op)
+
+    def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:
         details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
-        tracer.phase(dist.get_rank(), op.phase, started, seconds, details)
+        found: list[tuple[int, int, bool]] = []
         round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
         for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
             for peer, content in messages.items():
                 words = content.numel() if isinstance(content, torch.Tensor) else content
-                size = cost.message(words).bytes
-                tracer.message(dist.get_rank(), self._global_ranks[peer], op.phase, started, size, sent=sent)
+                found.append((self._global_ranks[peer], cost.message(words).bytes, sent))
+        tracer.operation(dist.get_rank(), op.phase, span, details, found)
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]

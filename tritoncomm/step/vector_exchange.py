@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
@@ -59,6 +60,14 @@ class ExchangeOptions:
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""
         return replace(self, recipe=recipe)
+
+
+class _Times(NamedTuple):
+    """Where the time of one step went: ``meter`` has the waiting, ``whole`` is None if there was no step."""
+
+    meter: Meter
+    selecting: list[Span]
+    whole: Span | None
 
 
 class VectorExchange:
@@ -110,7 +119,8 @@ class VectorExchange:
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self._last_mean: SparseVector | None = None
-        self.measure(None, 0.0)
+        self._latest = self._before = _Times(self.meter, [], None)
+        self.measure(None, None)
 
     @property
     def is_bare(self) -> bool:
@@ -218,11 +228,21 @@ class VectorExchange:
         """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
         return self._last_mean.density if self._last_mean is not None else 0.0
 
-    def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+    def measure(self, mean: SparseVector | None, span: Span | None) -> None:
+        """Record the metrics of a step with the time ``span``. ``mean`` is None if the step was rejected.
+
+        On a GPU, the times are those of the step before: the GPU may still be at work on this one.
+        """
         self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
-        selecting = accumulator.seconds if accumulator else 0.0
+        times = _Times(meter, accumulator.spans if accumulator else [], span)
+        if self.device.type == "cuda":
+            if self._latest.meter is not meter:  # not the same step again
+                self._before = self._latest
+            self._latest, times = times, self._before
+        times.meter.settle()
+        selecting, waited = sum(each.seconds for each in times.selecting), times.meter.waited
+        whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
             "selected": float(accumulator.selected) if accumulator else 0.0,
@@ -230,9 +250,9 @@ class VectorExchange:
             "bytes_received": float(meter.received.bytes),
             "messages_sent": float(meter.sent.messages),
             "seconds_select": selecting,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
-            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
+            "seconds_exchange": waited,
+            "seconds_apply": max(0.0, whole - selecting - waited),
+            **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
 
