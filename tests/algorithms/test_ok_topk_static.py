@@ -94,7 +94,7 @@ def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     low, high = states(world)[0].cuts[1:3]
-    room = world.workers[0].algorithm.static.pair_room(world_size)
+    room = world.workers[0].algorithm.static_form.pair_room(world_size)
     assert room < high - low
     gradient = -world.residuals
     gradient[0, low:high] += 1000.0 + torch.arange(high - low).flip(0)
@@ -162,10 +162,11 @@ def test_strict_volume_bounds_traffic() -> None:
 
 def test_ordinary_traffic() -> None:
     """The forecast of an ordinary step is what the formula says, and what steps with even regions send."""
-    recipe, world_size, numel = OkTopk(density=0.05, static=True), 4, 20_000
+    recipe, world_size, numel, k = OkTopk(density=0.05, static=True), 4, 20_000, 1000
     forecast = recipe.predicted_traffic(numel, world_size)
     formula = recipe.formula(numel, world_size)
-    assert forecast.received.bytes / WORD == pytest.approx(formula.high, rel=0.02)
+    assert formula.low == formula.high == forecast.received.bytes / WORD
+    assert formula.high == pytest.approx(8 * k * (world_size - 1) / world_size, rel=0.02)
     world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(world_size, numel, generator=generator) for _ in range(8)]

@@ -101,13 +101,11 @@ class OkTopk(EntryRecipe):
         check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of an even share")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports, or the fixed length."""
+        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports, or the length of the static form."""
+        if self.static is True:
+            return super().formula(numel, world_size)
         words = self.entry_words(numel, world_size) * entries_to_keep(numel, self.density)
         words *= (world_size - 1) / world_size
-        if self.static is True:
-            local, delivered = (1.0, 1.0) if self.strict_volume else (self.local_cap, self.global_cap)
-            volume = words * (self.static_shares[0] * local + self.static_shares[1] * delivered)
-            return Formula(3 * (world_size - 1), volume, volume)
         return Formula(2 * world_size + 2 * cost.log2(world_size), words, 3 * words)
 
     @property
@@ -172,7 +170,7 @@ class OkTopkAlgorithm(Algorithm):
             recipe.skew_trigger,
             self.encoding.is_coarse,
         )
-        self.static = StaticForm(self.rules, self.encoding, self.local_cap, self.global_cap, *recipe.static_shares)
+        self.static_form = StaticForm(self.rules, self.encoding, self.local_cap, self.global_cap, *recipe.static_shares)
         self.state = OkTopkState()
 
     @property
@@ -194,7 +192,7 @@ class OkTopkAlgorithm(Algorithm):
         if acc.verdict is not None:
             worth = self._worth_gathering(world_size)
             step = StaticStep(
-                self.static, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition, worth
+                self.static_form, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition, worth
             )
             mean, self.state, self.report = yield from step.run()
             return mean
@@ -471,7 +469,7 @@ class OkTopkAlgorithm(Algorithm):
         if self.is_static and world_size > 1:
             span = None if reevaluate or repartition else widest(state.cuts)
             worth = self._worth_gathering(world_size)
-            return self.static.forecast(
+            return self.static_form.forecast(
                 world_size, span, reevaluate=reevaluate, repartition=repartition, worth_gathering=worth
             )
         return self._forecast(world_size, reevaluate, repartition)
@@ -487,7 +485,7 @@ class OkTopkAlgorithm(Algorithm):
         if world_size == 1:
             return Forecast({})
         if self.is_static:
-            return self.static.forecast(world_size, -(-self.numel // world_size))
+            return self.static_form.forecast(world_size, -(-self.numel // world_size))
         peers, rounds = world_size - 1, cost.log2(world_size)
         section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
         gathered = section + int(self.encoding.rounds)
