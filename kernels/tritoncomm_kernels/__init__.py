@@ -25,7 +25,6 @@ from tritoncomm_kernels.padded import (
     merge_rows,
     reaching,
     set_at,
-    sum_rows,
     top_k_padded,
     top_k_rows,
     values_at,
