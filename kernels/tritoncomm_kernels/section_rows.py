@@ -24,7 +24,7 @@ def write_rows(
 
     Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
     largest one of their row are left out (:func:`tritoncomm_kernels.sections.sendable_together`). The values of the
-    returned entries are those that :func:`read_rows` returns, times ``divisor``. They are 0 in a layout without values.
+    returned entries are those that :func:`read_rows` returns, times ``divisor``.
     """
     if entries.values.numel() and layout.room and triton_runs(entries.values):
         written: tuple[torch.Tensor, Padded] = _on_gpu().write_rows(layout, lows, entries, divisor, workspace)
@@ -33,8 +33,6 @@ def write_rows(
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
-        if layout.bits == 0:  # indices alone
-            part = part._replace(values=part.values[:0])
         keep = sendable_together(part.values, layout.bits, divisor) if layout.bits not in (0, 32) else None
         if keep is not None:
             part = Selection.of(part.indices[keep], part.values[keep])

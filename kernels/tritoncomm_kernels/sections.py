@@ -144,7 +144,7 @@ def write_section(
         rounded = quantize.dequantize(codes, header, layout.bits, divisor)
     elif layout.bits == _FP32:
         words[layout.words - layout.value_words :][:count] = array.view(np.int32)
-    else:
+    elif layout.bits:
         half = to_bf16(array, divisor)
         words[layout.words - layout.value_words :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
