@@ -47,7 +47,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """
     optimizer = _one_group(_sparse(optimizer))
     folder = Path(folder)
-    group, device = optimizer.process_group, setup_checks.device_of(optimizer)
+    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     state = optimizer.state_dict()
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
@@ -93,7 +93,7 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
-    group, device = optimizer.process_group, setup_checks.device_of(optimizer)
+    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
     with setup_checks.propagate_errors(group, device):
         saved_by = _saved_by(folder)

@@ -336,7 +336,7 @@ def register(
         ConfigurationError: An argument is invalid, or the model is not supported.
         ConfigMismatchError: Replicas are configured differently, or an argument is invalid on another rank.
     """
-    with setup_checks.propagate_errors(None, _device(model)):
+    with setup_checks.propagate_errors(None, device_of(model)):
         recipe = resolve_recipe(
             algo, density, warmup_steps, recipe_fields, node_group, replicate_group, function=register
         )
@@ -405,7 +405,7 @@ def state_of(model: nn.Module) -> FSDPState | None:
     return None
 
 
-def _device(model: nn.Module) -> torch.device | None:
+def device_of(model: nn.Module) -> torch.device | None:
     """Return the device on which FSDP reduces the gradients of ``model``, or None if it is not sharded."""
     with suppress(ConfigurationError):  # which register() raises, and reports to the other ranks
         return next((group.device for _, group in _parameter_groups(model)), None)

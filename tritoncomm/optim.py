@@ -410,8 +410,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
-        split the waiting by phase. ``residual_norm`` is computed by this call. ``grad_norm`` (with ``max_grad_norm``)
-        is the norm of the averaged gradient before clipping.
+        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm`` is computed by
+        this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
         """
         clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
         return self._exchange.metrics() | clipped
@@ -537,7 +537,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def _device(self) -> torch.device | None:
-        return setup_checks.device_of(self.optimizer)
+        return setup_checks.device_of(self.optimizer) if self._hook is None else self._hook.device
 
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
@@ -548,7 +548,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         return None
 
     def _check_not_reduced(self, delivered: Delivered) -> None:
-        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group)
+        vector = self._vector
+        compare = vector.equal_on_all_ranks if vector.rounds else None
+        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group, compare)
 
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""

@@ -277,7 +277,7 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Operator:
     """What an operator does: the positions and names of arguments that it writes, and whether it computes."""
 
     name: str
@@ -297,14 +297,15 @@ _NO_LAUNCH = ("detach", "alias", "empty", "empty_like", "empty_strided", "new_em
 
 
 @cache
-def _plan(func: Any) -> _Plan:
+def operator_of(func: Any) -> Operator:
+    """Return what an operator of aten does."""
     schema = func._schema
     name = schema.name.partition("::")[2]
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     writes = frozenset([*written, *(schema.arguments[i].name for i in written)])
     views = bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     count = _READS.get(name) or _DATA_DEPENDENT.get(name)
-    return _Plan(
+    return Operator(
         name=name,
         writes=writes,
         computes=not views and name not in (*_NO_LAUNCH, *_READS),
@@ -345,7 +346,7 @@ def _unwrapped(each: Any) -> Any:
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the values, after everything that a GPU would complain about."""
-    plan = _plan(func)
+    plan = operator_of(func)
     named = [*enumerate(args), *kwargs.items()]
     tensors = [(key, tensor) for key, arg in named for tensor in _found([arg])]
     on_gpu = [(key, tensor) for key, tensor in tensors if isinstance(tensor, CudaTensor)]
@@ -410,7 +411,7 @@ def check_devices(name: str, tensors: Sequence[torch.Tensor], *, may_copy: bool 
         )
 
 
-def _count_index(plan: _Plan, args: Sequence[Any], gpu: Gpu) -> None:
+def _count_index(plan: Operator, args: Sequence[Any], gpu: Gpu) -> None:
     """Count the synchronizations of indexing: with a boolean mask, and with indices that are not on the device."""
     fills = plan.name != "index" and args[2].numel() == 1 and not isinstance(args[2], CudaTensor)
     if plan.name != "index" and not isinstance(args[2], CudaTensor) and args[2].dim():

@@ -1,9 +1,11 @@
 """What the kernels of ``tritoncomm_kernels`` cost on a GPU: launches and host synchronizations of the Triton route.
 
 On the emulated GPU a kernel computes with its reference, on CPU values, and is charged by this table. Its internals are
-not counted. ``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's
-interpreter. Operations of the package that are not in the table consist of torch operators, which are counted one by
-one. A new kernel needs a row.
+not counted. The workspace is taken to have been used before, so that no buffer is allocated.
+``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's interpreter.
+
+Operations of the package that are not in the table consist of torch operators, which are counted one by one. A new
+kernel needs a row.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import torch
 import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
-from tritoncomm_kernels import sections
+from tritoncomm_kernels import section_rows, sections
 
 SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
-_RADIX = 2 + 2 * 4 + 1  # begin, histogram and pick for each of 4 digits, count, emit
+_RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
 
 
 class Cost(NamedTuple):
@@ -68,10 +70,10 @@ def _merge(lists: Sequence[Any], numel: int) -> Cost:
 
 
 def _kth(values: torch.Tensor, k: int) -> Cost:
-    """A cold top-k, whose guess is filled in, then the smallest of its values. The host reads both."""
+    """A top-k with 13 new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
     if not values.numel() or not k:
         return FREE
-    return Cost(_top_k(values.numel(), k, adds=False).launches + 3, 2)
+    return Cost(13 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
 
 
 def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
@@ -82,7 +84,7 @@ def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
 
 def _sendable(values: torch.Tensor, keep: Any) -> Cost:
     """Extents and limit. The host reads the answer; if not all values are sendable, four operators find which are."""
-    return Cost(2 + (0 if keep is None else 5), 1) if values.numel() else FREE
+    return Cost(2 + (0 if keep is None else 4), 1) if values.numel() else FREE
 
 
 def _write(layout: Any, indices: torch.Tensor) -> Cost:
@@ -101,6 +103,25 @@ def _adam(parameter: torch.Tensor, indices: torch.Tensor | None, limited: bool) 
     """The total, the length of the change if it is limited, the update."""
     empty = not parameter.numel() or (indices is not None and not indices.numel())
     return FREE if empty else Cost(2 + limited)
+
+
+def _top_k_padded(numel: int, k: int) -> Cost:
+    """Padding for indices and values, and :func:`_top_k` without a read."""
+    return Cost(2 + _top_k(numel, k, adds=True).launches) if numel else Cost(4)
+
+
+def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
+    """One row is placed. Of several, the borders of the tiles are found, then they are added."""
+    if not out.numel() or not indices.numel():
+        return FREE
+    return Cost(2 if indices.dim() > 1 and indices.shape[0] > 1 else 1)
+
+
+def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
+    """Zeros; of rounded values the extents and what is kept; counts; the header of codes; high part and planes."""
+    if not values.numel() or not layout.room:
+        return Cost(1)
+    return Cost(1 + 2 * (layout.bits not in {0, 32}) + 1 + layout.quantized + 2)
 
 
 # By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.
@@ -142,6 +163,29 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     sections.sendable_together: (lambda result, a: _sendable(a["values"], result), ()),
     sections.write_section: (lambda result, a: _write(a["layout"], a["indices"]), ("out",)),
     sections.read_section: (lambda result, a: _read(a["layout"]), ()),
+    # Lists and messages of a fixed length. The host reads nothing.
+    _N.top_k_padded: (lambda result, a: _top_k_padded(a["out"].numel(), a["k"]), ("out",)),
+    _N.top_k_rows: (
+        # The histograms are cleared; a histogram for each of 4 digits, count, emit.
+        lambda result, a: Cost(7 if result.indices.numel() else 0),
+        (),
+    ),
+    _N.joined: (lambda result, a: Cost(2 if result.indices.numel() else 0), ()),  # count, join
+    _N.merge_rows: (
+        # The mask is cleared, padding, mark, count, scan, union, borders, sums.
+        lambda result, a: Cost(8 if result.indices.numel() else 0),
+        (),
+    ),
+    _N.add_rows: (lambda result, a: _add_rows(a["out"], a["rows"].indices), ("out",)),
+    _N.set_at: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
+    _N.values_at: (lambda result, a: Cost(1), ()),
+    _N.sum_rows: (lambda result, a: Cost(int(a["rows"].numel() > 0)), ()),
+    section_rows.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
+    section_rows.read_rows: (
+        # Counts, positions, join, refusal.
+        lambda result, a: Cost(4 if a["messages"].numel() and a["layout"].room else 1),
+        (),
+    ),
     # Adam.
     _N.adam_update: (
         lambda result, a: _adam(a["parameter"], a["indices"], a["control"].limited),
@@ -250,11 +294,57 @@ class AdamMany(tritoncomm_kernels.AdamMany):
         super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
         if self._on_gpu:
             gpu = next(_tensors(self._arguments["parameters"], CudaTensor)).gpu
-            # Of each dtype: weight decay, the conversion of each half-precision value, the totals, length, update.
-            # The host waits for the copy of the table of addresses, which is in pageable memory.
-            for group in self._groups:
-                converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-                _charge("AdamMany.update", gpu, Cost(2 + (keep != 1) + converted + control.limited, 1))
-            for i in self._others:
-                parameter, at = self._columns[0][i], inner_of(indices[i])
-                _charge("adam_update", gpu, _adam(parameter, at, control.limited))
+            for cost in self.costs(control, indices, keep, values):
+                _charge("AdamMany.update", gpu, cost)
+
+    def costs(self, control: Any, indices: Any, keep: float, values: Any) -> Iterator[Cost]:
+        """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
+
+        Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
+        it is limited, the update. The host waits for the copy of the table of addresses, which is in pageable memory.
+        """
+        for group in self._groups:
+            converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
+            yield Cost(2 + (keep != 1) + converted + control.limited, 1)
+        for i in self._others:
+            yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
+
+
+class AdamFlat(tritoncomm_kernels.AdamFlat):
+    """Stands for the original, whose Triton route has two kernels per dtype."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates, starts: Sequence[int]
+    ) -> None:
+        self._arguments = {"parameters": parameters, "states": states}
+        super().__init__(inner_of(list(parameters)), inner_of(states), starts)
+
+    def holds(
+        self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates, starts: Sequence[int]
+    ) -> bool:
+        return super().holds(inner_of(list(parameters)), inner_of(states), starts)
+
+    def update(self, entries: Any, control: Any, *, keep: float = 1.0, gradients: Any = None) -> None:
+        given = {"entries": entries, "control": control, "gradients": gradients}
+        on_gpu = [*_tensors([self._arguments["parameters"]], CudaTensor)]
+        if on_gpu:
+            enter("AdamFlat.update", {**self._arguments, **given}, ("parameters", "states"))
+        super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
+        for cost in self.costs(entries, control, keep, gradients) if on_gpu else ():
+            _charge("AdamFlat.update", on_gpu[0].gpu, cost)
+
+    def costs(self, entries: Any, control: Any, keep: float, gradients: Any) -> Iterator[Cost]:
+        """Return the cost of the decay, of each group of tensors of one dtype, and of each other tensor.
+
+        Of a group: the copy of the table of addresses, from pinned memory, if gradients are read; the conversion of
+        values to half precision; the totals, the length of the change if it is limited, the update. The others are
+        updated by torch operators, and the host reads where their entries are.
+        """
+        single = any(parameter.dtype == torch.float16 for parameter in self.parameters)
+        yield Cost((len(self.parameters) if single else 1) if keep != 1 else 0)
+        if not entries.room:
+            return
+        for dtype in self._together:
+            yield Cost(2 + (dtype != torch.float32 and gradients is None) + control.limited)
+        others = len(self.parameters) - sum(map(len, self._together.values()))
+        yield Cost(10 * others, 2 * others + (others > 0))

@@ -20,6 +20,7 @@ from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload
+from tritoncomm_kernels import padded
 
 # Factories that take ``device=``. The last ones copy from the host.
 _FACTORIES = (
@@ -37,6 +38,7 @@ _STATE = (
     (private_group, "_free"),
     (hook_state, "_states"),
     (tracing, "_tracers"),
+    (padded, "_constants"),
 )
 _installing = threading.RLock()
 
@@ -145,7 +147,8 @@ def installed(network: nccl.Network) -> Iterator[None]:
             sharded = sys.modules["torch.distributed.tensor"].DTensor
             patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
             patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
-        replacements = kernel_costs.declared() | {kernel_costs.AdamMany.__base__: kernel_costs.AdamMany}
+        replacements = kernel_costs.declared()
+        replacements |= {made.__base__: made for made in (kernel_costs.AdamMany, kernel_costs.AdamFlat)}
         for module, name, value in _uses(replacements):
             patch(mock.patch.object(module, name, value))
         torch._C._distributed_c10d._set_thread_isolation_mode(True)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from tritoncomm import OkTopk, TopkAllgather
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
 from tritoncomm.step.error_feedback import ErrorFeedback
@@ -49,8 +48,12 @@ def test_read_before_the_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpu_tensor_in_a_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is in host memory is refused."""
-    framed = wire.framed
-    monkeypatch.setattr(wire, "framed", lambda payload, frame: values_of(framed(payload, frame)))
+    operations = ProcessGroupScheduler._operations
+
+    def on_host(self, kind, buffer, *further):
+        return operations(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
+
+    monkeypatch.setattr(ProcessGroupScheduler, "_operations", on_host)
     assert "No backend type associated with device type cpu" in str(_cause(_exchange))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tritoncomm import fsdp
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.exchange import Delivered, GradientExchange
 
@@ -39,6 +42,21 @@ def test_the_exchange_is_on_the_device_of_the_shard(alone: None, monkeypatch: py
     assert vector.flat.device == vector.feedback.residual.device == SHARD
     assert vector.scheduler.device == state.exchange.verdict.device == state.device == SHARD
     assert vector.layout.device.type == "cpu"
+
+
+def test_ranks_compare_settings_from_that_device(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wrap(), set_density() and checkpoints send objects from the GPU, although the parameters are on the CPU."""
+    model = fully_shard(nn.Linear(40, 40), mesh=init_device_mesh("cpu", (1,)))
+    for _, group in fsdp._parameter_groups(model):
+        group.device = SHARD
+    seen: list[torch.device | None] = []
+    monkeypatch.setattr(GradientExchange, "agree_on_exchange_id", lambda exchange: None)
+    monkeypatch.setattr(setup_checks, "on_device", lambda device: seen.append(device) or nullcontext())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = tritoncomm.wrap(optimizer, model=model, process_group=dist.group.WORLD, density=0.1, warmup_steps=0)
+    assert wrapped._device == SHARD
+    assert SHARD in seen
+    assert not any(device.type == "cpu" for device in seen[: seen.index(SHARD)] if device is not None)
 
 
 def test_the_optimizer_sees_entries_on_the_device_of_the_parameters() -> None:

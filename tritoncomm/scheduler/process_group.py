@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,6 +36,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
 )
+from tritoncomm.scheduler.span import Span
 
 # Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
@@ -99,6 +99,7 @@ class ProcessGroupScheduler:
         self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
+        self._waiting: list[int] = []  # peers of the messages that had not arrived when a wait failed
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -224,40 +225,42 @@ class ProcessGroupScheduler:
         self._number += 1
         if self._watcher is not None:
             self._watcher.progress()
-        started = time.perf_counter()
+        tracer = tracing.current()
+        if tracer is not None:
+            tracer.begin(self.device)
+        span = Span(self.device)
         try:
-            if isinstance(op, Round):
-                return self._wait(self._post(op))
-            if isinstance(op, Post):
-                return self._post(op.round)
-            if isinstance(op, Wait):
-                return self._wait(op.ticket)
-            if isinstance(op, InSubgroup):
-                return self._run_in_subgroup(op)
-            return self._collective(op)
+            return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._is_nested:
                 raise
             raise self._failed(op, error) from error
         finally:
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
-                seconds = time.perf_counter() - started
-                self.meter.wait(op.phase, seconds)
-                self._trace(op, seconds)
+                self.meter.time(op.phase, span.end())
+                if tracer is not None:
+                    self._trace(tracer, op, span)
 
-    def _trace(self, op: Op, seconds: float) -> None:
-        tracer = tracing.current()
-        if tracer is None:
-            return
-        started = tracing.now() - seconds
+    def _reply_to(self, op: Op) -> Any:
+        if isinstance(op, Round):
+            return self._wait(self._post(op))
+        if isinstance(op, Post):
+            return self._post(op.round)
+        if isinstance(op, Wait):
+            return self._wait(op.ticket)
+        if isinstance(op, InSubgroup):
+            return self._run_in_subgroup(op)
+        return self._collective(op)
+
+    def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:
         details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
-        tracer.phase(dist.get_rank(), op.phase, started, seconds, details)
+        found: list[tuple[int, int, bool]] = []
         round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
         for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
             for peer, content in messages.items():
                 words = content.numel() if isinstance(content, torch.Tensor) else content
-                size = cost.message(words).bytes
-                tracer.message(dist.get_rank(), self._global_ranks[peer], op.phase, started, size, sent=sent)
+                found.append((self._global_ranks[peer], cost.message(words).bytes, sent))
+        tracer.operation(dist.get_rank(), op.phase, span, details, found)
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]
@@ -273,7 +276,8 @@ class ProcessGroupScheduler:
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
-        own = failure_report.RankReport(kind, where, str(error), _peers(op))
+        at, waiting = [self.step, self._number], self._waiting
+        own = failure_report.RankReport(kind, where, str(error), _peers(op), waiting, at)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
@@ -295,12 +299,17 @@ class ProcessGroupScheduler:
         else:
             missing = [self._global_ranks[rank] for rank in report.missing]
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
-            if report.timed_out:
-                problem = (
-                    "the other ranks stopped waiting for this rank"
-                    if dist.get_rank() in missing
-                    else f"no answer from {names} within the time-out"
-                )
+            if report.timed_out or report.silent_store is not None:
+                problem = f"no answer from {names} within the time-out"
+                if len(missing) == self.world_size - 1 > 1:
+                    problem += ", so this rank may be cut off"
+                elif dist.get_rank() in missing:
+                    problem = "the other ranks stopped waiting for this rank"
+                elif report.silent_store is not None:
+                    problem = (
+                        f"no answer from the store of the process group, {report.silent_store}: its host is lost, or "
+                        "this rank is cut off"
+                    )
                 raised = ExchangeTimeoutError(
                     f"{message}{problem} ({others or error}). "
                     "If a rank is only slow, increase the time-out. "
@@ -325,6 +334,7 @@ class ProcessGroupScheduler:
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
+        peers: list[int] = []  # of the operations
         for peer, words in round_.receives.items():
             # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
             # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
@@ -332,13 +342,15 @@ class ProcessGroupScheduler:
             capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
             buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
             operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
+            peers += [peer] * (len(operations) - len(peers))
         for peer, payload in round_.sends.items():
             sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
             operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
+            peers += [peer] * (len(operations) - len(peers))
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
         # Keep the sent messages until the wait, because the backend reads them in the background.
-        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends))
+        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
 
     def _operations(
         self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
@@ -361,18 +373,18 @@ class ProcessGroupScheduler:
         ]
 
     def _wait(self, ticket: Ticket) -> Inbox:
-        frame, works, buffers, words, _ = ticket.token
-        pending = list(works)  # wait for each exactly once, as gloo counts the waits
+        frame, works, buffers, words, _, peers = ticket.token
+        pending = list(zip(peers, works, strict=False))  # wait for each exactly once, as gloo counts the waits
         totals: dict[int, int] = {}
         if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
             at = 0
             for peer, buffer in buffers.items():
-                self._wait_for(pending.pop(at))
+                self._wait_for_one(*pending.pop(at), pending)
                 with self._naming_ranks(peer):
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
                 at += words[peer] > _FIRST_PART_WORDS
-        for work in pending:
-            self._wait_for(work)
+        while pending:
+            self._wait_for_one(*pending.pop(0), pending)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
@@ -436,10 +448,27 @@ class ProcessGroupScheduler:
         else:
             work.wait(self.timeout)
 
+    def _wait_for_one(self, peer: int, work: Any, others: Sequence[tuple[int, Any]]) -> None:
+        """Wait for a message to or from ``peer``. If that fails, note which ``others`` had not arrived either."""
+        try:
+            self._wait_for(work)
+        except RuntimeError:
+            self._waiting = sorted({peer, *(other for other, left in others if not _has_arrived(left))})
+            raise
+
     def _count(self, round_: Round) -> None:
         sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
         received = [cost.message(words) for words in round_.receives.values()]
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
+
+
+def _has_arrived(work: Any) -> bool:
+    """Return True if the message of ``work`` was complete before its connection failed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _peers(op: Op) -> list[int]:

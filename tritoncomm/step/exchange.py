@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
 from tritoncomm.step.options import log_choice
@@ -59,11 +59,11 @@ class Delivered:
 
 
 class _Begun(NamedTuple):
-    """A vector whose mean is known, but not committed, and the time that its exchange took."""
+    """A vector whose mean is known, but not committed, and the time of its exchange."""
 
     vector: VectorExchange
     mean: SparseVector
-    seconds: float
+    span: Span
 
 
 class GradientExchange:
@@ -180,7 +180,7 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
         (vector,) = self.vectors
-        started, zeroed = time.perf_counter(), 0
+        span, zeroed = Span(vector.device), 0
         try:
             vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
         except ConfigurationError as error:
@@ -200,12 +200,12 @@ class GradientExchange:
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        except ConfigurationError:
+        except (ConfigurationError, ExchangeError):
             self.rollback()
             raise
         for delivered in self.delivered or ():  # one
             self._write_gradients(vector, delivered, scale if kept else None)
-            vector.measure(delivered.mean, time.perf_counter() - started)
+            vector.measure(delivered.mean, span.end())
 
     @staticmethod
     def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
@@ -242,7 +242,7 @@ class GradientExchange:
                 they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        started, mean = time.perf_counter(), None
+        span, mean = Span(vector.device), None
         if vector.scheduler is not None:
             vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
         self.pending = []
@@ -251,13 +251,13 @@ class GradientExchange:
             _check_range(mean, vector.layout, scale, dtype)
             if into_flat:
                 vector.write(mean)
-            self._begun.append(_Begun(vector, mean, time.perf_counter() - started))
+            self._begun.append(_Begun(vector, mean, span.end()))
         except NonFiniteError as error:
             if mean is None:
                 self._at_fault = self._at_fault or listed(vector.non_finite())
             else:
                 vector.feedback.rollback()
-            vector.measure(None, time.perf_counter() - started)
+            vector.measure(None, span.end())
             self._rejected = error
             if self.verdict is None:
                 raise self._reject(vector) from None
@@ -289,9 +289,9 @@ class GradientExchange:
         except BaseException:
             self.rollback()
             raise
-        for vector, mean, seconds in begun:
+        for vector, mean, span in begun:
             vector.feedback.commit()
-            vector.measure(mean, seconds)
+            vector.measure(mean, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
         self.steps += 1
         self._deliver([Delivered(step.mean, step.vector.layout) for step in begun])
@@ -322,9 +322,9 @@ class GradientExchange:
 
     def rollback(self) -> None:
         """Restore the methods' states from before this step. Residuals have not changed."""
-        for vector, _, seconds in self._begun:
+        for vector, _, span in self._begun:
             vector.feedback.rollback()
-            vector.measure(None, seconds)
+            vector.measure(None, span)
         self._begun = []
 
     def commit_pending(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,13 @@ from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, R
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
-from tritoncomm.step.packing import resolve
+from tritoncomm.step.packing import resolve, rounds
 
 logger = logging.getLogger("tritoncomm")
 
@@ -59,6 +60,14 @@ class ExchangeOptions:
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""
         return replace(self, recipe=recipe)
+
+
+class _Times(NamedTuple):
+    """Where the time of one step went: ``meter`` has the waiting, ``whole`` is None if there was no step."""
+
+    meter: Meter
+    selecting: list[Span]
+    whole: Span | None
 
 
 class VectorExchange:
@@ -110,7 +119,8 @@ class VectorExchange:
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self._last_mean: SparseVector | None = None
-        self.measure(None, 0.0)
+        self._latest = self._before = _Times(self.meter, [], None)
+        self.measure(None, None)
 
     @property
     def is_bare(self) -> bool:
@@ -137,6 +147,11 @@ class VectorExchange:
     def part(self) -> tuple[Algorithm, int]:
         """The algorithm and the number of values that are sent dense, for ``log_choice``."""
         return self.feedback.algorithm, self.dense_numel
+
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded on the wire in steps that are not dense, so that a mean is not exact."""
+        return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
 
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
@@ -176,6 +191,20 @@ class VectorExchange:
             self._run(self.scheduler.confirmation(trained), new_step=False)
             meter.add(self.meter)
             self.meter = meter
+
+    def equal_on_all_ranks(self, figure: int) -> bool:
+        """Return True if all ranks pass the same ``figure``. They call this between :meth:`begin` and the commit."""
+
+        def gathering() -> Pattern[bool]:
+            own = torch.tensor([figure], device=self.flat.device)
+            everybody = yield AllGather("compare", own)
+            return bool((everybody == own).all())
+
+        meter = self.meter
+        equal: bool = self._run(gathering(), new_step=False)
+        meter.add(self.meter)
+        self.meter = meter
+        return equal
 
     def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
         if self.scheduler is None:
@@ -218,11 +247,21 @@ class VectorExchange:
         """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
         return self._last_mean.density if self._last_mean is not None else 0.0
 
-    def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+    def measure(self, mean: SparseVector | None, span: Span | None) -> None:
+        """Record the metrics of a step with the time ``span``. ``mean`` is None if the step was rejected.
+
+        On a GPU, the times are those of the step before: the GPU may still be at work on this one.
+        """
         self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
-        selecting = accumulator.seconds if accumulator else 0.0
+        times = _Times(meter, accumulator.spans if accumulator else [], span)
+        if self.device.type == "cuda":
+            if self._latest.meter is not meter:  # not the same step again
+                self._before = self._latest
+            self._latest, times = times, self._before
+        times.meter.settle()
+        selecting, waited = sum(each.seconds for each in times.selecting), times.meter.waited
+        whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
             "selected": float(accumulator.selected) if accumulator else 0.0,
@@ -230,9 +269,9 @@ class VectorExchange:
             "bytes_received": float(meter.received.bytes),
             "messages_sent": float(meter.sent.messages),
             "seconds_select": selecting,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
-            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
+            "seconds_exchange": waited,
+            "seconds_apply": max(0.0, whole - selecting - waited),
+            **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
 
