@@ -51,7 +51,7 @@ def emulated(recipe: Recipe, given: list[torch.Tensor], *, seed: int | None = 0)
         feedback = ErrorFeedback(recipe.build(numel), "cuda:0")
         outcomes = []
         for step in given:
-            mean = scheduler.run(feedback.begin(to_gpu(step[rank]), rank, world_size))
+            mean = scheduler.run(feedback.begin(to_gpu(step[rank]), rank, world_size)).trimmed()
             sent, received = scheduler.meter.sent.bytes, scheduler.meter.received.bytes
             feedback.commit()
             scheduler.run(scheduler.confirmation(), new_step=False)
@@ -69,7 +69,7 @@ def simulated(recipe: Recipe, given: list[torch.Tensor]) -> list[list[Outcome]]:
     outcomes: list[list[Outcome]] = [[] for _ in range(world_size)]
     for step in given:
         means = world.step(step)
-        for rank, mean in enumerate(means):
+        for rank, mean in enumerate(mean.trimmed() for mean in means):
             traffic: Any = world.traffic[rank].bytes, world.received[rank].bytes
             residual = world.workers[rank].residual.clone()
             outcomes[rank].append(Outcome(mean.indices.clone(), mean.values.clone(), residual, *traffic))

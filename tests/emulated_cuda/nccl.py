@@ -56,7 +56,8 @@ class Network:
     several_gpus: bool = False
     watchdog: bool = False
     garbage_after_abort: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    changes: dict[Hashable, threading.Condition] = field(default_factory=dict)
     cells: dict[Hashable, dict[int, Any]] = field(default_factory=dict)
     taken: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
     mail: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
@@ -65,13 +66,28 @@ class Network:
 
     def stop(self, error: BaseException) -> None:
         """Release all waits with a :class:`Hang`, because a rank has failed."""
-        with self.changed:
-            self.stopped = self.stopped or error
-            self.changed.notify_all()
+        self.stopped = self.stopped or error
+        self.wake_all()
 
-    def wait_for(self, ready: Callable[[], bool], group: EmulatedNCCL, what: str, timeout: timedelta) -> bool:
-        """Wait until ``ready()``. Return False if the group was aborted on this rank. Call with ``changed`` held."""
+    def wake_all(self) -> None:
+        """Let all waits look again."""
+        with self.lock:
+            for change in self.changes.values():
+                change.notify_all()
+
+    def wake(self, key: Hashable) -> None:
+        """Let waits for ``key`` look again. Call with the lock held."""
+        if key in self.changes:
+            self.changes[key].notify_all()
+
+    def wait_for(
+        self, key: Hashable, ready: Callable[[], bool], group: EmulatedNCCL, what: str, timeout: timedelta
+    ) -> bool:
+        """Wait until ``ready()``. Return False if the group was aborted on this rank. Call with the lock held."""
+        if ready() and not group.aborted and self.stopped is None:
+            return True
         rank, started = group.global_rank, time.monotonic()
+        change = self.changes.setdefault(key, threading.Condition(self.lock))
         self.waits[rank] = f"{what} ({site()})"
         try:
             while not ready():
@@ -87,7 +103,7 @@ class Network:
                 if waited > self.limit:
                     others = "; ".join(f"rank {r} waits for {text}" for r, text in sorted(self.waits.items()))
                     raise Hang(f"no progress: {others}; ranks that are not named here wait for nothing")
-                self.changed.wait(0.05)
+                change.wait(0.05)
         finally:
             self.waits.pop(rank, None)
         return True
@@ -153,9 +169,8 @@ class EmulatedNCCL(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End all operations of this rank in this group. Other ranks notice nothing, as with NCCL."""
-        with self.network.changed:
-            self.aborted = True
-            self.network.changed.notify_all()
+        self.aborted = True
+        self.network.wake_all()
 
     def shutdown(self) -> None:
         """Nothing: there are no connections."""
@@ -232,9 +247,10 @@ class EmulatedNCCL(dist.ProcessGroup):
     def send(self, tensors: list[Any], destination: int, tag: int) -> Any:
         """Send. The tag is ignored: messages of a pair of ranks match in their order."""
         values, at = self._enqueue("send", tensors, [])
-        with self.network.changed:
-            self.network.mail[self.group_name, self._rank, destination].append(values[0])
-            self.network.changed.notify_all()
+        key = self.group_name, self._rank, destination
+        with self.network.lock:
+            self.network.mail[key].append(values[0])
+            self.network.wake(key)
         return self._deliver([], at, lambda timeout: [])
 
     def recv(self, tensors: list[Any], source: int, tag: int) -> Any:
@@ -248,8 +264,8 @@ class EmulatedNCCL(dist.ProcessGroup):
 
         def take(timeout: timedelta) -> list[torch.Tensor]:
             what = f"message {number} of rank {source}"
-            with self.network.changed:
-                if not self.network.wait_for(lambda: len(box) > number, self, what, timeout):
+            with self.network.lock:
+                if not self.network.wait_for(key, lambda: len(box) > number, self, what, timeout):
                     return self._after_abort()
                 message, box[number] = box[number], None
             if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
@@ -326,19 +342,21 @@ class EmulatedNCCL(dist.ProcessGroup):
         network, number = self.network, self._number
         key = self.group_name, "collective", number
         self._number += 1
-        with network.changed:
+        with network.lock:
             cell = network.cells.setdefault(key, {})
             cell[self._rank] = kind, own, devices
-            network.changed.notify_all()
+            if len(cell) == self._size:
+                network.wake(key)
 
         def finish(timeout: timedelta) -> list[Any]:
             what = f"collective {number} of group {self.group_name}, {kind}"
-            with network.changed:
-                if not network.wait_for(lambda: len(cell) == self._size, self, what, timeout):
+            with network.lock:
+                if not network.wait_for(key, lambda: len(cell) == self._size, self, what, timeout):
                     return self._after_abort()
                 network.taken[key] += 1
                 if network.taken[key] == self._size:
                     del network.cells[key], network.taken[key]
+                    network.changes.pop(key, None)
             kinds = [cell[rank][0] for rank in range(self._size)]
             if len(set(kinds)) > 1:
                 raise RuntimeError(f"{what}: the ranks call {kinds}. NCCL would hang, or mix their data")
