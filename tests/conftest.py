@@ -21,7 +21,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # With pytest-xdist each group runs on one worker, so tests that start processes do not run at the same time.
 GROUPS = {
     "processes": ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes"),
-    "benchmarks": ("tests/test_benchmarks.py",),
+    "benchmarks": ("tests/test_benchmarks.py", "tests/test_race.py"),
 }
 
 

@@ -25,7 +25,6 @@ from tritoncomm_kernels.padded import (
     merge_rows,
     reaching,
     set_at,
-    sum_rows,
     top_k_padded,
     top_k_rows,
     values_at,
@@ -39,6 +38,7 @@ from tritoncomm_kernels.scatter import (
     scatter_add,
     scatter_add_lists,
     sum_lists,
+    sum_rows,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,

@@ -97,7 +97,9 @@ def top_k_rows(
     check_vector("budgets", budgets, dtypes=(torch.int32,), like=values)
     if indices is not None:
         check_vector("indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
-    if rows and room and triton_runs(values):
+    if not rows or not room:
+        return Padded(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
+    if triton_runs(values):
         padded: Padded = _on_gpu().top_k_rows(values, bounds, budgets, room, indices, workspace)
         return padded
     cuts, parts = bounds.tolist(), []
@@ -105,7 +107,7 @@ def top_k_rows(
         part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
         places = part.indices + cuts[row]
         parts.append(Padded.of(Selection.of(places if indices is None else indices[places.long()], part.values), room))
-    return stacked(parts) if parts else _no_rows(values, room)
+    return stacked(parts)
 
 
 def reaching(entries: Padded, threshold: torch.Tensor, *, workspace: Workspace) -> Padded:
@@ -127,7 +129,9 @@ def joined(rows: Padded, *, workspace: Workspace) -> Padded:
     The indices of a row must be above those of the rows before it. Here padding may stand between entries.
     """
     indices, values = rows.indices.reshape(-1), rows.values.reshape(-1)
-    if indices.numel() and triton_runs(values):
+    if not indices.numel():
+        return Padded(indices, values)
+    if triton_runs(values):
         padded: Padded = _on_gpu().joined(indices, values, workspace)
         return padded
     keep = indices != PADDING
@@ -144,7 +148,9 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     if not 0 <= numel <= INDEX_LIMIT:
         raise ValueError(f"numel={numel} is not in [0, {INDEX_LIMIT}]: split the vector")
     capacity = min(count * room, numel)
-    if capacity and triton_runs(rows.values):
+    if not capacity:
+        return Padded(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])
+    if triton_runs(rows.values):
         padded: Padded = _on_gpu().merge_rows(rows, numel, capacity, workspace)
         return padded
     lists = [rows.row(number).trimmed()[:2] for number in range(count)]
@@ -166,8 +172,10 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
     Indices are unique inside a row and lie in the range of ``out``. Between rows they may repeat.
     """
     check_vector("out", out)
+    if not out.numel() or not rows.indices.numel():
+        return
     rows = Padded(rows.indices.reshape(-1, rows.room), rows.values.reshape(-1, rows.room))
-    if out.numel() and rows.indices.numel() and triton_runs(out):
+    if triton_runs(out):
         _on_gpu().add_rows(out, rows, offset, float(scale), workspace)
         return
     for number in range(rows.indices.shape[0]):
@@ -180,7 +188,9 @@ def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
     check_vector("out", out)
     indices, values = (entries, None) if isinstance(entries, torch.Tensor) else entries
     indices = indices.reshape(-1)
-    if out.numel() and indices.numel() and triton_runs(out):
+    if not out.numel() or not indices.numel():
+        return
+    if triton_runs(out):
         _on_gpu().set_at(out, indices, None if values is None else values.reshape(-1))
         return
     keep = indices != PADDING
@@ -190,11 +200,13 @@ def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
 def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return ``values`` (fp32 ``[n]``) at ``indices`` (int32), and 0 for padding. The shape is that of ``indices``."""
     check_vector("values", values)
-    if values.numel() and indices.numel() and triton_runs(values):
+    if not values.numel() or not indices.numel():
+        return values.new_zeros(indices.shape)
+    if triton_runs(values):
         picked: torch.Tensor = _on_gpu().values_at(values, indices)
         return picked
     keep = indices != PADDING
-    found = torch.zeros(indices.shape, dtype=torch.float32, device=values.device)
+    found = values.new_zeros(indices.shape)
     found[keep] = values[indices[keep].long()]
     return found
 
@@ -210,18 +222,7 @@ def count_reaching(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tenso
 
 def count_entries(entries: Padded) -> torch.Tensor:
     """Return the number of entries of each row, int32 ``[rows]``, or ``[1]`` for a single row."""
-    return (entries.indices.reshape(-1, entries.room) != PADDING).sum(1, dtype=torch.int32)
-
-
-def sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``rows`` (fp32 or fp64 ``[rows, m]``), added in row order. It starts at 0."""
-    if rows.numel() and triton_runs(rows):
-        summed: torch.Tensor = _on_gpu().sum_rows(rows)
-        return summed
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total
+    return (entries.indices != PADDING).sum(-1, dtype=torch.int32).reshape(-1)
 
 
 def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspace) -> torch.Tensor:
@@ -241,10 +242,6 @@ def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 _constants: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
-
-
-def _no_rows(values: torch.Tensor, room: int) -> Padded:
-    return Padded(values.new_empty((0, room), dtype=torch.int32), values.new_empty((0, room)))
 
 
 def _on_gpu() -> Any:

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -241,7 +241,7 @@ class Encoding(NamedTuple):
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
-        return Section(low, high, room, self.values, divisor, self.packed)
+        return _section(low, high, room, self.values, divisor, self.packed)
 
     def words(self, span: int, room: int) -> int:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
@@ -265,6 +265,11 @@ class Encoding(NamedTuple):
 
 
 PLAIN = Encoding()
+
+
+@lru_cache(maxsize=16384)  # a rank and its peers use the same sections, in many steps, and each computes its layout
+def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
+    return Section(low, high, room, values, divisor, packed)
 
 
 class Sections:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Link, Traffic
@@ -71,12 +71,12 @@ def resolve(
 ) -> Packing:
     """Return ``recipe`` with ``packed`` and ``static`` resolved for vectors of ``numel`` elements on ``device``.
 
-    On a GPU, ``static="auto"`` is True if the method has the static form, whatever the link.
-    Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in ``packed``
-    has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
+    On a GPU, ``static="auto"`` is True if the method has the static form, whatever the link, unless the exchange is
+    hierarchical. Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in
+    ``packed`` has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
     """
     method, on_gpu = innermost(recipe), torch.device(device).type == "cuda"
-    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto":
+    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
         recipe = _with(recipe, static=method.has_static_form)
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
@@ -127,6 +127,11 @@ def innermost(recipe: Recipe) -> Recipe:
 def rounds(recipe: Recipe) -> bool:
     """Return True if values are rounded on the wire in steps that are not dense."""
     return getattr(innermost(recipe), "values", "fp32") != "fp32"
+
+
+def _is_hierarchical(recipe: Recipe) -> bool:
+    inner = getattr(recipe, "recipe", None)
+    return isinstance(recipe, Hierarchical) or (inner is not None and _is_hierarchical(inner))
 
 
 def _with(recipe: Recipe, **fields: Any) -> Recipe:

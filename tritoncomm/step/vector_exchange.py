@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
@@ -37,6 +38,8 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
+        device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
+            keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
@@ -49,6 +52,7 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
+    device: torch.device | None = None
     flattened: bool | None = None
     by_update: bool = False
     alone: bool = False
@@ -56,6 +60,14 @@ class ExchangeOptions:
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""
         return replace(self, recipe=recipe)
+
+
+class _Times(NamedTuple):
+    """Where the time of one step went: ``meter`` has the waiting, ``whole`` is None if there was no step."""
+
+    meter: Meter
+    selecting: list[Span]
+    whole: Span | None
 
 
 class VectorExchange:
@@ -72,6 +84,7 @@ class VectorExchange:
 
     Attributes:
         layout: Position of each parameter in the flat vector.
+        device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
@@ -89,22 +102,25 @@ class VectorExchange:
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
-        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self.device = options.device or self.layout.device
+        self.flat = torch.zeros(self.layout.numel, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
-        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.layout.device)
+        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
             stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
+            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
-        self.measure(None, 0.0)
+        self._last_mean: SparseVector | None = None
+        self._latest = self._before = _Times(self.meter, [], None)
+        self.measure(None, None)
 
     @property
     def is_bare(self) -> bool:
@@ -149,7 +165,7 @@ class VectorExchange:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
-        return ErrorFeedback(whole.build(self.layout.numel), self.layout.device)
+        return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
@@ -227,21 +243,35 @@ class VectorExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
-    def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+    def density_delivered(self) -> float:
+        """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
+        return self._last_mean.density if self._last_mean is not None else 0.0
+
+    def measure(self, mean: SparseVector | None, span: Span | None) -> None:
+        """Record the metrics of a step with the time ``span``. ``mean`` is None if the step was rejected.
+
+        On a GPU, the times are those of the step before: the GPU may still be at work on this one.
+        """
+        self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
-        selecting = accumulator.seconds if accumulator else 0.0
+        times = _Times(meter, accumulator.spans if accumulator else [], span)
+        if self.device.type == "cuda":
+            if self._latest.meter is not meter:  # not the same step again
+                self._before = self._latest
+            self._latest, times = times, self._before
+        times.meter.settle()
+        selecting, waited = sum(each.seconds for each in times.selecting), times.meter.waited
+        whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(meter.sent.bytes),
             "bytes_received": float(meter.received.bytes),
             "messages_sent": float(meter.sent.messages),
             "seconds_select": selecting,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
-            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
+            "seconds_exchange": waited,
+            "seconds_apply": max(0.0, whole - selecting - waited),
+            **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
 
