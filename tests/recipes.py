@@ -109,6 +109,23 @@ def under_test(density: float) -> dict[str, Recipe]:
         "random-k-8bit-warmup": Warmup(recipe=RandomK(density=density, values="8bit"), steps=1),
         "random-block-8bit": RandomBlock(density=density, values="8bit", reduced_lr=True, alignment=4),
         "random-block-4bit": RandomBlock(density=density, values="4bit", mode="wrap", reduced_lr=True),
+        "topk-allgather-static": TopkAllgather(density=density, static=True),
+        "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
+        "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
+        "spardl-static": SparDL(density=density, static=True),
+        "spardl-static-packed": SparDL(density=density, static=True, packed="always"),
+        "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),
+        "spardl-static-2-teams-bruck": SparDL(density=density, static=True, teams=2, sag="bruck"),
+        "spardl-static-3-teams-4bit": SparDL(density=density, static=True, teams=3, values="4bit"),
+        "spardl-static-4-teams": SparDL(density=density, static=True, teams=4),
+        "spardl-static-4-teams-2bit": SparDL(density=density, static=True, teams=4, values="2bit", packed="always"),
+        "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
+        "dense-tail-8bit-static": DenseTail(
+            recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"
+        ),
+        "preconditioned-static": Preconditioned(
+            recipe=TopkAllgather(density=density, static=True), shapes=((9, 5), (11,)), renew_every=2
+        ),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 

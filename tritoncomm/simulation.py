@@ -78,7 +78,7 @@ class SimulatedWorld:
             worker.commit()
         if self.clock is not None:
             self.seconds = max(self.clock.now) - started
-        return means
+        return [mean.trimmed() for mean in means]
 
     @property
     def residuals(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
+from tritoncomm_kernels.adam_flat import AdamFlat
 from tritoncomm_kernels.adam_many import AdamMany, AdamStates, root_mean_squares
 from tritoncomm_kernels.compact import (
     Selection,
@@ -12,6 +13,22 @@ from tritoncomm_kernels.compact import (
 )
 from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import Marks, mark, mark_momentum
+from tritoncomm_kernels.padded import (
+    Padded,
+    add_rows,
+    constant,
+    count_entries,
+    count_reaching,
+    decompress_padded,
+    joined,
+    largest_padded,
+    merge_rows,
+    reaching,
+    set_at,
+    top_k_padded,
+    top_k_rows,
+    values_at,
+)
 from tritoncomm_kernels.rebalance import rebalance
 from tritoncomm_kernels.scatter import (
     common_positions,
@@ -21,6 +38,7 @@ from tritoncomm_kernels.scatter import (
     scatter_add,
     scatter_add_lists,
     sum_lists,
+    sum_rows,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
@@ -32,41 +50,58 @@ from tritoncomm_kernels.threshold import (
     top_k_into,
     top_k_segments,
 )
-from tritoncomm_kernels.workspace import Workspace
+from tritoncomm_kernels.workspace import Workspace, copied_to
 
 __all__ = [
     "AdamControl",
+    "AdamFlat",
     "AdamMany",
     "AdamState",
     "AdamStates",
     "Marks",
+    "Padded",
     "Selection",
     "Workspace",
     "accumulate",
     "accumulate_and_select",
     "accumulate_top_k",
     "adam_update",
+    "add_rows",
     "common_positions",
+    "constant",
+    "copied_to",
+    "count_entries",
+    "count_reaching",
     "decompress",
+    "decompress_padded",
     "expand",
     "gather",
     "has_non_finite",
+    "joined",
     "kth_magnitude",
     "largest",
+    "largest_padded",
     "magnitude_keys",
     "mark",
     "mark_momentum",
     "merge",
+    "merge_rows",
+    "reaching",
     "rebalance",
     "root_mean_square",
     "root_mean_squares",
     "scatter_add",
     "scatter_add_lists",
     "select",
+    "set_at",
     "smallest_magnitude",
     "sum_lists",
+    "sum_rows",
     "threshold_key",
     "top_k",
     "top_k_into",
+    "top_k_padded",
+    "top_k_rows",
     "top_k_segments",
+    "values_at",
 ]

@@ -146,14 +146,14 @@ def choose(values: torch.Tensor, found: torch.Tensor, header: torch.Tensor, bits
     with on_device_of(values):
         choose_kernel[(1,)](
             values, found, menu(bits, values.device), header, count, found.numel() // 2, -(-count // quantize.SAMPLE),
-            float(divisor), quantize.lookup(bits).cover,
+            float(divisor), float(quantize.lookup(bits).cover),
             KEPT=_kept(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def limit(found: torch.Tensor, out: torch.Tensor, bits: int, divisor: int, fixed: int) -> None:
     """Launch the kernel: write to ``out`` (int32 ``[2]``) the least key, and 1 if not all values reach it."""
-    cover, half = (1.0, 1.0) if fixed else (quantize.lookup(bits).cover, quantize.lookup(bits).least / 2)
+    cover, half = (1.0, 1.0) if fixed else (float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least))
     with on_device_of(found):
         limit_kernel[(1,)](
             found, out, found.numel() // 2, float(divisor), cover, half,

@@ -17,9 +17,11 @@ from triton.compiler import ASTSource
 
 from tritoncomm_kernels import (
     accumulate_triton,
+    adam_flat_triton,
     adam_triton,
     expand_triton,
     mark_triton,
+    padded_triton,
     quantize_triton,
     rebalance_triton,
     scatter_triton,
@@ -45,7 +47,7 @@ FLOATS = ("scale", "momentum", "slack", "divisor", "cover", "half", "limit")
 FLOAT_POINTERS = (
     *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
     *("out_values_ptr", "candidates_ptr", "sums_ptr", "parameter_ptr", "first_ptr", "second_ptr", "maximum_ptr"),
-    *("tables_ptr", "param_rms_ptr", "menu_ptr"),
+    *("tables_ptr", "param_rms_ptr", "menu_ptr", "parts_ptr"),
 )
 TYPES = {
     **dict.fromkeys(FLOATS, "fp32"),
@@ -210,6 +212,58 @@ def scattering() -> list[Case]:
         Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
         Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
         Case("gather and clear", scatter.gather_kernel, clear, **block),
+        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, **block),
+        Case(
+            "sum rows fp64",
+            scatter.sum_rows_kernel,
+            {"BLOCK": scatter.BLOCK},
+            **block,
+            types={"parts_ptr": "*fp64", "out_ptr": "*fp64"},
+        ),
+    ]
+
+
+def padding() -> list[Case]:
+    """Return the cases of lists with padding: top-k per segment, compaction, sums of rows, and single entries."""
+    padded = padded_triton
+    size, emitted = {"warps": padded.WARPS, "elements": padded.BLOCK}, {"warps": padded.WARPS, "elements": padded.EMIT}
+    flat = {"warps": padded.FLAT_WARPS, "elements": padded.FLAT}
+    block, emit = {"BLOCK": padded.BLOCK}, {"BLOCK": padded.EMIT, "PROGRAMS": padded.PROGRAMS}
+    moved = {"warps": padded.WARPS, "elements": padded.MOVE, "aligned": False}
+    dense = {"TILE": padded.DENSE_TILE, "UNION": False}
+    union = {"TILE": padded.UNION_TILE, "UNION": True}
+    none = {"bits_ptr": None, "ranks_ptr": None}
+    place = {"ADD": False, "CLEAR": False, "BLOCK": padded.FLAT}
+    return [
+        *(
+            Case(
+                f"segment histogram {shift}",
+                padded.segment_histogram_kernel,
+                block | {"DIGIT": digit, "SHIFT": shift, "BITS": bits},
+                **size,
+                aligned=False,
+            )
+            for digit, (shift, bits) in enumerate(padded.DIGITS)
+        ),
+        Case("segment count", padded.segment_count_kernel, {"BLOCK": padded.EMIT}, **emitted, aligned=False),
+        Case("segment emit", padded.segment_emit_kernel, emit | {"NAMED": True}, **emitted, aligned=False),
+        Case(
+            "segment emit, positions",
+            padded.segment_emit_kernel,
+            emit | {"NAMED": False, "indices_ptr": None},
+            **emitted,
+            aligned=False,
+        ),
+        Case("count used", padded.count_used_kernel, {"BLOCK": padded.MOVE}, **moved),
+        Case("join rows", padded.join_rows_kernel, {"BLOCK": padded.MOVE, "CHUNK": expand_triton.CHUNK}, **moved),
+        Case("row borders", padded.row_borders_kernel, dense | {"BORDERS": padded.BORDERS, "union_ptr": None}, 1),
+        Case("row borders, union", padded.row_borders_kernel, union | {"BORDERS": padded.BORDERS}, 1),
+        Case("add rows", padded.add_rows_kernel, dense | none | {"ENTRIES": padded.ENTRIES}, padded.WARPS),
+        Case("add rows, union", padded.add_rows_kernel, union | {"ENTRIES": padded.ENTRIES}, padded.WARPS),
+        Case("place", padded.place_kernel, place, **flat),
+        Case("place, add", padded.place_kernel, place | {"ADD": True}, **flat),
+        Case("place, clear", padded.place_kernel, place | {"CLEAR": True, "values_ptr": None}, **flat),
+        Case("pick values", padded.pick_values_kernel, {"BLOCK": padded.FLAT}, **flat),
     ]
 
 
@@ -298,10 +352,36 @@ def others() -> list[Case]:
             (", fp16", plain_many, tl.float16),
         )
     ]
+    plain_flat = plain_many | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK, "COMPACT": True}
+    options_flat = plain_flat | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
+    flat = [
+        Case(
+            f"{name}{suffix}",
+            kernel,
+            chosen | own | {"DTYPE": dtype},
+            adam_flat_triton.WARPS,
+            {"delivered_ptr": f"*{kind}"},
+            adam_flat_triton.BLOCK,
+        )
+        for name, kernel, own in (
+            ("adam of a list", adam_flat_triton.adam_flat_kernel, step),
+            ("adam's length of a list", adam_flat_triton.length_flat_kernel, length),
+        )
+        for suffix, chosen, dtype, kind in (
+            ("", plain_flat, tl.float32, "fp32"),
+            (", all options", options_flat, tl.float32, "fp32"),
+            (", gradients, all options", options_flat | {"COMPACT": False}, tl.float32, "i32"),
+            (", bf16", plain_flat, tl.bfloat16, "bf16"),
+            (", fp16", plain_flat, tl.float16, "fp16"),
+            (", gradients, bf16", plain_flat | {"COMPACT": False}, tl.bfloat16, "i32"),
+            (", gradients, fp16", plain_flat | {"COMPACT": False}, tl.float16, "i32"),
+        )
+    ]
     return [
         *rules,
         *halves,
         *many,
+        *flat,
         Case("adam", adam_triton.adam_kernel, plain | step | {"EVERY": False}, **size),
         Case("adam, all options", adam_triton.adam_kernel, options | step, **size),
         Case("adam's length", adam_triton.length_kernel, plain | length | {"EVERY": False}, **size),
@@ -311,7 +391,7 @@ def others() -> list[Case]:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *packing(), *others()]
+    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *padding(), *packing(), *others()]
 
 
 @cache

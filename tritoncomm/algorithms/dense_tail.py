@@ -18,9 +18,11 @@ from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.quantized_mean import BITS, quantized_mean, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm_kernels import Padded
 
 SMALL_FORMATS = ("fp32", "8bit")
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
@@ -81,16 +83,18 @@ class DenseTailAlgorithm(WrapperAlgorithm):
             return mean
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
-        small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size)
+        small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
         mean = yield from self.inner.reduce(head, rank, world_size)
         dense = self.inner.dense_update(small_mean)
-        if kernels.has_non_finite(dense):
+        if acc.verdict is None and kernels.has_non_finite(dense):
             raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
         small.clear_all()
         if left is not None:
             small.replace_range(0, left)
         acc.absorb(head, small)
         self.report = self.inner.report
+        if mean.is_padded:
+            return _behind(mean, dense)
         values = torch.cat([mean.values, dense])
         if mean.is_full:
             return SparseVector.full(values)
@@ -98,15 +102,19 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         return SparseVector(torch.cat([mean.indices, places]), values, self.numel)
 
     def _tail_mean(
-        self, values: torch.Tensor, rank: int, world_size: int
+        self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
         bits = self._bits
         if bits is not None:
-            return (yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE))
+            return (
+                yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE, verdict=verdict)
+            )
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
-        if kernels.has_non_finite(values):
+        if verdict is not None:
+            verdict.check_sums(values)
+        elif kernels.has_non_finite(values):
             raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
         return values / world_size, None
 
@@ -122,6 +130,17 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         if not self.tail:
             return forecast
         if bits is not None:
-            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE)
+            static = self.inner.is_static
+            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, static=static)
             return Forecast({**forecast.phases, **quantized})
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
+
+
+def _behind(head: SparseVector, tail: torch.Tensor) -> SparseVector:
+    """Return ``head``, which has padding, with the values ``tail`` (fp32 ``[m]``) behind it. No wait for a GPU."""
+    extra = tail.numel()
+    places = torch.arange(head.numel, head.numel + extra, dtype=torch.int32, device=tail.device)
+    at = (head.indices >= 0).sum() + torch.arange(extra, device=tail.device)
+    indices = torch.nn.functional.pad(head.indices, (0, extra), value=-1).index_copy_(0, at, places)
+    values = torch.nn.functional.pad(head.values, (0, extra)).index_copy_(0, at, tail)
+    return SparseVector.padded(Padded(indices, values), head.numel + extra)

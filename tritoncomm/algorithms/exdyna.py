@@ -105,7 +105,8 @@ class ExDyna(IndexRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries."""
-        words = (2 + self.entry_words(numel)) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        words = (2 + self.entry_words(numel, world_size)) * entries_to_keep(numel, self.density)
+        words *= (world_size - 1) / world_size
         return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
@@ -363,7 +364,9 @@ class ExDynaAlgorithm(Algorithm):
         layout = self.layout(world_size)
         bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
         largest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        forecast = self._forecast(world_size, min(self.capacity, largest), self.capacity)
+        leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
+        arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
+        forecast = self._forecast(world_size, leaving, arriving, self.capacity)
         if self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
@@ -372,12 +375,11 @@ class ExDynaAlgorithm(Algorithm):
         """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        return self._forecast(world_size, -(-self.k // world_size), self.k)
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        return self._forecast(world_size, (world_size - 1) * section, (world_size - 1) * section, self.k)
 
-    def _forecast(self, world_size: int, own: int, total: int) -> Forecast:
-        rounds, peers = cost.log2(world_size), world_size - 1
-        leaving = peers * self.encoding.words_at_most(self.numel, own, 1)
-        arriving = min(leaving, self.encoding.words_at_most(self.numel, total, world_size))
+    def _forecast(self, world_size: int, leaving: int, arriving: int, total: int) -> Forecast:
+        rounds = cost.log2(world_size)
         return Forecast(
             {
                 "counts": both(cost.all_gather(3, 8, world_size)),

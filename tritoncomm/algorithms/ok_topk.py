@@ -100,7 +100,8 @@ class OkTopk(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        words = self.entry_words(numel, world_size) * entries_to_keep(numel, self.density)
+        words *= (world_size - 1) / world_size
         return Formula(2 * world_size + 2 * cost.log2(world_size), words, 3 * words)
 
     def build(self, numel: int) -> OkTopkAlgorithm:
@@ -472,8 +473,25 @@ class OkTopkAlgorithm(Algorithm):
         return self._forecast(world_size, *self._due(self._state_for(world_size)))
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts."""
-        return self._forecast(world_size, reevaluate=False, repartition=False)
+        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
+
+        Every rank has k/P entries for every owner, and every owner delivers k/P sums. Nothing is balanced.
+        """
+        if self.goes_dense:
+            return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Forecast({})
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        gathered = section + int(self.encoding.rounds)
+        return Forecast(
+            {
+                "counts": both(cost.all_to_all(1, 8, world_size)),
+                "split-and-reduce": both(cost.messages(peers, peers * section)),
+                "sizes": both(cost.all_gather(3, 8, world_size)),
+                "all-gather": both(cost.messages(rounds, peers * gathered)),
+            }
+        )
 
     def _forecast(self, world_size: int, reevaluate: bool, repartition: bool) -> Forecast:
         if self.goes_dense:

@@ -64,6 +64,11 @@ class WrapperAlgorithm(Algorithm):
         self.inner.state = state
 
     @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.inner.is_static
+
+    @property
     def warms_up_dense(self) -> bool:
         """See :attr:`Algorithm.warms_up_dense`."""
         return self.inner.warms_up_dense

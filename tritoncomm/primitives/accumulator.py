@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Selection, Workspace
+from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.scheduler.span import Span
+from tritoncomm_kernels import Padded, Selection, Workspace
 
 Answer = TypeVar("Answer")
 
@@ -23,8 +24,9 @@ class Accumulator:
     sum is stored in ``scratch`` (fp32 ``[n]``), and methods such as :meth:`clear` edit it there. After a successful
     exchange ``scratch`` becomes the new residual.
 
-    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``seconds`` is the time spent in
-    this object. ``selected`` is the number of entries that this rank selected last.
+    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
+    of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
+    wrong in a step of the static form, and is None in other steps.
     """
 
     def __init__(
@@ -33,15 +35,22 @@ class Accumulator:
         gradient: torch.Tensor,
         scratch: torch.Tensor,
         workspace: Workspace | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         self._residual = residual
         self._gradient = gradient
         self._scratch = scratch
         self.workspace = workspace if workspace is not None else Workspace()
+        self.verdict = verdict
         self._scale: torch.Tensor | None = None
         self._added = False
-        self.seconds = 0.0
+        self.spans: list[Span] = []
         self.selected = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work of this object, as far as they are known. On a GPU, they are known one step later."""
+        return sum(span.seconds for span in self.spans)
 
     @property
     def numel(self) -> int:
@@ -75,7 +84,7 @@ class Accumulator:
         """
         assert not self._added
         head, tail = (
-            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace)
+            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace, self.verdict)
             for part in (slice(None, at), slice(at, None))
         )
         return head, tail
@@ -88,7 +97,7 @@ class Accumulator:
         assert not self._added
         self._add()
         self._timed(lambda: self._scratch.div_(scale))
-        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace)
+        scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
         scaled._scale, scaled._added = scale, True
         return scaled
 
@@ -103,11 +112,12 @@ class Accumulator:
     def absorb(self, *parts: Accumulator) -> None:
         """Take over the results of ``parts``, accumulators of parts of this vector.
 
-        The sum is marked as computed. The times of ``parts`` are added to ``seconds``, and ``selected`` becomes the
+        The sum is marked as computed. The times of ``parts`` are added to ``spans``, and ``selected`` becomes the
         sum of theirs.
         """
         self._added = True
-        self.seconds += sum(part.seconds for part in parts)
+        for part in parts:
+            self.spans += part.spans
         self.selected = sum(part.selected for part in parts)
 
     def dense(self) -> torch.Tensor:
@@ -139,6 +149,26 @@ class Accumulator:
             ),
             lambda: kernels.top_k(self._scratch, k, workspace=self.workspace),
         )
+
+    def top_k_padded(self, k: int) -> Padded:
+        """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
+        gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
+        entries = self._timed(lambda: kernels.top_k_padded(base, gradient, self._scratch, k, workspace=self.workspace))
+        self.selected = k
+        return entries
+
+    def subtract_padded(self, delivered: Padded, *, rounded: bool) -> None:
+        """Do the same as :meth:`subtract` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        if rounded:
+            self._timed(lambda: kernels.add_rows(self._scratch, delivered, scale=-1.0, workspace=self.workspace))
+        else:
+            self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
+
+    def replace_padded(self, entries: Padded) -> None:
+        """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.set_at(self._scratch, entries))
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered."""
@@ -199,8 +229,8 @@ class Accumulator:
         return selection
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
-        started = time.perf_counter()
+        span = Span(self.device)
         answer = work()
         self._added = True
-        self.seconds += time.perf_counter() - started
+        self.spans.append(span.end())
         return answer

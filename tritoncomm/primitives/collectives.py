@@ -216,6 +216,10 @@ def gather_regions(
     bucket of the rotation.
     """
     sizes, total = regions.sizes, sum(regions.sizes)
+    if sizes[rank] != block.found:
+        raise ProtocolMismatchError(
+            f"phase {phase!r}: received sizes {sizes}, but rank {rank} has {block.found} entries to send"
+        )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:
         block = yield from _balance(block, regions, rank, world_size, width)
@@ -293,6 +297,8 @@ def all_gather_mean(
         encoding = wire.PLAIN
     # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
     divisor = world_size if encoding.rounds else 1
+    if own.found > rooms[rank]:
+        raise ProtocolMismatchError(f"phase {phase!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}")
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
     message, sent = sections[rank].pack(own.indices, own.values)
     words = [section.words for section in sections]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm_kernels import Workspace, decompress
+from tritoncomm_kernels import Padded, Workspace, decompress, decompress_padded
 
 
 class SparseVector:
     """A vector of ``numel`` coordinates that stores some of them.
 
     ``indices`` are int32, ascending and unique. ``values`` are fp32. A vector may store no coordinate at all. A vector
-    made by :meth:`full` stores every coordinate and creates its indices on first access. Treat both tensors as
-    read-only. Raises :class:`~tritoncomm.ConfigurationError` for other dtypes or shapes.
+    made by :meth:`full` stores every coordinate and creates its indices on first access. One made by :meth:`padded`
+    has padding after its entries. Treat both tensors as read-only. Raises :class:`~tritoncomm.ConfigurationError` for
+    other dtypes or shapes.
     """
 
-    __slots__ = ("_indices", "numel", "values")
+    __slots__ = ("_indices", "is_padded", "numel", "values")
 
     def __init__(self, indices: torch.Tensor, values: torch.Tensor, numel: int) -> None:
         if indices.dtype != torch.int32 or values.dtype != torch.float32:
@@ -31,6 +32,24 @@ class SparseVector:
         self._indices: torch.Tensor | None = indices
         self.values = values
         self.numel = numel
+        self.is_padded = False
+
+    @classmethod
+    def padded(cls, entries: Padded, numel: int) -> SparseVector:
+        """Return a vector whose number of coordinates only the device knows: ``entries`` has padding at the end.
+
+        The index of padding is -1, and its value is 0.
+        """
+        vector = cls(entries.indices, entries.values, numel)
+        vector.is_padded = True
+        return vector
+
+    def trimmed(self) -> SparseVector:
+        """Return the vector without padding. On a GPU, the host waits for the number of coordinates."""
+        if not self.is_padded:
+            return self
+        entries = Padded(self.indices, self.values).trimmed()
+        return SparseVector(entries.indices, entries.values, self.numel)
 
     @classmethod
     def full(cls, values: torch.Tensor) -> SparseVector:
@@ -39,6 +58,7 @@ class SparseVector:
         vector._indices = None  # noqa: SLF001 - of the same class
         vector.values = values
         vector.numel = values.numel()
+        vector.is_padded = False
         return vector
 
     @property
@@ -50,16 +70,16 @@ class SparseVector:
 
     @property
     def is_full(self) -> bool:
-        """True if every coordinate is stored."""
-        return self.values.numel() == self.numel
+        """True if every coordinate is stored. A vector with padding is never full."""
+        return not self.is_padded and self.values.numel() == self.numel
 
     @property
     def density(self) -> float:
         """Share of coordinates that are stored. It is 0.0 for a vector without coordinates."""
-        return self.values.numel() / self.numel if self.numel else 0.0
+        return len(self) / self.numel if self.numel else 0.0
 
     def __len__(self) -> int:
-        return self.values.numel()
+        return int(torch.count_nonzero(self.indices >= 0)) if self.is_padded else self.values.numel()
 
     def __repr__(self) -> str:
         return f"SparseVector({len(self)} of {self.numel})"
@@ -72,6 +92,8 @@ class SparseVector:
         """Return the sum with ``other``, which has the same ``numel``. It stores the coordinates that either stores."""
         if self.is_full or other.is_full:
             return SparseVector.full(self.to_dense() + other.to_dense())
+        if self.is_padded or other.is_padded:
+            return self.trimmed().plus(other.trimmed())
         indices, places = torch.unique(torch.cat([self.indices, other.indices]), return_inverse=True)
         values = self.values.new_zeros(len(indices))
         for part, vector in zip(torch.split(places, [len(self), len(other)]), (self, other), strict=True):
@@ -85,4 +107,7 @@ class SparseVector:
         """
         if self.is_full:
             return out.copy_(self.values)
+        if self.is_padded:
+            held = workspace if workspace is not None else Workspace()
+            return decompress_padded(out, Padded(self.indices, self.values), workspace=held)
         return decompress(out, self.indices, self.values, workspace=workspace)

@@ -33,7 +33,11 @@ _PROBE_TAG = (1 << 31) - 1
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 # gloo's text for a connection that this process closed itself.
 _CLOSED_HERE = re.compile("application timeout", re.IGNORECASE)
-_LOST = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
+_LOST = re.compile(
+    r"pair closure|closed by|reset by|read error|write error|broken pipe|refused"  # gloo
+    r"|communicator was aborted|remote process exit",  # NCCL
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)

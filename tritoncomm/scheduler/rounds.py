@@ -77,9 +77,9 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Send entry ``i`` of ``tensor`` (``[world_size]``) to rank ``i``.
+    """Send row ``i`` of ``tensor`` (``[world_size]`` or ``[world_size, m]``) to rank ``i``.
 
-    Yielding it returns ``[world_size]``, with entry ``i`` from rank ``i``.
+    Yielding it returns a tensor of the same shape, with row ``i`` from rank ``i``.
     """
 
     phase: str

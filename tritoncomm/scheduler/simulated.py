@@ -226,7 +226,7 @@ class SimulatedScheduler:
             return [total.clone() for _ in tensors]
         if isinstance(first, AllToAll):
             # All messages are sent directly and at once, so their latencies overlap.
-            self._count(first.phase, cost.all_to_all(1, itemsize, self.world_size), hops=1)
+            self._count(first.phase, cost.all_to_all(size // self.world_size, itemsize, self.world_size), hops=1)
             return list(torch.stack(tensors, dim=1).unbind())
         assert isinstance(first, AllGather)
         traffic = cost.all_gather(size, itemsize, self.world_size)

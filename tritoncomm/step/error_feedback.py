@@ -14,6 +14,7 @@ from tritoncomm.algorithms import Algorithm
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm_kernels import Workspace
 
@@ -60,8 +61,10 @@ class ErrorFeedback:
                 f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
             )
         self._before = self.algorithm.state
-        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace)
-        return (algorithm or self.algorithm).reduce(self.accumulator, rank, world_size)
+        algorithm = algorithm or self.algorithm
+        verdict = Verdict(self.residual.device) if algorithm.is_static else None
+        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
+        return algorithm.reduce(self.accumulator, rank, world_size)
 
     def commit(self) -> None:
         """Commit the step: the new residual and algorithm state replace the old ones."""

@@ -1,0 +1,82 @@
+"""Write and read many sections at once: rows of messages with one layout, whose number of entries is on the device.
+
+See :mod:`tritoncomm_kernels.sections` for the format of a section. No operation here waits for the host on a GPU, and
+the number of kernel launches does not depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tritoncomm_kernels.compact import Selection
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.padded import PADDING, Padded, stacked
+from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.workspace import Workspace
+
+
+def write_rows(
+    layout: Layout, lows: torch.Tensor, entries: Padded, *, divisor: int = 1, workspace: Workspace
+) -> tuple[torch.Tensor, Padded]:
+    """Return one section per row of ``entries`` (int32 ``[rows, layout.words]``), and the entries as they are read.
+
+    Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
+    largest one of their row are left out (:func:`tritoncomm_kernels.sections.sendable_together`). The values of the
+    returned entries are those that :func:`read_rows` returns, times ``divisor``.
+    """
+    if entries.values.numel() and layout.room and triton_runs(entries.values):
+        written: tuple[torch.Tensor, Padded] = _on_gpu().write_rows(layout, lows, entries, divisor, workspace)
+        return written
+    messages = entries.indices.new_zeros((len(lows), layout.words))
+    sent = []
+    for row, low in enumerate(lows.tolist()):
+        part = entries.row(row).trimmed()
+        keep = sendable_together(part.values, layout.bits, divisor) if layout.bits not in (0, 32) else None
+        if keep is not None:
+            part = Selection.of(part.indices[keep], part.values[keep])
+        values = write_section(layout, low, part.indices, part.values, messages[row], divisor=divisor)
+        sent.append(Padded.of(Selection.of(part.indices, values), entries.room))
+    return messages, stacked(sent)
+
+
+def read_rows(
+    layout: Layout, lows: torch.Tensor, messages: torch.Tensor, *, divisor: int = 1, workspace: Workspace
+) -> tuple[Padded, torch.Tensor]:
+    """Return the entries of ``messages`` (int32 ``[rows, layout.words]``), and how many are malformed (int32 ``[1]``).
+
+    A malformed row (see :func:`tritoncomm_kernels.sections.read_section`) has no entries. Indices are therefore always
+    ascending and inside their range.
+    """
+    if messages.numel() and layout.room and triton_runs(messages):
+        found_rows: tuple[Padded, torch.Tensor] = _on_gpu().read_rows(layout, lows, messages, divisor, workspace)
+        return found_rows
+    rows, malformed = [], 0
+    nothing = Selection.of(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
+    for row, low in enumerate(lows.tolist()):
+        try:
+            found = read_section(layout, low, messages[row], divisor=divisor)
+        except ValueError:
+            found, malformed = nothing, malformed + 1
+        rows.append(Padded.of(found, layout.room))
+    return stacked(rows), messages.new_full((1,), malformed)
+
+
+def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, torch.Tensor]:
+    """Return ``rows`` (plain, as received) without malformed ones, and how many are malformed (int32 ``[1]``).
+
+    A row is malformed unless its indices ascend inside ``[lows[r], lows[r] + span)`` and its padding stands at the end.
+    """
+    indices, used = rows.indices, rows.indices != PADDING
+    low = lows[:, None]
+    bad = used & ((indices < low) | (indices >= low + span))
+    bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
+    wrong = bad.any(1)
+    keep = used & ~wrong[:, None]
+    clean = Padded(torch.where(keep, indices, PADDING), torch.where(keep, rows.values, 0.0))
+    return clean, wrong.sum(dtype=torch.int32).reshape(1)
+
+
+def _on_gpu() -> Any:
+    return kernel("section_rows_triton")
