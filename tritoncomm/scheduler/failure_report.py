@@ -101,6 +101,15 @@ def kind_of(error: BaseException) -> str:
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
+def has_arrived(work: Any) -> bool:
+    """Return True if the message of ``work``, a work of gloo, was complete before its connection failed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
+
+
 def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
     """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
 
