@@ -127,6 +127,24 @@ class Network:
         if discipline is not None:
             self._in(holder, f"tc qdisc add dev {device} root handle 1: {discipline}")
 
+    def lose_one_in_eight(self, number: int, direction: str) -> None:
+        """Let every eighth packet vanish that host ``number`` ``"sends"`` or ``"receives"``, by its number.
+
+        This does not need the kernel's netem.
+        """
+        self.queue(number, direction, "htb default 1")
+        holder, device = self._end(number, direction)
+        for minor in (1, 2):
+            self._in(holder, f"tc class add dev {device} parent 1: classid 1:{minor} htb rate 10gbit")
+        self._in(holder, f"tc qdisc add dev {device} parent 1:2 pfifo limit 0")
+        rule = "u32 match u16 0 0x7 at 4 flowid 1:2"
+        self._in(holder, f"tc filter add dev {device} parent 1: protocol ip {rule}")
+
+    def dropped(self, number: int, direction: str) -> int:
+        """Return how many packets have vanished in the queue of what host ``number`` ``"sends"`` or ``"receives"``."""
+        holder, device = self._end(number, direction)
+        return int(self._in(holder, f"tc -s qdisc show dev {device} root").partition("dropped ")[2].split(",")[0])
+
     def plug(self, number: int, *, in_: bool) -> None:
         """Plug the cable of host ``number`` into the bridge, or pull it out."""
         self._in(self._switch, f"ip link set port{number} {'up' if in_ else 'down'}")
@@ -138,12 +156,13 @@ class Network:
         return self._switch, f"port{number}"
 
     @staticmethod
-    def _in(holder: int, command: str, *, may_fail: bool = False) -> None:
-        """Run ``command`` in the namespace that the process ``holder`` holds."""
+    def _in(holder: int, command: str, *, may_fail: bool = False) -> str:
+        """Run ``command`` in the namespace that the process ``holder`` holds, and return what it prints."""
         enter: Sequence[str] = ["nsenter", f"--net=/proc/{holder}/ns/net"]
         done = subprocess.run([*enter, *command.split()], capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode != 0 and not may_fail:
             raise NetworkError(f"'{command}' failed: {done.stderr.strip()}")
+        return done.stdout
 
 
 class _Holder:

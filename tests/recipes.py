@@ -7,6 +7,7 @@ import math
 from tritoncomm import (
     DGC,
     ExDyna,
+    MiCRO,
     OkTopk,
     RandomBlock,
     RandomK,
@@ -119,6 +120,9 @@ def under_test(density: float) -> dict[str, Recipe]:
         "spardl-static-3-teams-4bit": SparDL(density=density, static=True, teams=3, values="4bit"),
         "spardl-static-4-teams": SparDL(density=density, static=True, teams=4),
         "spardl-static-4-teams-2bit": SparDL(density=density, static=True, teams=4, values="2bit", packed="always"),
+        "exdyna-static": ExDyna(density=density, static=True),
+        "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
+        "micro-static": MiCRO(density=density, static=True),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
         "dense-tail-8bit-static": DenseTail(
             recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"

@@ -548,7 +548,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         return None
 
     def _check_not_reduced(self, delivered: Delivered) -> None:
-        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group)
+        vector = self._vector
+        compare = vector.equal_on_all_ranks if vector.rounds else None
+        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group, compare)
 
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, Warmup, ddp, fsdp
+from tritoncomm.algorithms import algorithms
 from tritoncomm.step import options
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
@@ -64,6 +65,18 @@ def test_unknown_keyword_is_named(function: Callable, own: str, algo: str | Reci
     assert {"algo", "density", "warmup_steps", "dense_below", own} <= set(arguments.split(", "))
     assert "recipe_fields" not in arguments
     assert {"repartition_every", "bucket_width"} <= set(fields.split(", "))
+
+
+@pytest.mark.parametrize("algo", ["dense", "exdyna", "micro"])
+def test_field_of_other_methods(algo: str) -> None:
+    """The error about ``values`` for a method without them names the methods that have them."""
+    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
+    takers = [name for name in algorithms() if name not in ("dense", "exdyna", "micro")]
+    said = rf"'values' \(a field of {', '.join(takers)}\)"
+    with pytest.raises(ConfigurationError, match=said):
+        tritoncomm.wrap(optimizer, algo=algo, values="4bit")
+    with pytest.raises(ConfigurationError, match=said):
+        tritoncomm.recipe(algo, values="4bit")
 
 
 def test_unknown_keyword_with_a_recipe_in_a_recipe() -> None:

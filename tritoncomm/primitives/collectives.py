@@ -300,6 +300,8 @@ def all_gather_mean(
         encoding = wire.PLAIN
     # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
     divisor = world_size if encoding.rounds else 1
+    if own.found > rooms[rank]:
+        raise ProtocolMismatchError(f"phase {phase!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}")
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
     message, sent = sections[rank].pack(own.indices, own.values)
     words = [section.words for section in sections]

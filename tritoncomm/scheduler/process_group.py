@@ -99,6 +99,7 @@ class ProcessGroupScheduler:
         self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
+        self._waiting: list[int] = []  # peers of the messages that had not arrived when a wait failed
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -275,7 +276,8 @@ class ProcessGroupScheduler:
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
-        own = failure_report.RankReport(kind, where, str(error), _peers(op))
+        at, waiting = [self.step, self._number], self._waiting
+        own = failure_report.RankReport(kind, where, str(error), _peers(op), waiting, at)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
@@ -297,12 +299,17 @@ class ProcessGroupScheduler:
         else:
             missing = [self._global_ranks[rank] for rank in report.missing]
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
-            if report.timed_out:
-                problem = (
-                    "the other ranks stopped waiting for this rank"
-                    if dist.get_rank() in missing
-                    else f"no answer from {names} within the time-out"
-                )
+            if report.timed_out or report.silent_store is not None:
+                problem = f"no answer from {names} within the time-out"
+                if len(missing) == self.world_size - 1 > 1:
+                    problem += ", so this rank may be cut off"
+                elif dist.get_rank() in missing:
+                    problem = "the other ranks stopped waiting for this rank"
+                elif report.silent_store is not None:
+                    problem = (
+                        f"no answer from the store of the process group, {report.silent_store}: its host is lost, or "
+                        "this rank is cut off"
+                    )
                 raised = ExchangeTimeoutError(
                     f"{message}{problem} ({others or error}). "
                     "If a rank is only slow, increase the time-out. "
@@ -327,6 +334,7 @@ class ProcessGroupScheduler:
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
+        peers: list[int] = []  # of the operations
         for peer, words in round_.receives.items():
             # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
             # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
@@ -334,13 +342,15 @@ class ProcessGroupScheduler:
             capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
             buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
             operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
+            peers += [peer] * (len(operations) - len(peers))
         for peer, payload in round_.sends.items():
             sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
             operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
+            peers += [peer] * (len(operations) - len(peers))
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
         # Keep the sent messages until the wait, because the backend reads them in the background.
-        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends))
+        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
 
     def _operations(
         self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
@@ -363,18 +373,18 @@ class ProcessGroupScheduler:
         ]
 
     def _wait(self, ticket: Ticket) -> Inbox:
-        frame, works, buffers, words, _ = ticket.token
-        pending = list(works)  # wait for each exactly once, as gloo counts the waits
+        frame, works, buffers, words, _, peers = ticket.token
+        pending = list(zip(peers, works, strict=False))  # wait for each exactly once, as gloo counts the waits
         totals: dict[int, int] = {}
         if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
             at = 0
             for peer, buffer in buffers.items():
-                self._wait_for(pending.pop(at))
+                self._wait_for_one(*pending.pop(at), pending)
                 with self._naming_ranks(peer):
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
                 at += words[peer] > _FIRST_PART_WORDS
-        for work in pending:
-            self._wait_for(work)
+        while pending:
+            self._wait_for_one(*pending.pop(0), pending)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
@@ -438,10 +448,27 @@ class ProcessGroupScheduler:
         else:
             work.wait(self.timeout)
 
+    def _wait_for_one(self, peer: int, work: Any, others: Sequence[tuple[int, Any]]) -> None:
+        """Wait for a message to or from ``peer``. If that fails, note which ``others`` had not arrived either."""
+        try:
+            self._wait_for(work)
+        except RuntimeError:
+            self._waiting = sorted({peer, *(other for other, left in others if not _has_arrived(left))})
+            raise
+
     def _count(self, round_: Round) -> None:
         sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
         received = [cost.message(words) for words in round_.receives.values()]
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
+
+
+def _has_arrived(work: Any) -> bool:
+    """Return True if the message of ``work`` was complete before its connection failed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _peers(op: Op) -> list[int]:

@@ -21,7 +21,7 @@ from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
-from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_sendable
 from tritoncomm_kernels.workspace import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
@@ -187,16 +187,16 @@ class Section:
         """
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
-        entries = self.sendable(Selection.of(indices, values))
-        if not self.is_packed and self.values == NO_VALUES:
+        entries = Selection.of(indices, values)
+        if self.is_packed:
+            message = indices.new_empty(self.words)
+            return message, write_sendable(self.layout, self.low, entries, message, divisor=self.divisor)
+        entries = self.sendable(entries)
+        if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
-        if not self.is_packed:
-            sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
-            delivered = sent * self.divisor if self.rounds else sent
-            return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
-        message = indices.new_empty(self.words)
-        delivered = write_section(self.layout, self.low, entries.indices, entries.values, message, divisor=self.divisor)
-        return message, entries._replace(values=delivered)
+        sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+        delivered = sent * self.divisor if self.rounds else sent
+        return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
     def unpack(self, section: torch.Tensor) -> Selection:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.

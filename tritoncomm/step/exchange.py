@@ -200,7 +200,7 @@ class GradientExchange:
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        except ConfigurationError:
+        except (ConfigurationError, ExchangeError):
             self.rollback()
             raise
         for delivered in self.delivered or ():  # one

@@ -75,9 +75,9 @@ def resolve(
     hierarchical. Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in
     ``packed`` has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
     """
-    method, on_gpu = _innermost(recipe), torch.device(device).type == "cuda"
+    method, on_gpu = innermost(recipe), torch.device(device).type == "cuda"
     if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
-        recipe = _with(recipe, static=method.has_static_form)
+        recipe = _with(recipe, static=method.can_be_static())
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
     is_open = method.packs_by_link and not method.encoding.packed
@@ -118,9 +118,15 @@ def describe(packings: Sequence[Packing]) -> str:
     return f"{text}: packing pays on links below {8e-9 * saved / coding:.2g} Gbit/s, and the link is not known"
 
 
-def _innermost(recipe: Recipe) -> Recipe:
+def innermost(recipe: Recipe) -> Recipe:
+    """Return the recipe inside of all recipes that wrap it."""
     inner = getattr(recipe, "recipe", None)
-    return recipe if inner is None else _innermost(inner)
+    return recipe if inner is None else innermost(inner)
+
+
+def rounds(recipe: Recipe) -> bool:
+    """Return True if values are rounded on the wire in steps that are not dense."""
+    return getattr(innermost(recipe), "values", "fp32") != "fp32"
 
 
 def _is_hierarchical(recipe: Recipe) -> bool:

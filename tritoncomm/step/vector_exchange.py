@@ -15,13 +15,13 @@ from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, R
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
-from tritoncomm.step.packing import resolve
+from tritoncomm.step.packing import resolve, rounds
 
 logger = logging.getLogger("tritoncomm")
 
@@ -148,6 +148,11 @@ class VectorExchange:
         """The algorithm and the number of values that are sent dense, for ``log_choice``."""
         return self.feedback.algorithm, self.dense_numel
 
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded on the wire in steps that are not dense, so that a mean is not exact."""
+        return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
+
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
         if self.scheduler is not None:
@@ -186,6 +191,20 @@ class VectorExchange:
             self._run(self.scheduler.confirmation(trained), new_step=False)
             meter.add(self.meter)
             self.meter = meter
+
+    def equal_on_all_ranks(self, figure: int) -> bool:
+        """Return True if all ranks pass the same ``figure``. They call this between :meth:`begin` and the commit."""
+
+        def gathering() -> Pattern[bool]:
+            own = torch.tensor([figure], device=self.flat.device)
+            everybody = yield AllGather("compare", own)
+            return bool((everybody == own).all())
+
+        meter = self.meter
+        equal: bool = self._run(gathering(), new_step=False)
+        meter.add(self.meter)
+        self.meter = meter
+        return equal
 
     def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
         if self.scheduler is None:
