@@ -88,10 +88,13 @@ def test_same_as_the_exact_form(entry: tuple[IndexRecipe, int], numel: int) -> N
             assert one.algorithm.report.items() <= other.algorithm.report.items()
 
 
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("name", [name for name in STATIC if "oktopk" not in name])
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8, 12])
 def test_traffic_is_predicted_exactly(name: str, world_size: int) -> None:
-    """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are."""
+    """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are.
+
+    Ok-Topk has the same test for its steps that reuse thresholds. Others depend on counts.
+    """
     recipe = under_test(0.05)[name]
     case = laws.fitted(laws.Case(world_size, 1003, ("zero", "random", "one-region", "ties", "one-entry")), recipe)
     world = laws.world_of(recipe, case)
