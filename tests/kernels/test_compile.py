@@ -210,13 +210,10 @@ def test_fused_multiply_adds_are_explicit(name: str) -> None:
     assert plain == fused > 0
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["sum lists", "add list", "adam", "adam of many", "adam of a list"])
-=======
 @pytest.mark.parametrize(
-    "name", ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many"]
+    "name",
+    ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many", "adam of a list"],
 )
->>>>>>> 1d42fd8407486f0ebfe97270a53bd46e56eea78a
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""
     assert "fma.rn.f32" not in compiled(name, "sm_90").text
