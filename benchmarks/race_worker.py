@@ -38,12 +38,13 @@ class Task:
     steps: int
     rows: int = demo_run.ROWS
     lr: float = demo_run.LEARNING_RATE
-    validation_batches: int = demo_run.VALIDATION_BATCHES
+    validation_batches: int = demo_run.VALIDATION_BATCHES // 2
+    validation_rows: int = demo_run.VALIDATION_ROWS
 
 
 TASKS = {
     "demo": Task(Shape(), demo_run.Settings().steps),
-    "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=8),
+    "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=16, validation_rows=8),
     "tiny": Task(Shape(context=16, width=32, layers=1, heads=1), 6, rows=2, validation_batches=4),  # for --smoke
 }
 
@@ -124,9 +125,8 @@ class Run:
         self.warmup = warmup_steps(cell.steps)
         self.text: Text = standard_library()
         context = self.task.shape.context
-        self._held_out = validation_batches(
-            self.text.validation, demo_run.VALIDATION_ROWS, context, self.task.validation_batches
-        )
+        held_out = self.task.validation_rows, context, self.task.validation_batches
+        self._held_out = validation_batches(self.text.validation, *held_out)
         torch.manual_seed(cell.seed)
         plain = ByteGPT(self.task.shape)
         self.numel = sum(parameter.numel() for parameter in plain.parameters())

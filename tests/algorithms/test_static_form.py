@@ -88,10 +88,13 @@ def test_same_as_the_exact_form(entry: tuple[IndexRecipe, int], numel: int) -> N
             assert one.algorithm.report.items() <= other.algorithm.report.items()
 
 
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("name", [name for name in STATIC if "oktopk" not in name])
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8, 12])
 def test_traffic_is_predicted_exactly(name: str, world_size: int) -> None:
-    """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are."""
+    """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are.
+
+    Ok-Topk has the same test for its steps that reuse thresholds. Others depend on counts.
+    """
     recipe = under_test(0.05)[name]
     case = laws.fitted(laws.Case(world_size, 1003, ("zero", "random", "one-region", "ties", "one-entry")), recipe)
     world = laws.world_of(recipe, case)
@@ -182,6 +185,20 @@ def test_disordered_indices_are_rejected(word: int) -> None:
         changed(world, heavy(3, 1003, 0), 2, 0, word)
     assert laws.same_bits(world.residuals, before)
     assert [str(error) for error in world.scheduler.raised.values()] == [str(world.scheduler.raised[0])] * 3
+
+
+@pytest.mark.parametrize("wrong", [-1, 1004])
+def test_counts_out_of_range_are_rejected(wrong: int) -> None:
+    """ExDyna rejects a number of passed entries that no rank can have. The next borders would depend on it."""
+    world = SimulatedWorld(ExDyna(density=0.05, static=True), 3, 1003)
+
+    def change(_: int, ops: Sequence[Op]) -> None:
+        if ops[0].phase == "verdict":
+            ops[1].tensor[3] = wrong
+
+    with pytest.raises(ProtocolMismatchError, match=rf"received counts \[{wrong}\] from ranks \[1\]"):
+        world.step(heavy(3, 1003, 0), before_round=change)
+    assert world.workers[0].algorithm.state == ExDynaState()
 
 
 def test_an_index_of_the_next_block_is_rejected() -> None:

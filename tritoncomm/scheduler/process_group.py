@@ -450,22 +450,16 @@ class ProcessGroupScheduler:
         try:
             self._wait_for(work)
         except RuntimeError:
-            self._waiting = sorted({peer, *(other for other, left in others if not _has_arrived(left))})
+            if self._splits_messages:  # else a work may hold messages of several peers
+                self._waiting = sorted(
+                    {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
+                )
             raise
 
     def _count(self, round_: Round) -> None:
         sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
         received = [cost.message(words) for words in round_.receives.values()]
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
-
-
-def _has_arrived(work: Any) -> bool:
-    """Return True if the message of ``work`` was complete before its connection failed."""
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _peers(op: Op) -> list[int]:
