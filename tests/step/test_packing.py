@@ -61,6 +61,14 @@ def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:
     assert packed(resolve(method, 1_000_000_000, 4, "cuda", Link.parse("100gbit,1us")).recipe) is True
 
 
+def test_static_form_is_packed_at_once() -> None:
+    """On a GPU, the time of packing in the static form does not grow with the number of workers."""
+    few, many = (resolve(OkTopk(density=0.01), NUMEL, world_size, "cuda").coding for world_size in (2, 16))
+    assert few == many > 0
+    few, many = (resolve(OkTopk(density=0.01, static=False), NUMEL, p, "cuda").coding for p in (2, 16))
+    assert few < many
+
+
 def test_decision_is_where_time_saved_is_time_spent() -> None:
     """The decision changes at the bandwidth at which the link takes as long for the saved bytes as packing."""
     method = SparDL(density=0.01)
