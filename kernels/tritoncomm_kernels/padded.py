@@ -16,7 +16,7 @@ import torch
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.scatter import merge, scatter_add
+from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
 from tritoncomm_kernels.threshold import accumulate_top_k, magnitude_keys, top_k, top_k_into
 from tritoncomm_kernels.workspace import Workspace
 
@@ -100,7 +100,7 @@ def top_k_rows(
     if not rows or not room:
         return Padded(values.new_empty((rows, room), dtype=torch.int32), values.new_empty((rows, room)))
     if triton_runs(values):
-        padded: Padded = _on_gpu().top_k_rows(values, bounds, budgets, room, indices, workspace)
+        padded: Padded = _on_gpu(rows).top_k_rows(values, bounds, budgets, room, indices, workspace)
         return padded
     cuts, parts = bounds.tolist(), []
     for row, budget in enumerate(budgets.tolist()):
@@ -151,7 +151,7 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     if not capacity:
         return Padded(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])
     if triton_runs(rows.values):
-        padded: Padded = _on_gpu().merge_rows(rows, numel, capacity, workspace)
+        padded: Padded = _on_gpu(count).merge_rows(rows, numel, capacity, workspace)
         return padded
     lists = [rows.row(number).trimmed()[:2] for number in range(count)]
     return Padded.of(Selection.of(*merge(lists, numel)), capacity)
@@ -159,11 +159,9 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
 
 def largest_padded(entries: Padded, k: int, *, workspace: Workspace) -> Padded:
     """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
-    device = entries.values.device
-    bounds = constant((0, entries.room), device)
-    return top_k_rows(
-        entries.values, bounds, constant((k,), device), k, indices=entries.indices, workspace=workspace
-    ).row(0)
+    bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
+    budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
+    return top_k_rows(entries.values, bounds, budget, k, indices=entries.indices, workspace=workspace).row(0)
 
 
 def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
@@ -176,7 +174,7 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
         return
     rows = Padded(rows.indices.reshape(-1, rows.room), rows.values.reshape(-1, rows.room))
     if triton_runs(out):
-        _on_gpu().add_rows(out, rows, offset, float(scale), workspace)
+        _on_gpu(rows.indices.shape[0]).add_rows(out, rows, offset, float(scale), workspace)
         return
     for number in range(rows.indices.shape[0]):
         entries = rows.row(number).trimmed()
@@ -233,16 +231,30 @@ def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspac
 
 
 def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return ``content`` as an int32 tensor on ``device``. It is copied there only once, and must not be written."""
+    """Return ``content`` as an int32 tensor on ``device``, which must not be written.
+
+    It is copied there only once, unless thousands of others have been needed since.
+    """
     key = (tuple(content), device)
     held = _constants.get(key)
     if held is None:
+        while len(_constants) >= _MOST_CONSTANTS:
+            _constants.pop(next(iter(_constants)))
+        # The host waits for the copy, because work on any stream may use it.
         held = _constants[key] = torch.from_numpy(np.asarray(content, dtype=np.int32)).to(device)
     return held
 
 
+_MOST_CONSTANTS = 4096
 _constants: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
 
-def _on_gpu() -> Any:
+def check_launch(rows: int) -> None:
+    """Raise ``ValueError`` if a GPU cannot handle so many rows in one launch."""
+    if rows > MAX_LISTS:
+        raise ValueError(f"{rows} rows are too many for one launch: pass at most {MAX_LISTS}")
+
+
+def _on_gpu(rows: int = 1) -> Any:
+    check_launch(rows)
     return kernel("padded_triton")

@@ -15,94 +15,108 @@ from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.expand_triton import CHUNK, SCAN_CHUNK, scan_counts_kernel, sum_before
 from tritoncomm_kernels.padded import PADDING, Padded
 from tritoncomm_kernels.scatter_triton import WORDS, count_words_kernel, mark_indices_kernel, union_kernel
-from tritoncomm_kernels.threshold_triton import DIGITS, PROGRAMS, share
+from tritoncomm_kernels.threshold_triton import PROGRAMS
 from tritoncomm_kernels.workspace import Workspace
 
-BLOCK, WARPS = 1024, 8
-EMIT = 4096  # elements per turn of the emit, which packs 32 of them into a word
+BLOCK, WARPS = 4096, 8
+DIGITS = tl.constexpr(4)  # of a key
 RESIDENT = 1024  # programs of 8 warps that a large GPU runs at a time
 FLAT, FLAT_WARPS = 1024, 4
-MOVE = 4096
+MOVE = 1024
 BORDERS = 128
 ENTRIES = 256
 # A union tile is set to zero by its program. A dense tile is only read where entries are, so it may be longer.
 UNION_TILE, DENSE_TILE = 1024, 1 << 15
-_FIXED: dict[str, Any] = {"enable_fp_fusion": False}
+_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _segment(bounds_ptr, row, n):
-    """Return the start of a segment and its length, both inside the vector whatever the bounds are."""
+def _segment(bounds_ptr, n, BLOCK: tl.constexpr):
+    """Return the start and end of the row's segment, and the blocks from and to which this program reads it.
+
+    Blocks are aligned, so only those at the ends of a segment need masks. The segment is inside the vector, whatever
+    the bounds are.
+    """
+    row = tl.program_id(1)
     start = tl.minimum(tl.maximum(tl.load(bounds_ptr + row), 0), n)
     stop = tl.minimum(tl.maximum(tl.load(bounds_ptr + row + 1), start), n)
-    return start, stop - start
+    last = tl.cdiv(stop, BLOCK)
+    each = tl.cdiv(last - start // BLOCK, tl.num_programs(0))
+    first = start // BLOCK + tl.program_id(0) * each
+    return start, stop, first, tl.minimum(first + each, last)
 
 
 @triton.jit
-def _kth(histogram_ptr, budgets_ptr, row, room, FOUND: tl.constexpr):
-    """Return the first ``FOUND`` digits of the k-th key of a row, and how many entries with these digits to take.
+def _keys(values_ptr, block, start, stop, BLOCK: tl.constexpr):
+    """Return the keys of a block. Outside the segment they are 0, which is never selected."""
+    first = block * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    if (first >= start) & (first + BLOCK <= stop):
+        values = tl.load(values_ptr + at)
+    else:
+        values = tl.load(values_ptr + at, mask=(at >= start) & (at < stop), other=0.0)
+    return key_of(values)
 
-    Digits are those of :mod:`tritoncomm_kernels.threshold_triton`, with 256 counts each. Programs compute this instead
-    of reading it, which saves a launch per digit.
+
+@triton.jit
+def _kth(histogram_ptr, budgets_ptr, digits, room):
+    """Return the first ``digits`` digits of the k-th key of this row, and how many entries with these digits to take.
+
+    Digits have 8 bits from bit 30 down. The last one repeats a bit, which all its keys share. Every program computes
+    this from the counts of the digits. A kernel that picks a digit would be a launch more per digit.
     """
     lane = tl.arange(0, 256)
     prefix = tl.zeros([], tl.int32)
-    remaining = tl.minimum(tl.maximum(tl.load(budgets_ptr + row), 0), room)
-    for digit in tl.static_range(FOUND):
-        counts = tl.load(histogram_ptr + (digit * tl.num_programs(1) + row) * 256 + lane)
-        if digit == 0:  # take at most as many entries as there are non-zeros
-            remaining = tl.minimum(remaining, tl.sum(counts, axis=0))
-        reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-        found = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
-        prefix = prefix | (found << (23 - 8 * digit if digit < 3 else 0))
-        remaining -= tl.sum(tl.where(lane > found, counts, 0), axis=0)
+    remaining = tl.minimum(tl.maximum(tl.load(budgets_ptr + tl.program_id(1)), 0), room)
+    digit = 0
+    while digit < digits:
+        counts = tl.load(histogram_ptr + (digit * tl.num_programs(1) + tl.program_id(1)) * 256 + lane)
+        found = tl.sum(counts, axis=0)
+        reached = found - tl.cumsum(counts, axis=0) + counts
+        remaining = tl.minimum(remaining, found)  # at most as many entries as there are non-zeros
+        value = tl.max(tl.where(reached >= remaining, lane, 0), axis=0)
+        prefix = prefix | (value << tl.maximum(23 - 8 * digit, 0))
+        remaining -= tl.sum(tl.where(lane > value, counts, 0), axis=0)
+        digit += 1
     return prefix, remaining
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr"])
-def segment_histogram_kernel(
-    values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room,
-    DIGIT: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n", "room", "digit"])
+def segment_histogram_kernel(values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room, digit, BLOCK: tl.constexpr):
     """Build the histogram of one digit over the non-zero keys of a segment that match the digits so far."""
-    row = tl.program_id(1)
-    prefix, _ = _kth(histogram_ptr, budgets_ptr, row, room, DIGIT)
-    first, length = _segment(bounds_ptr, row, n)
+    prefix, _ = _kth(histogram_ptr, budgets_ptr, digit, room)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     counts = tl.zeros([256], tl.int32)
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
-        agree = (keys > 0) & (((keys ^ prefix) >> (SHIFT + BITS)) == 0)
-        counts += tl.histogram((keys >> SHIFT) & ((1 << BITS) - 1), 256, mask=agree)
-        start += BLOCK
-    own_ptr = histogram_ptr + (DIGIT * tl.num_programs(1) + row) * 256
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
+        agree = (keys > 0) & (((keys ^ prefix) >> (31 - 8 * digit)) == 0)
+        counts += tl.histogram((keys >> tl.maximum(23 - 8 * digit, 0)) & 255, 256, mask=agree)
+        block += 1
+    own_ptr = histogram_ptr + (digit * tl.num_programs(1) + tl.program_id(1)) * 256
     tl.atomic_add(own_ptr + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr"])
+@triton.jit(do_not_specialize=["n", "room"])
 def segment_count_kernel(
     values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr, n, room, BLOCK: tl.constexpr
 ):
     """Count, per program, the keys of its share that are above the k-th key of the row, and those equal to it."""
     row = tl.program_id(1)
-    kth, _ = _kth(histogram_ptr, budgets_ptr, row, room, 4)
-    first, length = _segment(bounds_ptr, row, n)
+    kth, _ = _kth(histogram_ptr, budgets_ptr, DIGITS, room)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     above = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
         above += (keys > kth).to(tl.int32)
         equal += (keys == kth).to(tl.int32)
-        start += BLOCK
+        block += 1
     own = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(above_ptr + own, tl.sum(above, axis=0))
     tl.store(equal_ptr + own, tl.sum(equal, axis=0))
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["values_ptr", "indices_ptr"])
+@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["indices_ptr"])
 def segment_emit_kernel(
     values_ptr, indices_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr,
     out_indices_ptr, out_values_ptr, n, room,
@@ -113,8 +127,8 @@ def segment_emit_kernel(
     With ``NAMED``, the index of an entry is read from ``indices``. Otherwise it is the position.
     """
     program, programs, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    kth, ties = _kth(histogram_ptr, budgets_ptr, row, room, 4)
-    first, length = _segment(bounds_ptr, row, n)
+    kth, ties = _kth(histogram_ptr, budgets_ptr, DIGITS, room)
+    start, stop, block, last = _segment(bounds_ptr, n, BLOCK)
     lane = tl.arange(0, PROGRAMS)
     counts = tl.load(above_ptr + row * programs + lane, mask=lane < programs, other=0)
     taken = tl.sum(counts, axis=0) + ties
@@ -123,10 +137,8 @@ def segment_emit_kernel(
     out_indices_ptr += row.to(tl.int64) * room
     out_values_ptr += row.to(tl.int64) * room
     word = tl.arange(0, BLOCK // 32) * 32
-    start, stop = share(length, BLOCK)
-    while start < stop:
-        at = start + tl.arange(0, BLOCK)
-        keys = key_of(tl.load(values_ptr + first + at, mask=at < stop, other=0.0))
+    while block < last:
+        keys = _keys(values_ptr, block, start, stop, BLOCK)
         tied = pack_words(keys == kth, BLOCK)
         mask = pack_words(keys > kth, BLOCK) | tied
         tied_here = bits_in(tied)
@@ -138,7 +150,7 @@ def segment_emit_kernel(
             is_tied = ((tied & mask & (0 - mask)) != 0).to(tl.int32)
             slot = above_before + tl.minimum(tied_before, ties)
             take = (mask != 0) & ((is_tied == 0) | (tied_before < ties)) & (slot < room)
-            element = first + start + word + lowest_bit(mask)
+            element = block * BLOCK + word + lowest_bit(mask)
             index = tl.load(indices_ptr + element, mask=take, other=0) if NAMED else element
             tl.store(out_indices_ptr + slot, index, mask=take)
             tl.store(out_values_ptr + slot, tl.load(values_ptr + element, mask=take, other=0.0), mask=take)
@@ -148,26 +160,34 @@ def segment_emit_kernel(
             left -= 1
         above += tl.sum(above_here, axis=0)
         equal += tl.sum(tied_here, axis=0)
-        start += BLOCK
-    slots = (taken + program * BLOCK).to(tl.int64) + tl.arange(0, BLOCK)
-    while taken + program * BLOCK < room:
-        tl.store(out_indices_ptr + slots, -1, mask=slots < room)
-        tl.store(out_values_ptr + slots, 0.0, mask=slots < room)
-        slots += programs * BLOCK
-        taken += programs * BLOCK
+        block += 1
+    taken += program * PROGRAMS
+    while taken < room:
+        tl.store(out_indices_ptr + taken + lane, -1, mask=lane < room - taken)
+        tl.store(out_values_ptr + taken + lane, 0.0, mask=lane < room - taken)
+        taken += programs * PROGRAMS
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr"])
-def count_used_kernel(indices_ptr, counts_ptr, count, BLOCK: tl.constexpr):
-    """Count the entries of one block that are no padding."""
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["indices_ptr"])
+def count_used_kernel(indices_ptr, counts_ptr, stride, BLOCK: tl.constexpr):
+    """Count the entries of each block of a row that are no padding."""
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(indices_ptr + at, mask=at < count, other=-1)
-    tl.store(counts_ptr + tl.program_id(0), tl.sum((index >= 0).to(tl.int32), axis=0))
+    index = tl.load(indices_ptr + row * stride + at, mask=at < stride, other=-1)
+    own = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(counts_ptr + own, tl.sum((index >= 0).to(tl.int32), axis=0))
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["indices_ptr", "values_ptr"])
 def join_rows_kernel(
-    indices_ptr, values_ptr, counts_ptr, out_indices_ptr, out_values_ptr, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    indices_ptr,
+    values_ptr,
+    counts_ptr,
+    out_indices_ptr,
+    out_values_ptr,
+    count,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write the entries of one block behind those before it, and its padding behind all entries."""
     program = tl.program_id(0)
@@ -183,7 +203,9 @@ def join_rows_kernel(
     tl.store(out_values_ptr + slot, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["room", "tiles", "steps", "size", "offset"], do_not_specialize_on_alignment=["indices_ptr"])
+@triton.jit(
+    do_not_specialize=["room", "tiles", "steps", "size", "offset"], do_not_specialize_on_alignment=["indices_ptr"]
+)
 def row_borders_kernel(
     indices_ptr, union_ptr, bounds_ptr, room, tiles, steps, size, offset,
     TILE: tl.constexpr, BORDERS: tl.constexpr, UNION: tl.constexpr,
@@ -289,28 +311,26 @@ def top_k_rows(
     workspace: Workspace,
     *,
     block: int = BLOCK,
-    emit: int = EMIT,
     resident: int = RESIDENT,
 ) -> Padded:
     """Launch a radix select per segment, and the ordered emit, on checked arguments with at least one row and slot."""
     n, rows = values.numel(), budgets.numel()
+    if values.data_ptr() % 16:  # the kernels need twice the registers for such a tensor, and few are long
+        values = values.clone()
     programs = max(1, min(PROGRAMS, triton.cdiv(n, block), triton.cdiv(resident, rows)))
-    histogram = workspace.buffer("segment histogram", 256 * len(DIGITS) * rows, torch.int32, values.device).zero_()
+    histogram = workspace.buffer("segment histogram", 256 * DIGITS.value * rows, torch.int32, values.device).zero_()
     above, equal = (
         workspace.buffer(f"segment {name}", rows * programs, torch.int32, values.device) for name in ("above", "equal")
     )
     out = _empty((rows, room), values)
     source, grid = (values, bounds, budgets, histogram), (programs, rows)
     with on_device_of(values):
-        for digit, (shift, bits) in enumerate(DIGITS):
-            segment_histogram_kernel[grid](
-                *source, n, room, DIGIT=digit, SHIFT=shift, BITS=bits, BLOCK=block, num_warps=WARPS, **_FIXED
-            )
-        # The count has the blocks of the emit, because both divide a segment into the same shares.
-        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=emit, num_warps=WARPS, **_FIXED)
+        for digit in range(DIGITS.value):
+            segment_histogram_kernel[grid](*source, n, room, digit, BLOCK=block, num_warps=WARPS, **_OPTIONS)
+        segment_count_kernel[grid](*source, above, equal, n, room, BLOCK=block, num_warps=WARPS, **_OPTIONS)
         segment_emit_kernel[grid](
             values, indices, *source[1:], above, equal, *out, n, room,
-            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=emit, num_warps=WARPS, **_FIXED,
+            NAMED=indices is not None, PROGRAMS=PROGRAMS, BLOCK=block, num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
     return out
 
@@ -322,9 +342,9 @@ def joined(indices: torch.Tensor, values: torch.Tensor, workspace: Workspace, *,
     counts = workspace.buffer("joined counts", tiles, torch.int32, indices.device)
     out = _empty((count,), values)
     with on_device_of(values):
-        count_used_kernel[(tiles,)](indices, counts, count, BLOCK=block, num_warps=WARPS, **_FIXED)
+        count_used_kernel[tiles, 1](indices, counts, count, BLOCK=block, num_warps=WARPS, **_OPTIONS)
         join_rows_kernel[(tiles,)](
-            indices, values, counts, *out, count, CHUNK=CHUNK, BLOCK=block, num_warps=WARPS, **_FIXED
+            indices, values, counts, *out, count, CHUNK=CHUNK, BLOCK=block, num_warps=WARPS, **_OPTIONS
         )
     return out
 
@@ -345,14 +365,16 @@ def merge_rows(
     union = indices.new_full((capacity,), PADDING)
     with on_device_of(values):
         mark_indices_kernel[(triton.cdiv(indices.numel(), FLAT),)](
-            indices, bits, unused, indices.numel(), numel, BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED
+            indices, bits, unused, indices.numel(), numel, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
         )
-        count_words_kernel[(groups,)](bits, counts, words, WORDS=WORDS, num_warps=WARPS, **_FIXED)
-        scan_counts_kernel[(1,)](counts, offsets, groups, CHUNK=SCAN_CHUNK, num_warps=WARPS, **_FIXED)
-        union_kernel[(groups,)](bits, offsets, ranks, union, words, WORDS=WORDS, num_warps=WARPS, **_FIXED)
+        count_words_kernel[(groups,)](bits, counts, words, WORDS=WORDS, num_warps=WARPS, **_OPTIONS)
+        scan_counts_kernel[(1,)](counts, offsets, groups, CHUNK=SCAN_CHUNK, num_warps=WARPS, **_OPTIONS)
+        union_kernel[(groups,)](bits, offsets, ranks, union, words, WORDS=WORDS, num_warps=WARPS, **_OPTIONS)
     sums = values.new_empty(capacity)
     found = Padded(indices, values)
-    _add_tiles(sums, found, workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries)
+    _add_tiles(
+        sums, found, workspace, union=(union, bits, ranks, numel), offset=0, scale=1.0, tile=tile, entries=entries
+    )
     return Padded(union, sums)
 
 
@@ -387,7 +409,7 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     found = values.new_empty(indices.shape)
     with on_device_of(values):
         pick_values_kernel[(triton.cdiv(indices.numel(), FLAT),)](
-            values, indices, found, indices.numel(), values.numel(), BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED
+            values, indices, found, indices.numel(), values.numel(), BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS
         )
     return found
 
@@ -411,11 +433,11 @@ def _add_tiles(
     with on_device_of(out):
         row_borders_kernel[(triton.cdiv(tiles + 1, BORDERS), count)](
             rows.indices, indices, bounds, room, tiles, room.bit_length(), size, offset,
-            TILE=tile, BORDERS=BORDERS, UNION=union is not None, num_warps=1, **_FIXED,
+            TILE=tile, BORDERS=BORDERS, UNION=union is not None, num_warps=1, **_OPTIONS,
         )  # fmt: skip
         add_rows_kernel[(tiles,)](
             *rows, bounds, bits, ranks, out, size, offset, span, room, tiles, count, scale,
-            TILE=tile, ENTRIES=entries, UNION=union is not None, num_warps=WARPS, **_FIXED,
+            TILE=tile, ENTRIES=entries, UNION=union is not None, num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
 
 
@@ -425,7 +447,7 @@ def _place(
     with on_device_of(out):
         place_kernel[(triton.cdiv(indices.numel(), FLAT),)](
             indices, values, out, indices.numel(), out.numel(), offset, scale,
-            ADD=add, CLEAR=values is None, BLOCK=FLAT, num_warps=FLAT_WARPS, **_FIXED,
+            ADD=add, CLEAR=values is None, BLOCK=FLAT, num_warps=FLAT_WARPS, **_OPTIONS,
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def extent_kernel(values_ptr, extents_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _extent(extents_ptr, tiles, BLOCK: tl.constexpr):
+def extent_of(extents_ptr, tiles, BLOCK: tl.constexpr):
     """Return the smallest and the largest key of all blocks."""
     smallest = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     largest = tl.zeros([BLOCK], tl.int32)
@@ -69,15 +69,13 @@ def level_of(ratio, menu_ptr, table, inside, HALVINGS: tl.constexpr):
     return level
 
 
-@triton.jit(
-    do_not_specialize=["count", "tiles", "stride", "divisor", "cover"], do_not_specialize_on_alignment=["values_ptr"]
-)
-def choose_kernel(
-    values_ptr, extents_ptr, menu_ptr, header_ptr, count, tiles, stride, divisor, cover,
+@triton.jit
+def header_of(
+    values_ptr, extents_ptr, menu_ptr, count, tiles, stride, divisor, cover,
     KEPT: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the header: the scale, and the table with the least squared error over every ``stride``-th value."""
-    smallest, largest = _extent(extents_ptr, tiles, BLOCK)
+    """Return the header: the scale, and the table with the least squared error over every ``stride``-th value."""
+    smallest, largest = extent_of(extents_ptr, tiles, BLOCK)
     most = tl.div_rn(largest.to(tl.float32, bitcast=True), divisor)
     scale = _scale(tl.div_rn(smallest.to(tl.float32, bitcast=True), divisor), most, cover, KEPT)
     samples = tl.cdiv(count, stride)
@@ -103,24 +101,38 @@ def choose_kernel(
         least = tl.where(better, total, least)
         candidate += 1
     header = scale.to(tl.int32, bitcast=True) | table
-    tl.store(header_ptr, tl.where(largest >= INFINITY_KEY, NAN_HEADER, header))
+    return tl.where(largest >= INFINITY_KEY, NAN_HEADER, header)
 
 
-@triton.jit(do_not_specialize=["tiles", "divisor", "cover", "half"])
-def limit_kernel(
-    extents_ptr, limit_ptr, tiles, divisor, cover, half, KEPT: tl.constexpr, FIXED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write the least key of a value that is sendable, and 1 if not all values are. ``FIXED`` is a least key, or 0."""
-    smallest, largest = _extent(extents_ptr, tiles, BLOCK)
+@triton.jit(
+    do_not_specialize=["count", "tiles", "stride", "divisor", "cover"], do_not_specialize_on_alignment=["values_ptr"]
+)
+def choose_kernel(
+    values_ptr, extents_ptr, menu_ptr, header_ptr, count, tiles, stride, divisor, cover,
+    KEPT: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the header of one section."""
+    header = header_of(values_ptr, extents_ptr, menu_ptr, count, tiles, stride, divisor, cover, KEPT, HALVINGS, BLOCK)
+    tl.store(header_ptr, header)
+
+
+@triton.jit
+def least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the least key of a value that is sendable, and 1 if not all values are. ``fixed`` is a least key, or 0."""
+    smallest, largest = extent_of(extents_ptr, tiles, BLOCK)
     finite = largest < INFINITY_KEY
     smallest = tl.div_rn(smallest.to(tl.float32, bitcast=True), divisor)
-    if FIXED:
-        least = tl.zeros([], tl.int32) + FIXED
-    else:
-        scale = _scale(smallest, tl.div_rn(largest.to(tl.float32, bitcast=True), divisor), cover, KEPT)
-        least = (scale * half).to(tl.int32, bitcast=True)
+    scale = _scale(smallest, tl.div_rn(largest.to(tl.float32, bitcast=True), divisor), cover, KEPT)
+    least = tl.where(fixed != 0, fixed, (scale * half).to(tl.int32, bitcast=True))
+    return least, (finite & (smallest.to(tl.int32, bitcast=True) < least)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tiles", "divisor", "cover", "half", "fixed"])
+def limit_kernel(extents_ptr, limit_ptr, tiles, divisor, cover, half, fixed, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the least key of a value that is sendable, and 1 if not all values are."""
+    least, partial = least_key(extents_ptr, tiles, divisor, cover, half, fixed, KEPT, BLOCK)
     tl.store(limit_ptr, least)
-    tl.store(limit_ptr + 1, (finite & (smallest.to(tl.int32, bitcast=True) < least)).to(tl.int32))
+    tl.store(limit_ptr + 1, partial)
 
 
 @cache
@@ -147,20 +159,26 @@ def choose(values: torch.Tensor, found: torch.Tensor, header: torch.Tensor, bits
         choose_kernel[(1,)](
             values, found, menu(bits, values.device), header, count, found.numel() // 2, -(-count // quantize.SAMPLE),
             float(divisor), float(quantize.lookup(bits).cover),
-            KEPT=_kept(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
+            KEPT=kept_bits(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def limit(found: torch.Tensor, out: torch.Tensor, bits: int, divisor: int, fixed: int) -> None:
     """Launch the kernel: write to ``out`` (int32 ``[2]``) the least key, and 1 if not all values reach it."""
-    cover, half = (1.0, 1.0) if fixed else (float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least))
     with on_device_of(found):
         limit_kernel[(1,)](
-            found, out, found.numel() // 2, float(divisor), cover, half,
-            KEPT=_kept(divisor), FIXED=fixed, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+            found, out, found.numel() // 2, float(divisor), *rule(bits, fixed),
+            KEPT=kept_bits(divisor), BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _kept(divisor: int) -> int:
+def rule(bits: int, fixed: int) -> tuple[float, float, int]:
+    """Return ``cover``, ``half`` and ``fixed`` of :func:`least_key`. A fixed least key needs no tables."""
+    if fixed:
+        return 1.0, 1.0, fixed
+    return float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least), 0
+
+
+def kept_bits(divisor: int) -> int:
     """Return the mask of the bits of a scale, as a signed number."""
     return -1 << (24 - quantize.scale_bits(divisor))

@@ -270,5 +270,5 @@ def sum_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
     """Launch the kernel on a checked, contiguous matrix with at least one element."""
     with on_device_of(rows):
         sum_rows_kernel[(triton.cdiv(out.numel(), BLOCK),)](
-            rows, out, out.numel(), rows.shape[0], BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+            rows, out, out.numel(), rows.shape[0], BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
         )

@@ -12,7 +12,7 @@ import torch
 
 from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
-from tritoncomm_kernels.padded import PADDING, Padded, stacked
+from tritoncomm_kernels.padded import PADDING, Padded, check_launch, stacked
 from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 from tritoncomm_kernels.workspace import Workspace
 
@@ -24,12 +24,15 @@ def write_rows(
 
     Indices of row r start at ``lows[r]`` (int32 ``[rows]``, on the device). Entries that are too small beside the
     largest one of their row are left out (:func:`tritoncomm_kernels.sections.sendable_together`). The values of the
-    returned entries are those that :func:`read_rows` returns, times ``divisor``.
+    returned entries are those that :func:`read_rows` returns, times ``divisor``. Values of 0 bits are returned as they
+    are.
     """
-    if entries.values.numel() and layout.room and triton_runs(entries.values):
-        written: tuple[torch.Tensor, Padded] = _on_gpu().write_rows(layout, lows, entries, divisor, workspace)
-        return written
-    messages = entries.indices.new_zeros((len(lows), layout.words))
+    messages = entries.indices.new_empty((len(lows), layout.words))
+    if not layout.room or not entries.values.numel():
+        return messages.zero_(), entries
+    if triton_runs(entries.values):
+        sent_rows: Padded = _on_gpu(len(lows)).write_rows(layout, lows, entries, messages, divisor, workspace)
+        return messages, sent_rows
     sent = []
     for row, low in enumerate(lows.tolist()):
         part = entries.row(row).trimmed()
@@ -49,8 +52,13 @@ def read_rows(
     A malformed row (see :func:`tritoncomm_kernels.sections.read_section`) has no entries. Indices are therefore always
     ascending and inside their range.
     """
-    if messages.numel() and layout.room and triton_runs(messages):
-        found_rows: tuple[Padded, torch.Tensor] = _on_gpu().read_rows(layout, lows, messages, divisor, workspace)
+    shape = len(lows), layout.room
+    if not layout.room or not len(lows):
+        return Padded(messages.new_empty(shape), messages.new_empty(shape, dtype=torch.float32)), messages.new_zeros(1)
+    if triton_runs(messages):
+        found_rows: tuple[Padded, torch.Tensor] = _on_gpu(len(lows)).read_rows(
+            layout, lows, messages, divisor, workspace
+        )
         return found_rows
     rows, malformed = [], 0
     nothing = Selection.of(messages.new_empty(0), messages.new_empty(0, dtype=torch.float32))
@@ -78,5 +86,6 @@ def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, tor
     return clean, wrong.sum(dtype=torch.int32).reshape(1)
 
 
-def _on_gpu() -> Any:
+def _on_gpu(rows: int) -> Any:
+    check_launch(rows)
     return kernel("section_rows_triton")

@@ -141,8 +141,9 @@ def write_section(
     """Write the section of ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32 ``[m]``) to ``out``.
 
     ``out`` (int32 ``[layout.words]``) is overwritten. ``low`` is the first coordinate of the range. Rounded values are
-    written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Returns the values that
-    :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact). The kernels do not wait for the host.
+    written divided by ``divisor``. They must be sendable together (:func:`sendable_together`). Values of 0 bits are not
+    written. Returns the values that :func:`read_section` decodes, times ``divisor`` (fp32 ``[m]``, exact), or
+    ``values`` if they are written without rounding or not at all. The kernels do not wait for the host.
     """
     count = indices.numel()
     assert count <= layout.room
@@ -207,7 +208,7 @@ def _write_host(
         rounded = quantize.dequantize(codes, header, layout.bits, divisor)
     elif layout.bits == _FP32:
         words[places.values : places.values + count] = values.view(np.int32)
-    else:
+    elif layout.bits:
         half = to_bf16(values, divisor)
         words[places.values :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
@@ -252,8 +253,7 @@ def read_section(
 def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: Workspace) -> torch.Tensor | None:
     found = _extents(values, workspace)
     limit = workspace.buffer("section limit", 2, torch.int32, values.device)
-    fixed = _BF16_ZERO + 1 if bits == _BF16 else 0
-    kernel("quantize_triton").limit(found, limit, bits, divisor, fixed)
+    kernel("quantize_triton").limit(found, limit, bits, divisor, least_sendable(bits))
     if not int(limit[1]):
         return None
     # A tensor as divisor: on a GPU, torch multiplies by the reciprocal of a number, which rounds differently.
@@ -281,13 +281,11 @@ def _write_triton(
     if not indices.numel():
         out.zero_()
         return values
-    delivered = values if layout.bits == _FP32 else torch.empty_like(values)
+    delivered = values if layout.bits in (0, _FP32) else torch.empty_like(values)
     if layout.quantized:
         found = _extents(values, workspace)
         kernel("quantize_triton").choose(values, found, out[1:2], layout.bits, divisor)
-    limit = quantize.limit(divisor)
-    if layout.bits == _BF16:
-        limit = float(np.uint32(largest_bf16(divisor) << 16).view(np.float32))
+    limit = delivered_limit(layout, divisor)
     kernel("sections_triton").write(indices, values, out, delivered, layout, low, divisor, limit)
     return delivered
 
@@ -308,7 +306,7 @@ def _read_triton(layout: Layout, low: int, section: torch.Tensor, divisor: int, 
         raise ValueError(_DESCENDING)
     if layout.quantized and count:
         quantize.check_header(header & 0xFFFFFFFF)
-    return Selection.of(indices[:count], values[:count])
+    return Selection.of(indices[:count], values[: count if layout.bits else 0])
 
 
 def _miscounted(layout: Layout, count: int, ones: int) -> str:
@@ -476,6 +474,18 @@ def to_bf16(values: NDArray[np.float32], divisor: int = 1) -> NDArray[np.uint16]
     rounded[finite & (rounded & 0x7FFF > largest)] -= 1
     rounded[~finite] = ((bits >> 16) | ((bits & 0xFFFF) != 0)).astype(np.uint16)[~finite]  # keeps NaN a NaN
     return rounded
+
+
+def least_sendable(bits: int) -> int:
+    """Return the least key of a magnitude that can be sent beside any other, or 0 if it depends on the others."""
+    return _BF16_ZERO + 1 if bits == _BF16 else 0
+
+
+def delivered_limit(layout: Layout, divisor: int) -> float:
+    """Return the largest magnitude that a receiver decodes."""
+    if layout.bits == _BF16:
+        return float(np.uint32(largest_bf16(divisor) << 16).view(np.float32))
+    return quantize.limit(divisor)
 
 
 def largest_bf16(divisor: int) -> int:

@@ -31,10 +31,8 @@ def _place(indices_ptr, at, inside, low, LOW_BITS: tl.constexpr, PLAIN: tl.const
     return offset if PLAIN else (offset >> LOW_BITS) + at
 
 
-@triton.jit(
-    do_not_specialize=["count", "low", "words", "steps"], do_not_specialize_on_alignment=["indices_ptr", "words_ptr"]
-)
-def high_kernel(
+@triton.jit
+def write_high(
     indices_ptr, words_ptr, count, low, words, steps,
     LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -57,6 +55,17 @@ def high_kernel(
         shift = _place(indices_ptr, at, inside, low, LOW_BITS, PLAIN) - start
         bits = bits | tl.where(inside & (shift < 32), 1 << (shift & 31).to(tl.int32), 0)
     tl.store(words_ptr + word, bits, mask=word < words)
+
+
+@triton.jit(
+    do_not_specialize=["count", "low", "words", "steps"], do_not_specialize_on_alignment=["indices_ptr", "words_ptr"]
+)
+def high_kernel(
+    indices_ptr, words_ptr, count, low, words, steps,
+    LOW_BITS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the high part of one section."""
+    write_high(indices_ptr, words_ptr, count, low, words, steps, LOW_BITS, PLAIN, BLOCK)
 
 
 @triton.jit
@@ -83,11 +92,8 @@ def _decode(code, header, menu_ptr, limit, inside, BITS: tl.constexpr):
     return tl.where(header == NAN_HEADER, float("nan"), value)
 
 
-@triton.jit(
-    do_not_specialize=["count", "low", "room", "first", "divisor", "limit"],
-    do_not_specialize_on_alignment=["indices_ptr", "values_ptr", "words_ptr"],
-)
-def planes_kernel(
+@triton.jit
+def write_planes(
     indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
     LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +102,8 @@ def planes_kernel(
     at = program * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     offset = tl.where(held, tl.load(indices_ptr + at, mask=held, other=0) - low, 0)
-    value = tl.load(values_ptr + at, mask=held, other=0.0)
+    if BITS > 0:
+        value = tl.load(values_ptr + at, mask=held, other=0.0)
     if program == 0:
         tl.store(words_ptr, count)
     groups = tl.cdiv(room, 32)
@@ -105,7 +112,9 @@ def planes_kernel(
     for bit in tl.static_range(LOW_BITS):
         tl.store(row_ptr + bit, pack_words((offset >> bit) & 1, BLOCK), mask=group < groups)
     behind_ptr = words_ptr + first + groups.to(tl.int64) * PLANES
-    if BITS < 16:
+    if BITS == 0:  # indices alone
+        pass
+    elif BITS < 16:
         header = tl.load(words_ptr + 1)
         scale = (header & -65536).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(tl.div_rn(tl.abs(value), divisor), scale)
@@ -126,14 +135,28 @@ def planes_kernel(
         tl.store(behind_ptr + at, bits, mask=at < room)
 
 
-@triton.jit(do_not_specialize=["words", "room"], do_not_specialize_on_alignment=["words_ptr"])
-def positions_kernel(
-    words_ptr, counts_ptr, slots_ptr, verdict_ptr, words, room,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, OFFSETS: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["count", "low", "room", "first", "divisor", "limit"],
+    do_not_specialize_on_alignment=["indices_ptr", "values_ptr", "words_ptr"],
+)
+def planes_kernel(
+    indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the ascending positions of the first ``room`` set bits, and their number to the verdict."""
+    """Write count, planes and values of one section."""
+    write_planes(
+        indices_ptr, values_ptr, words_ptr, menu_ptr, out_values_ptr, count, low, room, first, divisor, limit,
+        LOW_BITS, BITS, PLANES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORDS: tl.constexpr):
+    """Write the ascending positions of the first ``room`` set bits, and their number to the verdict.
+
+    ``before`` is the number of bits in earlier blocks.
+    """
     program = tl.program_id(0)
-    before = tl.load(counts_ptr + program) if OFFSETS else sum_before(counts_ptr, program, CHUNK)
     at = program * WORDS + tl.arange(0, WORDS)
     mask = tl.load(words_ptr + at, mask=at < words, other=0)
     counts = bits_in(mask)
@@ -146,6 +169,17 @@ def positions_kernel(
         rank += 1
         mask = mask & (mask - 1)
         left -= 1
+
+
+@triton.jit(do_not_specialize=["words", "room"], do_not_specialize_on_alignment=["words_ptr"])
+def positions_kernel(
+    words_ptr, counts_ptr, slots_ptr, verdict_ptr, words, room,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Write the positions of one section. With ``OFFSETS``, ``counts`` already holds exclusive offsets."""
+    program = tl.program_id(0)
+    before = tl.load(counts_ptr + program) if OFFSETS else sum_before(counts_ptr, program, CHUNK)
+    write_positions(words_ptr, slots_ptr, verdict_ptr, before, words, room, WORDS)
 
 
 @triton.jit
@@ -167,8 +201,8 @@ def _offset(slots_ptr, planes_ptr, at, inside, LOW_BITS: tl.constexpr, PLANES: t
     return high, (high << LOW_BITS) | low
 
 
-@triton.jit(do_not_specialize=["low", "room", "span", "first", "limit"], do_not_specialize_on_alignment=["words_ptr"])
-def join_kernel(
+@triton.jit
+def join_entries(
     slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
     LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +224,9 @@ def join_kernel(
     tl.store(verdict_ptr + 3 + program, bad)
     tl.store(out_indices_ptr + at, low + offset, mask=held)
     behind_ptr = planes_ptr + tl.cdiv(room, 32).to(tl.int64) * PLANES
-    if BITS < 16:
+    if BITS == 0:
+        value = tl.zeros([BLOCK], tl.float32)
+    elif BITS < 16:
         code = _bits(planes_ptr + (at >> 5) * PLANES + LOW_BITS, (at & 31).to(tl.int32), held, BITS)
         value = _decode(code, header, menu_ptr, limit, held, BITS)
     elif BITS == 16:
@@ -200,6 +236,18 @@ def join_kernel(
     else:
         value = tl.load(behind_ptr + at, mask=held, other=0).to(tl.float32, bitcast=True)
     tl.store(out_values_ptr + at, value, mask=held)
+
+
+@triton.jit(do_not_specialize=["low", "room", "span", "first", "limit"], do_not_specialize_on_alignment=["words_ptr"])
+def join_kernel(
+    slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
+    LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of one section."""
+    join_entries(
+        slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
+        LOW_BITS, BITS, PLANES, PLAIN, BLOCK,
+    )  # fmt: skip
 
 
 def write(
@@ -222,9 +270,9 @@ def write(
             num_warps=HIGH_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         planes_kernel[(triton.cdiv(layout.room, BLOCK),)](
-            indices, values, words, _menu(layout, words.device), delivered, count, low, layout.room,
+            indices, values, words, menu_of(layout, words.device), delivered, count, low, layout.room,
             layout.heads + layout.high_words, float(divisor), limit,
-            **_shape(layout), num_warps=WARPS, enable_fp_fusion=False,
+            **shape(layout), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -254,15 +302,17 @@ def read(
             WORDS=WORDS, CHUNK=CHUNK, OFFSETS=scanned, **options,
         )  # fmt: skip
         join_kernel[(verdict.numel() - VERDICT,)](
-            slots, section, _menu(layout, section.device), indices, values, verdict, low, layout.room, layout.span,
+            slots, section, menu_of(layout, section.device), indices, values, verdict, low, layout.room, layout.span,
             layout.heads + layout.high_words, limit,
-            **_shape(layout), PLAIN=layout.plain, num_warps=WARPS, enable_fp_fusion=False,
+            **shape(layout), PLAIN=layout.plain, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _shape(layout: Any) -> dict[str, Any]:
+def shape(layout: Any) -> dict[str, Any]:
+    """Return the constants of a layout."""
     return {"LOW_BITS": layout.low_bits, "BITS": layout.bits, "PLANES": layout.planes, "BLOCK": BLOCK}
 
 
-def _menu(layout: Any, device: torch.device) -> torch.Tensor | None:
+def menu_of(layout: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the tables of a layout with quantized values on ``device``, or None."""
     return menu(layout.bits, device) if layout.quantized else None

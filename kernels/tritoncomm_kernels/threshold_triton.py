@@ -58,7 +58,7 @@ def _keys(candidates_ptr, values_ptr, whole, at, stop):
 
 
 @triton.jit
-def share(length, BLOCK: tl.constexpr):
+def _share(length, BLOCK: tl.constexpr):
     """Return the start and end of this program's contiguous share."""
     blocks = tl.cdiv(length, BLOCK)
     each = tl.cdiv(blocks, tl.num_programs(0)) * BLOCK
@@ -75,7 +75,7 @@ def histogram_kernel(
     whole = tl.load(state_ptr + WHOLE)
     prefix = tl.load(state_ptr + PREFIX)
     counts = tl.zeros([256], tl.int32)
-    start, stop = share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
+    start, stop = _share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
     while start < stop:
         at = start + tl.arange(0, BLOCK)
         keys = _keys(candidates_ptr, values_ptr, whole, at, stop)
@@ -109,7 +109,7 @@ def count_kernel(
     """Count, per program, the keys of its share that are above the k-th key, and those equal to it."""
     whole = tl.load(state_ptr + WHOLE)
     kth = tl.load(state_ptr + PREFIX)
-    start, stop = share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
+    start, stop = _share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
     above = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
     while start < stop:
@@ -145,7 +145,7 @@ def emit_kernel(
         usable = (kth < 0x7F800000) & (tl.load(state_ptr + TAKEN) >= room)
         next_key = tl.where(usable, magnitude.to(tl.int32, bitcast=True), 1)
         tl.store(guess_ptr, tl.maximum(next_key, 1))
-    start, stop = share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
+    start, stop = _share(_length(state_ptr, found_ptr, capacity, n), BLOCK)
     while start < stop:
         at = start + tl.arange(0, BLOCK)
         keys = _keys(candidates_ptr, values_ptr, whole, at, stop)

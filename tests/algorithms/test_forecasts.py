@@ -82,5 +82,11 @@ def test_forecast_of_oktopk_is_not_its_bound() -> None:
     k = numel // 100
     assert 4 * k * 7 / 8 <= ordinary.received.bytes / WORD <= 6 * k * 7 / 8
     assert bound.received.bytes > 3 * ordinary.received.bytes
+    generator, world = torch.Generator().manual_seed(0), SimulatedWorld(OkTopk(density=0.2, values="4bit"), 8, 2000)
+    first = world.predicted_traffic[0].phases["split-and-reduce"].received
+    for _ in range(4):
+        world.step(torch.randn(8, 2000, generator=generator))
+    later = world.predicted_traffic[0].phases["split-and-reduce"].received
+    assert later.bytes < 0.8 * first.bytes  # the regions are known, and have no room for all entries
     for phase, flow in ordinary.phases.items():
         assert bound.allows(phase, flow.sent, flow.received), phase

@@ -25,6 +25,7 @@ from tritoncomm_kernels import (
     quantize_triton,
     rebalance_triton,
     scatter_triton,
+    section_rows_triton,
     sections_triton,
     threshold_triton,
 )
@@ -46,7 +47,16 @@ TILE = accumulate_triton.TILE
 FLOATS = ("scale", "momentum", "slack", "divisor", "cover", "half", "limit")
 FLOAT_POINTERS = (
     *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
-    *("out_values_ptr", "candidates_ptr", "sums_ptr", "parameter_ptr", "first_ptr", "second_ptr", "maximum_ptr"),
+    *(
+        "out_values_ptr",
+        "candidates_ptr",
+        "kept_values_ptr",
+        "sums_ptr",
+        "parameter_ptr",
+        "first_ptr",
+        "second_ptr",
+        "maximum_ptr",
+    ),
     *("tables_ptr", "param_rms_ptr", "menu_ptr", "parts_ptr"),
 )
 TYPES = {
@@ -201,6 +211,7 @@ def scattering() -> list[Case]:
     tile = {"TILE": scatter.TILE, "ENTRIES": scatter.ENTRIES}
     words = {"WORDS": scatter.WORDS}
     union = {"out_ptr": "*i32"}
+    double = {"parts_ptr": "*fp64", "out_ptr": "*fp64"}
     clear = {"BLOCK": scatter.BLOCK, "CLEAR": True}
     return [
         Case("tile bounds", scatter.tile_bounds_kernel, bounds, 1),
@@ -212,47 +223,31 @@ def scattering() -> list[Case]:
         Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
         Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
         Case("gather and clear", scatter.gather_kernel, clear, **block),
-        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, **block),
-        Case(
-            "sum rows fp64",
-            scatter.sum_rows_kernel,
-            {"BLOCK": scatter.BLOCK},
-            **block,
-            types={"parts_ptr": "*fp64", "out_ptr": "*fp64"},
-        ),
+        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, scatter.WARPS, double, scatter.BLOCK),
     ]
 
 
 def padding() -> list[Case]:
     """Return the cases of lists with padding: top-k per segment, compaction, sums of rows, and single entries."""
     padded = padded_triton
-    size, emitted = {"warps": padded.WARPS, "elements": padded.BLOCK}, {"warps": padded.WARPS, "elements": padded.EMIT}
+    size = {"warps": padded.WARPS, "elements": padded.BLOCK}
     flat = {"warps": padded.FLAT_WARPS, "elements": padded.FLAT}
-    block, emit = {"BLOCK": padded.BLOCK}, {"BLOCK": padded.EMIT, "PROGRAMS": padded.PROGRAMS}
+    block = {"BLOCK": padded.BLOCK}
+    emit = block | {"PROGRAMS": padded.PROGRAMS}
     moved = {"warps": padded.WARPS, "elements": padded.MOVE, "aligned": False}
     dense = {"TILE": padded.DENSE_TILE, "UNION": False}
     union = {"TILE": padded.UNION_TILE, "UNION": True}
     none = {"bits_ptr": None, "ranks_ptr": None}
     place = {"ADD": False, "CLEAR": False, "BLOCK": padded.FLAT}
     return [
-        *(
-            Case(
-                f"segment histogram {shift}",
-                padded.segment_histogram_kernel,
-                block | {"DIGIT": digit, "SHIFT": shift, "BITS": bits},
-                **size,
-                aligned=False,
-            )
-            for digit, (shift, bits) in enumerate(padded.DIGITS)
-        ),
-        Case("segment count", padded.segment_count_kernel, {"BLOCK": padded.EMIT}, **emitted, aligned=False),
-        Case("segment emit", padded.segment_emit_kernel, emit | {"NAMED": True}, **emitted, aligned=False),
+        Case("segment histogram", padded.segment_histogram_kernel, block, **size),
+        Case("segment count", padded.segment_count_kernel, block, **size),
+        Case("segment emit", padded.segment_emit_kernel, emit | {"NAMED": True}, **size),
         Case(
             "segment emit, positions",
             padded.segment_emit_kernel,
             emit | {"NAMED": False, "indices_ptr": None},
-            **emitted,
-            aligned=False,
+            **size,
         ),
         Case("count used", padded.count_used_kernel, {"BLOCK": padded.MOVE}, **moved),
         Case("join rows", padded.join_rows_kernel, {"BLOCK": padded.MOVE, "CHUNK": expand_triton.CHUNK}, **moved),
@@ -276,11 +271,10 @@ def packing() -> list[Case]:
     high = {"BLOCK": sections.HIGH_WORDS}
     lanes = {"warps": sections.HIGH_WARPS, "elements": sections.HIGH_WORDS, "aligned": False}
     words = {"WORDS": sections.WORDS, "CHUNK": expand_triton.CHUNK}
-    shapes = [(6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (30, 32), (30, 8), (0, 4)]
+    shapes = [(6, 32), (6, 16), (6, 8), (6, 4), (6, 1), (6, 0), (30, 32), (30, 8), (0, 4)]
     both: list[Case] = []
     for low, bits in shapes:
-        shape = {"LOW_BITS": low, "BITS": bits, "PLANES": low + (bits if bits < 16 else 0), "BLOCK": sections.BLOCK}
-        without = {} if bits < 16 else {"menu_ptr": None}
+        shape, without = _section(low, bits)
         name = f"{low} + {bits} bits"
         joined = shape | {"PLAIN": low == 0} | without
         both += [
@@ -294,8 +288,7 @@ def packing() -> list[Case]:
             for bits in (1, 4, 8)
         ),
         Case("extent", quantize.extent_kernel, block, quantize.WARPS, {}, quantize.BLOCK),
-        Case("least sendable", quantize.limit_kernel, kept | {"FIXED": 0}, quantize.WARPS),
-        Case("least sendable, bf16", quantize.limit_kernel, kept | {"FIXED": 0x8001}, quantize.WARPS),
+        Case("least sendable", quantize.limit_kernel, kept, quantize.WARPS),
         *(
             Case(f"high, {low}", sections.high_kernel, high | {"LOW_BITS": low, "PLAIN": low == 0}, **lanes)
             for low in (0, 6)
@@ -303,6 +296,42 @@ def packing() -> list[Case]:
         Case("positions", sections.positions_kernel, words | {"OFFSETS": False}, sections.WARPS),
         Case("positions, scanned", sections.positions_kernel, words | {"OFFSETS": True}, sections.WARPS),
     ]
+
+
+def packing_rows() -> list[Case]:
+    """Return the cases of sections of many rows. The other layouts are cases above, which do the same to a row."""
+    rows = section_rows_triton
+    block, turn = {"BLOCK": rows.BLOCK}, {"BLOCK": rows.BLOCK, "CHUNK": expand_triton.CHUNK}
+    size = {"warps": rows.WARPS, "elements": rows.BLOCK, "aligned": False}
+    kept, choice = {"KEPT": -65536}, {"KEPT": -65536, "HALVINGS": 3}
+    high = {"LOW_BITS": 6, "PLAIN": False, "BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
+    words = {"WORDS": rows.WORDS}
+    both: list[Case] = []
+    for low, bits in ((6, 32), (6, 4)):
+        shape, without = _section(low, bits)
+        name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": False}
+        both += [
+            Case(f"planes of rows, {name}", rows.planes_rows_kernel, shape | without | turn, **size),
+            Case(f"join sections, {name}", rows.join_sections_kernel, joined, **size),
+        ]
+    return [
+        *both,
+        Case("row extents", rows.row_extents_kernel, block, **size),
+        Case("count rows", rows.count_rows_kernel, kept | block, **size),
+        Case("keep rows", rows.keep_rows_kernel, kept | turn, **size),
+        Case("choose rows", rows.choose_rows_kernel, choice | turn, quantize_triton.CHOOSE_WARPS),
+        Case("high of rows", rows.high_rows_kernel, high, rows.HIGH_WARPS, aligned=False),
+        Case("count high", rows.count_high_kernel, words, rows.WARPS),
+        Case("positions of rows", rows.position_rows_kernel, words | {"CHUNK": expand_triton.CHUNK}, rows.WARPS),
+        Case("refuse rows", rows.refuse_rows_kernel, turn, **size),
+    ]
+
+
+def _section(low: int, bits: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the constants of a section, and what is left out without quantized values."""
+    planes = low + (bits if bits < 16 else 0)
+    shape = {"LOW_BITS": low, "BITS": bits, "PLANES": planes, "BLOCK": sections_triton.BLOCK}
+    return shape, {} if 0 < bits < 16 else {"menu_ptr": None}
 
 
 def others() -> list[Case]:
@@ -391,7 +420,16 @@ def others() -> list[Case]:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return [*(c for g in GRADIENTS for c in streaming(g)), *selecting(), *exact(), *scattering(), *padding(), *packing(), *others()]
+    return [
+        *(c for g in GRADIENTS for c in streaming(g)),
+        *selecting(),
+        *exact(),
+        *scattering(),
+        *padding(),
+        *packing(),
+        *packing_rows(),
+        *others(),
+    ]
 
 
 @cache

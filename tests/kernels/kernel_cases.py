@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tritoncomm_kernels import Padded, Workspace
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
@@ -110,6 +112,48 @@ class Guarded:
         for owner, size in self._owners:
             for guard in (owner[:GUARD], owner[GUARD + size :]):
                 assert bool((_bytes(guard) == 0xA5).all()), "memory around a tensor was written"
+
+
+class Dirty(Workspace):
+    """Scratch memory between guards. It holds a pattern, as if an earlier step had left it."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        super().__init__()
+        self._guarded = guarded
+
+    def buffer(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Workspace.buffer`. Every request gets memory of its own."""
+        return self._guarded.poison(size, dtype)
+
+
+@contextmanager
+def new_memory_filled() -> Iterator[None]:
+    """Fill memory that torch allocates without content: NaN, or the largest integer."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # torch fills memory only in this mode
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some of ``n`` positions, ascending, with values."""
+    generator = torch.Generator().manual_seed(seed)
+    at = (torch.rand(n, generator=generator) < share**4).nonzero().squeeze(1).to(torch.int32)
+    return at, drawn(family, at.numel(), seed)
+
+
+def padded_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int = 0) -> Padded:
+    """Return rows with ``(share, seed)`` each, on the CPU. All have ``spare`` more slots than the longest needs."""
+    rows = [sparse(n, share, seed, family) for share, seed in drawn_rows]
+    room = spare + max((at.numel() for at, _ in rows), default=0)
+    indices = torch.full((len(rows), room), -1, dtype=torch.int32)
+    values = torch.zeros(len(rows), room)
+    for row, (at, content) in enumerate(rows):
+        indices[row, : at.numel()] = at
+        values[row, : at.numel()] = content
+    return Padded(indices, values)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:

@@ -191,7 +191,7 @@ class IndexRecipe(Recipe):
     ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
     residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the method
-    has this form (``has_static_form``).
+    has this form (:meth:`can_be_static`).
     """
 
     has_static_form: ClassVar[bool] = False
@@ -207,8 +207,12 @@ class IndexRecipe(Recipe):
         except ConfigurationError:
             check(self, "packed", False, fix)
         check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
-        has_form = self.static is not True or self.has_static_form
-        check(self, "static", has_form, f"{self.name} has no static form: leave out static")
+        has_form = self.static is not True or self.can_be_static()
+        check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
+
+    def can_be_static(self) -> bool:
+        """Return True if the method has the static form with these settings."""
+        return self.has_static_form
 
     @property
     def packs_by_link(self) -> bool:

@@ -333,7 +333,7 @@ class SparDLAlgorithm(Algorithm):
         if place is None:
             return cost.dense(self.numel, world_size)
         if self.is_static:
-            return static_forecast(place, h, self.recipe.recursive(place.teams))
+            return static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
         budget, peers, teams = place.room, place.team_size - 1, place.teams
         h = min(budget, max(h, fewest(budget, teams)))
         blocks = range(place.team_size)
@@ -341,9 +341,8 @@ class SparDLAlgorithm(Algorithm):
         if self.recipe.recursive(teams):
             between = block * cost.log2(teams)
         else:
-            between = place.encoding.words_at_most(place.widest, h, 1) * (
-                teams - 1
-            )  # fewer entries may need more words
+            # Fewer entries may need more words.
+            between = place.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
         within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}

@@ -34,8 +34,8 @@ class Coding(NamedTuple):
 
 
 # One core: benchmarks/results/sections-2026-11-22.md
-_CPU = Coding(Speed(25e-6, 4e-9), Speed(25e-6, 4e-9))
-_CPU_ROUNDED = Coding(Speed(60e-6, 7e-9), Speed(35e-6, 5e-9))
+_CPU = Coding(Speed(15e-6, 4e-9), Speed(20e-6, 4e-9))
+_CPU_ROUNDED = Coding(Speed(35e-6, 6e-9), Speed(27e-6, 5e-9))
 # An estimate, not a measurement: about ten launches at each end. The entries of a message take less time than these.
 _GPU = Coding(Speed(100e-6, 0.0), Speed(100e-6, 0.0))
 # In these phases a rank writes its entries once, for all ranks. In others it writes as many as it reads.
@@ -77,7 +77,7 @@ def resolve(
     """
     method, on_gpu = innermost(recipe), torch.device(device).type == "cuda"
     if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
-        recipe = _with(recipe, static=method.has_static_form)
+        recipe = _with(recipe, static=method.can_be_static())
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
     is_open = method.packs_by_link and not method.encoding.packed
