@@ -62,9 +62,7 @@ def quantized_mean(
     )
     received = block_float.decode(torch.stack([arrived[source] for source in range(world_size)]), length, bits)
     received[rank] = parts[rank]
-    total = torch.zeros_like(parts[rank])
-    for part in received:
-        total += part
+    total = kernels.sum_rows(received)
     block = block_float.encode((total / world_size)[None], bits)[0]
     lengths = [words] * world_size
     blocks = yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")
