@@ -16,7 +16,6 @@ from kernel_cases import (
     drawn,
     families,
     kernels_from,
-    new_memory_filled,
     padded_rows,
     seeds,
 )
@@ -30,12 +29,6 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 rows_drawn = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=4)
 lengths = st.sampled_from([1, 33, 500, 1100])
 JUNK = torch.tensor([-(2**31), -2, -1, 599, 600, 601, 2**31 - 1], dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def _filled() -> object:
-    with new_memory_filled():
-        yield
 
 
 def guarded_rows(guarded: Guarded, rows: Padded) -> Padded:
