@@ -182,9 +182,14 @@ def test_loads_include_what_did_not_fit() -> None:
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
     assert not any(state.force_repartition for state in states(world))
-    inside = torch.arange(numel) < states(world)[0].cuts[1]
-    world.step(heavy_tailed(world_size, numel, 9) * (1 + 999.0 * inside))
+    cuts, gradient = states(world)[0].cuts, -world.residuals
+    assert world.workers[0].algorithm.static_form.pair_room(world_size) < 28
+    for rank, counts in enumerate([(0, 14, 13, 13), (28, 4, 4, 4), (28, 4, 4, 4), (28, 4, 4, 4)]):
+        for owner, count in enumerate(counts):
+            gradient[rank, cuts[owner] : cuts[owner] + count] += 1e6
+    world.step(gradient)
     assert not reevaluated(world)
+    assert world.workers[0].algorithm.report["region_imbalance"] == 3 * 28 / 40
     assert all(state.force_repartition for state in states(world))
     before = states(world)[0].cuts
     world.step(heavy_tailed(world_size, numel, 10))
