@@ -282,7 +282,7 @@ def test_a_smallest_magnitude_that_is_none(key: int) -> None:
             for op in ops if key > 0x7F000000 else ops[:1]:
                 op.tensor[3 + 4] = key
 
-    with pytest.raises(ProtocolMismatchError, match="smallest magnitude"):
+    with pytest.raises(ProtocolMismatchError, match="smallest magnitudes"):
         world.step(heavy_tailed(3, 600, 9), before_round=damage)
     assert len(world.scheduler.raised) == 3
     assert states(world) == before
