@@ -1,6 +1,7 @@
 """Bytes and milliseconds of one exchange of every method, between local processes.
 
-Every method runs in the same processes on the same gradients. Bytes are those of the busiest rank, in the direction
+Every method runs in the same processes on the same gradients, with plain messages, with packed ones, and with values of
+4 bits. Bytes are those of the busiest rank, in the direction
 with more bytes. Times are means over the ranks, and of these the median over the steps.
 """
 
@@ -13,7 +14,7 @@ import platform
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-from tritoncomm.algorithms import Preconditioned
+from tritoncomm.algorithms import Preconditioned, field_names
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
@@ -29,12 +30,19 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 COLUMNS = 1000
+# Label and fields of each format. A method has those whose fields it has.
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {"packed": False},
+    "packed": {"packed": True},
+    "4bit": {"values": "4bit"},
+}
 
 
 @dataclass(frozen=True)
 class Row:
     """One method at one density. Lists have one entry per step.
 
+    ``ordinary`` is the forecast of an ordinary step, ``predicted`` the upper bound for this step.
     ``select``, ``exchange`` and ``apply`` are milliseconds: of the selection, of waiting for the network, and of the
     rest.
     """
@@ -43,6 +51,7 @@ class Row:
     density: float
     k: int
     bytes: list[int]
+    ordinary: list[int]
     predicted: list[int]
     messages: list[int]
     reevaluated: list[bool]
@@ -52,9 +61,12 @@ class Row:
     delivered: list[int]
 
 
-def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tritoncomm.Recipe]]:
+def methods(names: list[str], density: float, numel: int, formats: list[str]) -> list[tuple[str, tritoncomm.Recipe]]:
     """Return label and recipe of each method to compare. For ``Preconditioned``, the vector is treated as a matrix."""
-    found = [(name, planner.at(name, density)) for name in names if name != "dense"]
+    found: list[tuple[str, tritoncomm.Recipe]] = []
+    for name in names:
+        if name != "dense":
+            found += in_formats(name, planner.at(name, density), formats)
     if "oktopk" in names:
         found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
         shapes = ((numel // COLUMNS, COLUMNS), (numel % COLUMNS,))
@@ -63,13 +75,25 @@ def methods(names: list[str], density: float, numel: int) -> list[tuple[str, tri
     return found
 
 
+def in_formats(name: str, recipe: tritoncomm.Recipe, formats: list[str]) -> list[tuple[str, tritoncomm.Recipe]]:
+    """Return label and recipe of a method in each of ``formats``. Methods without indices are plain or have 4 bits."""
+    known = set(field_names(name))
+    found = [] if "packed" in known else [(name, recipe)]
+    chosen = [label for label in formats if set(FORMATS[label]) <= known]
+    found += [(name if label == "plain" else f"{name} {label}", replace(recipe, **FORMATS[label])) for label in chosen]
+    return found
+
+
 def work(
-    rank: int, world_size: int, send: Send, numel: int, names: list[str], densities: list[float], steps: int
-) -> None:
+    rank: int, world_size: int, send: Send, numel: int, names: list[str], densities: list[float], formats: list[str],
+    steps: int,
+) -> None:  # fmt: skip
     """Run every method in turn in one worker. Rank 0 sends the rows."""
     gradients = LayeredGradients(numel, rank)
     table = [("dense", 1.0, tritoncomm.Dense())]
-    table += [(name, density, recipe) for density in densities for name, recipe in methods(names, density, numel)]
+    table += [
+        (name, density, recipe) for density in densities for name, recipe in methods(names, density, numel, formats)
+    ]
     for name, density, recipe in table:
         row = measure(name, density, recipe, gradients, rank, world_size, steps)
         if rank == 0:
@@ -89,6 +113,8 @@ def measure(
     for step in range(steps):
         forecast = algorithm.predicted_traffic(world_size)
         predicted = max(forecast.sent.bytes, forecast.received.bytes)
+        forecast = algorithm.ordinary_traffic(world_size)
+        ordinary = max(forecast.sent.bytes, forecast.received.bytes)
         gradient = gradients.at(step)
         dist.barrier()
         started = time.perf_counter()
@@ -99,17 +125,17 @@ def measure(
         assert feedback.accumulator is not None
         select, waited = feedback.accumulator.seconds, scheduler.meter.waited
         used = max(scheduler.meter.sent.bytes, scheduler.meter.received.bytes)
-        row = [used, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)]
+        row = [used, ordinary, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)]
         measured.append([*row, select, waited, seconds - select - waited, len(mean)])
     everybody = torch.empty(world_size, steps, len(measured[0]), dtype=torch.float64)
     dist.all_gather(list(everybody), torch.tensor(measured, dtype=torch.float64))
     busiest, mean_time = everybody.amax(0), everybody.mean(0)
     return Row(
         name, density, max(1, int(numel * density)),
-        *(busiest[:, column].long().tolist() for column in range(3)),
-        (busiest[:, 3] > 0).tolist(),
-        *(mean_time[:, column].mul(1e3).tolist() for column in (4, 5, 6)),
-        busiest[:, 7].long().tolist(),
+        *(busiest[:, column].long().tolist() for column in range(4)),
+        (busiest[:, 4] > 0).tolist(),
+        *(mean_time[:, column].mul(1e3).tolist() for column in (5, 6, 7)),
+        busiest[:, 8].long().tolist(),
     )  # fmt: skip
 
 
@@ -118,10 +144,10 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
     dense = statistics.median(map(sum, zip(rows[0].select, rows[0].exchange, rows[0].apply, strict=True)))
     print(
         "per step on the busiest rank; words/k: mean; largest: largest step that reuses thresholds; "
-        "re-eval: mean of the other steps; held: no step exceeds the prediction"
+        "re-eval: mean of the other steps; ordinary: forecast; held: no step exceeds the predicted bound"
     )
     print(
-        f"{'method':22}{'density':>8}{'MB':>8}{'predicted':>10}{'words/k':>9}{'largest':>9}{'re-eval':>9}{'6(P-1)/P':>9}"
+        f"{'method':22}{'density':>8}{'MB':>8}{'ordinary':>9}{'predicted':>10}{'words/k':>9}{'largest':>9}{'re-eval':>9}{'6(P-1)/P':>9}"
         f"{'held':>6}{'msgs':>6}{'select':>8}{'exch.':>8}{'apply':>8}{'total ms':>9}{'vs dense':>9}"
     )
     results = []
@@ -137,6 +163,7 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
             "words_per_k_reuse_mean": statistics.fmean(reuse) if reuse else None,
             "words_per_k_reuse_max": max(reuse, default=None),
             "words_per_k_reevaluation_mean": statistics.fmean(again) if again else None,
+            "bytes_ordinary_mean": statistics.fmean(row.ordinary),
             "bytes_predicted_mean": statistics.fmean(row.predicted),
             "within_prediction": all(u <= p for u, p in zip(row.bytes, row.predicted, strict=True)),
             "messages_mean": statistics.fmean(row.messages),
@@ -148,7 +175,7 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
         bound = 6 * (world_size - 1) / world_size
         print(
             f"{row.name:22}{row.density:8.2%}{figures['bytes_mean'] / 1e6:8.3f}"
-            f"{figures['bytes_predicted_mean'] / 1e6:10.3f}"
+            f"{figures['bytes_ordinary_mean'] / 1e6:9.3f}{figures['bytes_predicted_mean'] / 1e6:10.3f}"
             f"{figures['words_per_k_mean']:9.2f}{max(reuse, default=0):9.2f}"
             f"{(statistics.fmean(again) if again else 0):9.2f}{bound:9.2f}"
             f"{'yes' if figures['within_prediction'] else 'NO':>6}{figures['messages_mean']:6.0f}"
@@ -178,6 +205,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001])
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
@@ -187,11 +215,12 @@ def main() -> None:
     numel, world_size = int(options.numel), options.workers
     print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
     rows: list[Row] = []
-    run_workers(work, world_size, numel, options.algo, options.density, options.steps, listen=rows.append)
+    settings = (numel, options.algo, options.density, options.formats, options.steps)
+    run_workers(work, world_size, *settings, listen=rows.append)
     exchanged = show(rows, world_size)
     if options.json:
-        settings = {"numel": numel, "workers": world_size, "steps": options.steps}
-        content = {"machine": machine(), "settings": settings, "exchange": exchanged}
+        used = {"numel": numel, "workers": world_size, "steps": options.steps}
+        content = {"machine": machine(), "settings": used, "exchange": exchanged}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 475 s):
-# first correctness, then the sanitizers on small inputs, then speed. It installs nothing.
+# first correctness, then the sanitizers on small inputs, then speed. It installs nothing. With two GPUs or more, it
+# takes up to five minutes more.
 #
 #   bash benchmarks/gpu_run.sh [FOLDER]      (default: benchmarks/results/gpu-DATE)
 #
@@ -57,4 +58,23 @@ stage speed 100 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selec
 stage speed-bf16 40 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 stage speed-compiled 60 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
+
+# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py, for all methods if not
+# said otherwise, on NCCL, with no call of torch.cuda.set_device:
+#   exchanges         all ranks have the same bits; host synchronizations that torch sees
+#   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
+#   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
+#   hook-of-ddp       the hook from the first backward pass on, beside SyncBatchNorm, for 30 steps without a deadlock
+#   offloaded-shards  FSDP2 with CPUOffloadPolicy
+#   link              the doctor's latency and bandwidth
+#   raises            a rank raises in the middle of a step: named on all others within seconds, who go on without it
+#   dies              a rank is killed: named after the time-out, an abort ends the wait of the others
+#   hangs             a rank does something else: named after the time-out, also on itself
+gpus=$(nvidia-smi --list-gpus | wc -l)
+if [ "$gpus" -ge 2 ]; then
+  stage multi-gpu 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$((gpus < 8 ? gpus : 8))" \
+    benchmarks/multi_gpu.py --json "$out/multi-gpu.json"
+else
+  note "there is one GPU: the checks between several GPUs are skipped"
+fi
 exit "$failed"

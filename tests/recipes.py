@@ -7,6 +7,7 @@ import math
 from tritoncomm import (
     DGC,
     ExDyna,
+    MiCRO,
     OkTopk,
     RandomBlock,
     RandomK,
@@ -112,7 +113,35 @@ def under_test(density: float) -> dict[str, Recipe]:
         "topk-allgather-static": TopkAllgather(density=density, static=True),
         "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
+        "spardl-static": SparDL(density=density, static=True),
+        "spardl-static-packed": SparDL(density=density, static=True, packed="always"),
+        "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),
+        "spardl-static-2-teams-bruck": SparDL(density=density, static=True, teams=2, sag="bruck"),
+        "spardl-static-3-teams-4bit": SparDL(density=density, static=True, teams=3, values="4bit"),
+        "spardl-static-4-teams": SparDL(density=density, static=True, teams=4),
+        "spardl-static-4-teams-2bit": SparDL(density=density, static=True, teams=4, values="2bit", packed="always"),
+        "exdyna-static": ExDyna(density=density, static=True),
+        "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
+        "micro-static": MiCRO(density=density, static=True),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
+        "dense-tail-8bit-static": DenseTail(
+            recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"
+        ),
+        "preconditioned-static": Preconditioned(
+            recipe=TopkAllgather(density=density, static=True), shapes=((9, 5), (11,)), renew_every=2
+        ),
+        "oktopk-static": OkTopk(density=density, static=True, **SHORT),
+        "oktopk-static-strict-volume": OkTopk(density=density, static=True, strict_volume=True, **SHORT),
+        "oktopk-static-wide": OkTopk(density=density, static=True, local_cap=1.5, global_cap=3.0, **SHORT),
+        "oktopk-static-histogram": OkTopk(
+            density=density, static=True, exact_select="histogram", correct_thresholds=False, **SHORT
+        ),
+        "oktopk-static-packed": OkTopk(density=density, static=True, packed="always", **SHORT),
+        "oktopk-static-4bit": OkTopk(density=density, static=True, values="4bit", **SHORT),
+        "oktopk-static-1bit": OkTopk(density=density, static=True, values="1bit", global_cap=2.0, **SHORT),
+        "dense-tail-oktopk-static": DenseTail(
+            recipe=Warmup(recipe=OkTopk(density=density, static=True, **SHORT), steps=1), tail=3
+        ),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
 

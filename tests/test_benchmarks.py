@@ -20,7 +20,11 @@ PARTS = {  # of other scripts
     "demo_compressor.py",
     "doors_trainer.py",
     "half_precision.py",
+    "namespaces.py",
     "power_sgd.py",
+    "race_methods.py",
+    "race_results.py",
+    "race_worker.py",
     "selection_routes.py",
     "torture_situations.py",
     "training_results.py",
@@ -42,6 +46,32 @@ def test_smoke(script: str, tmp_path: Path) -> None:
     pictures = list(tmp_path.glob("figure*.png"))  # volume.py writes several
     assert bool(pictures) == plots
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_exchange_compares_formats(tmp_path: Path) -> None:
+    """A method has a row in each format that it has. Packed messages are shorter, and no step exceeds its bound."""
+    file = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "exchange.py"),
+        "--smoke",
+        "--workers",
+        "2",
+        "--json",
+        str(file),
+    ]
+    command += ["--algo", "oktopk", "exdyna", "random_k"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = {row["method"]: row for row in json.loads(file.read_text())["exchange"]}
+    own = {"oktopk strict_volume", "oktopk preconditioned"}
+    formats = {"oktopk": ["", " packed", " 4bit"], "exdyna": ["", " packed"], "random_k": ["", " 4bit"]}
+    assert set(rows) == {"dense", *own, *(name + label for name, labels in formats.items() for label in labels)}
+    for name, labels in formats.items():
+        sizes = [rows[name + label]["bytes_mean"] for label in labels]
+        assert sizes == sorted(set(sizes), reverse=True)
+    assert all(row["within_prediction"] for row in rows.values())
 
 
 @pytest.fixture

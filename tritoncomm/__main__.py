@@ -272,6 +272,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=planner.OVERLAP,
         help="fraction of the computation that hides a dense all-reduce",
     )
+    plan.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cpu", "cuda"),
+        help="device of the gradients, which packs the messages",
+    )
     plan.set_defaults(run=_plan)
 
 
@@ -279,6 +285,7 @@ def _plan(options: argparse.Namespace) -> int:
     advice = planner.advice(
         options.numel, options.workers, options.link, options.step_ms / 1e3,
         density=options.density, overlap=options.overlap, values=options.values or DEFAULT_VALUES,
+        device=options.device,
     )  # fmt: skip
     print(advice)
     return 0

@@ -47,15 +47,15 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """
     optimizer = _one_group(_sparse(optimizer))
     folder = Path(folder)
-    group = optimizer.process_group
+    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     state = optimizer.state_dict()
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
-        mark["id"] = setup_checks.gather(mark, group)[0]["id"]
+        mark["id"] = setup_checks.gather(mark, group, device)[0]["id"]
     mark["checksum"] = checkpoint_format.checksum(_original_state(state))
     file = _file(folder, rank, size)
-    with setup_checks.propagate_errors(group):
+    with setup_checks.propagate_errors(group, device):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
@@ -64,7 +64,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         except Exception as error:  # torch.save raises RuntimeError when the disk is full
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
     if is_distributed():
-        setup_checks.compare({"checkpoint": mark["id"]}, group)
+        setup_checks.compare({"checkpoint": mark["id"]}, group, device)
     if rank == 0:  # remove older files of another world size
         for other in folder.glob("rank-*-of-*.pt"):
             if other.stem.rpartition("-of-")[2] != str(size):
@@ -93,9 +93,9 @@ def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
 def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
-    group = optimizer.process_group
+    group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-    with setup_checks.propagate_errors(group):
+    with setup_checks.propagate_errors(group, device):
         saved_by = _saved_by(folder)
         if saved_by == size:
             file = _file(folder, rank, size)
@@ -109,7 +109,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
                 raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
             optimizer.loadable(state)
     if is_distributed():
-        setup_checks.compare({"id of the checkpoint": mark["id"]}, group)
+        setup_checks.compare({"id of the checkpoint": mark["id"]}, group, device)
     return state
 
 

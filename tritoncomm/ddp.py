@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import setup_checks
 from tritoncomm.step.aware import is_linear
 from tritoncomm.step.ddp_state import CommState, comm_hook
 from tritoncomm.step.options import DENSE_BELOW, is_dense, resolve_recipe
@@ -80,19 +81,20 @@ def register(
             "in a pass. Use every parameter, or call tritoncomm.wrap() on the optimizer of the plain module, where a "
             "missing gradient counts as zero"
         )
-    state = CommState(
-        model.process_group,
-        algo,
-        density=density,
-        warmup_steps=warmup_steps,
-        node_group=node_group,
-        on_nonfinite=on_nonfinite,
-        scaler=scaler,
-        timeout=timeout,
-        dense_below=dense_below,
-        small=small,
-        **recipe_fields,
-    )
+    with setup_checks.on_device(next(model.parameters()).device):  # ranks compare the sizes of nodes
+        state = CommState(
+            model.process_group,
+            algo,
+            density=density,
+            warmup_steps=warmup_steps,
+            node_group=node_group,
+            on_nonfinite=on_nonfinite,
+            scaler=scaler,
+            timeout=timeout,
+            dense_below=dense_below,
+            small=small,
+            **recipe_fields,
+        )
     state.belongs_to(model)
     model.register_comm_hook(state, comm_hook)
     _watch_passes(model, weakref.ref(state))

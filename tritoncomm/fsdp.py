@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -154,6 +155,11 @@ class FSDPState(HookState):
         self.hooks: list[ShardHook] = []
         self._entered: list[ShardHook] = []
         self._backward = -1
+
+    @property
+    def device(self) -> torch.device | None:
+        """See :attr:`HookState.device`."""
+        return self.exchange.options.device
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -330,7 +336,7 @@ def register(
         ConfigurationError: An argument is invalid, or the model is not supported.
         ConfigMismatchError: Replicas are configured differently, or an argument is invalid on another rank.
     """
-    with setup_checks.propagate_errors(None):
+    with setup_checks.propagate_errors(None, device_of(model)):
         recipe = resolve_recipe(
             algo, density, warmup_steps, recipe_fields, node_group, replicate_group, function=register
         )
@@ -345,13 +351,13 @@ def register(
                 "model has no sharded module: call fully_shard() first; for a plain or a tensor-parallel module, call "
                 "tritoncomm.wrap(optimizer, process_group=...) with the ranks that hold the same parameters"
             )
-    setup_checks.compare({"version": __version__}, None)
+    device = found[0][1].device  # where FSDP reduces gradients. Parameters may be offloaded to the CPU
+    setup_checks.compare({"version": __version__}, None, device)
     reduce_unused = getattr(model, "set_reduce_scatter_unused_params", None)
     if callable(reduce_unused):  # older releases reduce a shorter shard if a parameter is unused, which raises then
         reduce_unused(True)
     if isinstance(state_of(model), FSDPState):
         raise ConfigurationError("the model is registered already: call register() once")
-    device = found[0][1].fsdp_params[0].sharded_param.device
     flattened = False  # a shard of a matrix has rows
     options = ExchangeOptions(
         recipe=recipe,
@@ -359,6 +365,7 @@ def register(
         timeout=timeout,
         dense_below=dense_below,
         small=small,
+        device=device,
         flattened=flattened,
     )
     recipe.check_world_size(dist.get_world_size(replicate_group))
@@ -377,7 +384,7 @@ def register(
         ],
         "shard values": [setup_checks.digest(parameter) for parameter in parameters],
     }
-    setup_checks.compare(fields, replicate_group)
+    setup_checks.compare(fields, replicate_group, device)
     state.exchange.agree_on_exchange_id()
     hooks = {hook.names[0]: hook for hook in state.hooks}
     for module, group in found:
@@ -395,6 +402,13 @@ def state_of(model: nn.Module) -> FSDPState | None:
         hook = all_reduce_hook(group)
         if isinstance(hook, ShardHook):
             return hook.owner
+    return None
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the device on which FSDP reduces the gradients of ``model``, or None if it is not sharded."""
+    with suppress(ConfigurationError):  # which register() raises, and reports to the other ranks
+        return next((group.device for _, group in _parameter_groups(model)), None)
     return None
 
 

@@ -189,7 +189,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._check_no_pending_step("add_param_group()")
         before, exchange = len(self.param_groups), self._exchange
         try:
-            with setup_checks.propagate_errors(self.process_group):
+            with setup_checks.propagate_errors(self.process_group, self._device):
                 self.optimizer.add_param_group(param_group)
                 self.recipe.check_optimizer(self.optimizer)
                 self._optimizer_step.check()
@@ -215,10 +215,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._hook.set_density(density)
             self.recipe = self._hook.recipe
             return
-        with setup_checks.propagate_errors(self.process_group):
+        with setup_checks.propagate_errors(self.process_group, self._device):
             recipe = with_density(self.recipe, density)
         if is_distributed():
-            setup_checks.compare({"density": density}, self.process_group)
+            setup_checks.compare({"density": density}, self.process_group, self._device)
         carry_over.across_density(*self._exchange.replace_vector(recipe, self.process_group))
         self.recipe = recipe
 
@@ -254,13 +254,14 @@ class SparseOptimizer(torch.optim.Optimizer):
                 raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
             process_group = model.process_group
         if is_distributed():
-            ahead = max(fields["steps"] for fields in setup_checks.gather({"steps": exchange.steps}, process_group))
+            gathered = setup_checks.gather({"steps": exchange.steps}, process_group, self._device)
+            ahead = max(fields["steps"] for fields in gathered)
             if exchange.pending and exchange.steps + 1 == ahead:
                 exchange.commit_pending()
                 self._optimizer_step.step(exchange.take_delivered())
         self._step_state.reset()
         exchange.pending = []
-        with setup_checks.propagate_errors(process_group):
+        with setup_checks.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
             self._optimizer_step.alone = is_alone(process_group)
@@ -409,8 +410,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
-        split the waiting by phase. ``residual_norm`` is computed by this call. ``grad_norm`` (with ``max_grad_norm``)
-        is the norm of the averaged gradient before clipping.
+        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm`` is computed by
+        this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
         """
         clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
         return self._exchange.metrics() | clipped
@@ -453,7 +454,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with setup_checks.propagate_errors(self.process_group):
+        with setup_checks.propagate_errors(self.process_group, self._device):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedback = self.loadable(state_dict)
@@ -463,7 +464,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             common = {"steps": saved["steps"] if saved else None}
             if feedback is not None:
                 common = {"loaded state": repr(feedback.algorithm.common_state())}
-            setup_checks.compare(common, self.process_group)
+            setup_checks.compare(common, self.process_group, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         if feedback is not None:
@@ -534,6 +535,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._hook is None:
             exchange.agree_on_exchange_id()
 
+    @property
+    def _device(self) -> torch.device | None:
+        return setup_checks.device_of(self.optimizer) if self._hook is None else self._hook.device
+
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
@@ -543,7 +548,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         return None
 
     def _check_not_reduced(self, delivered: Delivered) -> None:
-        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group)
+        vector = self._vector
+        compare = vector.equal_on_all_ranks if vector.rounds else None
+        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group, compare)
 
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""

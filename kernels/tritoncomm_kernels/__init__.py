@@ -2,6 +2,7 @@
 
 from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
+from tritoncomm_kernels.adam_flat import AdamFlat
 from tritoncomm_kernels.adam_many import AdamMany, AdamStates, root_mean_squares
 from tritoncomm_kernels.compact import (
     Selection,
@@ -49,10 +50,11 @@ from tritoncomm_kernels.threshold import (
     top_k_into,
     top_k_segments,
 )
-from tritoncomm_kernels.workspace import Workspace
+from tritoncomm_kernels.workspace import Workspace, copied_to
 
 __all__ = [
     "AdamControl",
+    "AdamFlat",
     "AdamMany",
     "AdamState",
     "AdamStates",
@@ -67,6 +69,7 @@ __all__ = [
     "add_rows",
     "common_positions",
     "constant",
+    "copied_to",
     "count_entries",
     "count_reaching",
     "decompress",

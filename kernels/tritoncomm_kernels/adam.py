@@ -19,6 +19,7 @@ import torch
 
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.workspace import copied_to
 
 POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
 # Squared distances are summed as int64, in units of 1/32 of a learning rate. One coordinate counts for at most 2^31,
@@ -101,7 +102,7 @@ class AdamControl:
         rate, root = learning_rate / correct1, math.sqrt(correct2)
         change = FINE * max_relative_update / learning_rate if learning_rate else 0.0  # a rate of 0 moves nothing
         scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_sqrt_staleness, FINE / correct1, change]
-        on_device = torch.tensor(scalars, dtype=torch.float64).to(device, non_blocking=True)
+        on_device = copied_to(torch.tensor(scalars, dtype=torch.float64), device)
         return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_relative_update))
 
 

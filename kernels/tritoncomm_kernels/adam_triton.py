@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.dispatch import on_device_of
+from tritoncomm_kernels.workspace import copied_to
 
 COLUMNS = 10  # int64 numbers per tensor in the table of the kernels for many tensors
 BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
@@ -285,7 +286,7 @@ def update_many(
     if not blocks:
         return
     host = torch.from_numpy(np.concatenate([table.reshape(-1), np.array(blocks, np.int64).reshape(-1)]))
-    on_device = host.to(device, non_blocking=True)
+    on_device = copied_to(host, device)
     total = torch.zeros(len(parameters), dtype=torch.int64, device=device)
     arguments = on_device, on_device[table.size :], control, tables, total
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -20,8 +21,9 @@ def triton_runs(tensor: torch.Tensor) -> bool:
     """Return True if operations on ``tensor`` launch a Triton kernel.
 
     The environment variable ``TRITONCOMM_KERNELS`` is read at every call. ``torch`` forces the reference. ``triton``
-    forces the kernel, which needs Triton's interpreter on CPU tensors. ``auto`` is the default. Raises ``ValueError``
-    for any other value, and ``RuntimeError`` if ``triton`` is set but the kernel cannot run.
+    forces the kernel, which needs Triton's interpreter on CPU tensors. ``auto`` is the default. It warns once if a GPU
+    tensor takes the reference because Triton is missing or too old. Raises ``ValueError`` for any other value, and
+    ``RuntimeError`` if ``triton`` is set but the kernel cannot run.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -29,7 +31,12 @@ def triton_runs(tensor: torch.Tensor) -> bool:
     if choice == "triton":
         _demand(tensor)
         return True
-    return choice == "auto" and tensor.device.type == "cuda" and _installed()
+    if choice == "torch" or tensor.device.type != "cuda":
+        return False
+    if not _installed():
+        _warn_about_reference()
+        return False
+    return True
 
 
 def kernel(module: str) -> Any:
@@ -50,11 +57,30 @@ def interpreted() -> bool:
 @cache
 def _installed() -> bool:
     """Return True if a Triton version is installed that the kernels support. Older ones use the reference."""
+    found = _version()
+    return found is not None and tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TRITON
+
+
+def _version() -> str | None:
     try:
         found: str = importlib.import_module("triton").__version__  # the distribution has other names on some platforms
     except ImportError:
-        return False
-    return tuple(int(part) for part in re.findall(r"\d+", found)[:2]) >= OLDEST_TRITON
+        return None
+    return found
+
+
+@cache
+def _warn_about_reference() -> None:
+    """Warn, once per process, that operations on GPU tensors run without Triton kernels."""
+    found = _version()
+    state = "is not installed" if found is None else f"is version {found}"
+    warnings.warn(
+        f"Triton {state}: operations on GPU tensors run as several PyTorch operations, which is slower. To launch "
+        f"Triton kernels, install Triton {'.'.join(map(str, OLDEST_TRITON))} or newer. To silence this, set "
+        f"{VARIABLE}=torch",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _demand(tensor: torch.Tensor) -> None:

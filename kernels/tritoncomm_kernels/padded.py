@@ -159,11 +159,9 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
 
 def largest_padded(entries: Padded, k: int, *, workspace: Workspace) -> Padded:
     """Return the ``k`` entries of one row with the largest magnitudes, ``[k]``. Zeros are never among them."""
-    device = entries.values.device
-    bounds = constant((0, entries.room), device)
-    return top_k_rows(
-        entries.values, bounds, constant((k,), device), k, indices=entries.indices, workspace=workspace
-    ).row(0)
+    bounds = torch.arange(2, dtype=torch.int32, device=entries.values.device) * entries.room
+    budget = torch.full((1,), k, dtype=torch.int32, device=entries.values.device)
+    return top_k_rows(entries.values, bounds, budget, k, indices=entries.indices, workspace=workspace).row(0)
 
 
 def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float = 1.0, workspace: Workspace) -> None:
@@ -233,14 +231,21 @@ def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspac
 
 
 def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return ``content`` as an int32 tensor on ``device``. It is copied there only once, and must not be written."""
+    """Return ``content`` as an int32 tensor on ``device``, which must not be written.
+
+    It is copied there only once, unless thousands of others have been needed since.
+    """
     key = (tuple(content), device)
     held = _constants.get(key)
     if held is None:
+        while len(_constants) >= _MOST_CONSTANTS:
+            _constants.pop(next(iter(_constants)))
+        # The host waits for the copy, because work on any stream may use it.
         held = _constants[key] = torch.from_numpy(np.asarray(content, dtype=np.int32)).to(device)
     return held
 
 
+_MOST_CONSTANTS = 4096
 _constants: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
 

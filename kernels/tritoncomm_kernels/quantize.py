@@ -48,6 +48,7 @@ TABLES = 5
 _COARSE = (1, 2)  # at these widths, values above the top level may be clipped further
 _WIDEST = 3  # the number of the table with the largest top level
 LEAST_SCALE = 2.0**-100
+_LEAST_SCALE = np.float32(LEAST_SCALE)
 SAMPLE = 4096  # squared errors are summed over about this many entries
 # A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
 REACH = 32.0
@@ -70,17 +71,19 @@ class Lookup(NamedTuple):
     """Tables of one width. The upper 16 bits of an fp32 number are the position in the lookups.
 
     ``codes`` (uint8) is ``[tables, 65536]``, the code of the number with its sign. ``rounded`` (fp32) is
-    ``[tables, 32768]``, the value of the level of a positive number. ``values`` (fp64) is ``[tables, 2**bits]``, the
-    value of every code with its sign. ``tops`` (fp32) is the largest level of each table, ``cover`` the largest ratio
-    of two magnitudes in a section, and ``least`` the largest lowest level.
+    ``[tables, 32768]``, the value of the level of a positive number. ``values`` (fp32) is ``[tables, 2**bits]``, the
+    value of every code with its sign. ``reach`` (fp32) is the largest ratio that each table may have to round, and
+    ``least_reach`` the least of them. ``cover`` is the largest ratio of two magnitudes in a section. ``half_least`` is
+    half of the largest lowest level.
     """
 
     codes: NDArray[np.uint8]
     rounded: NDArray[np.float32]
-    values: NDArray[np.float64]
-    tops: NDArray[np.float32]
-    cover: float
-    least: float
+    values: NDArray[np.float32]
+    reach: NDArray[np.float32]
+    least_reach: np.float32
+    cover: np.float32
+    half_least: np.float32
 
 
 @functools.cache
@@ -93,9 +96,17 @@ def lookup(bits: int) -> Lookup:
     levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
     rounded = np.take_along_axis(menu, levels.astype(np.intp), axis=1).astype(np.float32)
     codes = np.concatenate([levels, levels | np.uint8(1 << (bits - 1))], axis=1)
-    values = np.concatenate([menu, -menu], axis=1)
-    cover = float(menu[_WIDEST, -1]) * (16 if bits in _COARSE else 1)
-    return Lookup(codes, rounded, values, menu[:, -1].astype(np.float32), cover, float(menu[:, 0].max()))
+    values = np.concatenate([menu, -menu], axis=1).astype(np.float32)  # exact
+    reach = REACH * menu[:, -1].astype(np.float32)
+    cover = np.float32(menu[_WIDEST, -1] * (16 if bits in _COARSE else 1))
+    return Lookup(codes, rounded, values, reach, reach.min(), cover, np.float32(menu[:, 0].max() / 2))
+
+
+@functools.cache
+def _scale_mask(divisor: int) -> np.uint32:
+    """Return the bits of a scale that are kept."""
+    found: np.uint32 = np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
+    return found
 
 
 def scale_bits(divisor: int) -> int:
@@ -108,42 +119,63 @@ def limit(divisor: int) -> float:
     return 2.0 ** (127 - (divisor - 1).bit_length())
 
 
-def sendable(values: NDArray[np.float32], bits: int, divisor: int = 1) -> NDArray[np.bool_] | None:
+class Range(NamedTuple):
+    """The smallest and the largest magnitude of values, see :func:`extent`, and the ``scale`` of their section.
+
+    The scale is None if a magnitude is NaN or Inf.
+    """
+
+    smallest: np.float32
+    largest: np.float32
+    scale: np.float32 | None
+
+
+def range_of(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Range:
+    """Return the range of ``values`` (fp32 ``[m]``, ``m > 0``), for :func:`sendable` and :func:`quantize`."""
+    smallest, largest = extent(values, divisor)
+    return Range(smallest, largest, _scale(smallest, largest, bits, divisor) if math.isfinite(largest) else None)
+
+
+def sendable(
+    values: NDArray[np.float32], bits: int, divisor: int = 1, found: Range | None = None
+) -> NDArray[np.bool_] | None:
     """Return which of ``values`` (fp32 ``[m]``) a section can hold together, or None if it can hold all.
 
     The others are too small beside the largest one. The rule is idempotent: the remaining values can be held together.
-    Returns None if a value is NaN or Inf.
+    Returns None if a value is NaN or Inf. ``found`` is their range, if it is known.
     """
     if not len(values):
         return None
-    smallest, largest = extent(values, divisor)
-    if not math.isfinite(largest):
+    smallest, _, scale = found or range_of(values, bits, divisor)
+    if scale is None:
         return None
-    least = _scale(smallest, largest, bits, divisor) * np.float32(lookup(bits).least / 2)  # never overflows
+    least = scale * lookup(bits).half_least  # never overflows
     if smallest >= least:
         return None
     keep: NDArray[np.bool_] = np.abs(values) / np.float32(divisor) >= least
     return keep
 
 
-def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quantized:
+def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Range | None = None) -> Quantized:
     """Quantize ``values`` (fp32 ``[m]``), which a section can hold together (:func:`sendable`), to ``bits`` bits.
 
     The values are divided by ``divisor`` first. The receiver's value is multiplied by it when the sender computes its
     residual, so the scale has fewer significant bits for larger divisors. A NaN or Inf gives :data:`NAN_HEADER`, and
-    decodes to NaN.
+    decodes to NaN. ``found`` is the range of the values, if it is known.
     """
     if not len(values):
         return Quantized(np.zeros(0, np.uint8), 0)
-    smallest, largest = extent(values, divisor)
-    if not math.isfinite(largest):
+    _, largest, scale = found or range_of(values, bits, divisor)
+    if scale is None:
         return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER)
     tables = lookup(bits)
-    scale = _scale(smallest, largest, bits, divisor)
+    if len(values) <= SAMPLE:  # the ratios of all values serve for the sample too
+        ratios = _ratios(values, scale, divisor)
+        table = _best_table(tables, np.abs(ratios), largest / scale)
+        header = int(scale.view(np.uint32)) | table
+        return Quantized(tables.codes[table].take(ratios.view(np.uint32) >> 16, mode="wrap"), header)
     sample = _ratios(np.abs(values[:: -(-len(values) // SAMPLE)]), scale, divisor)
-    errors = np.square(sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)).sum(axis=1, dtype=np.float64)
-    errors[largest / scale > REACH * tables.tops] = math.inf
-    table = int(errors.argmin())
+    table = _best_table(tables, sample, largest / scale)
     codes = np.empty(len(values), np.uint8)
     for start in range(0, len(values), _CHUNK):
         part = slice(start, start + _CHUNK)
@@ -153,6 +185,15 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Quanti
     return Quantized(codes, int(scale.view(np.uint32)) | table)
 
 
+def _best_table(tables: Lookup, sample: NDArray[np.float32], top: np.float32) -> int:
+    """Return the number of the table with the least squared error for ratios (fp32 ``[m]``) of at most ``top``."""
+    differences = sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)
+    errors = np.add.reduce(np.multiply(differences, differences, out=differences), axis=1, dtype=np.float64)
+    if top > tables.least_reach:
+        errors[top > tables.reach] = math.inf
+    return int(errors.argmin())
+
+
 def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
     """Return the values (fp32 ``[m]``) of ``codes``. Raises ``ValueError`` if no encoder writes ``header``."""
     if header == NAN_HEADER:
@@ -160,10 +201,18 @@ def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int 
     if not len(codes):
         return np.zeros(0, np.float32)
     check_header(header)
-    # The values of all codes are few, and one gather applies table, sign and scale. Products are exact in fp64.
-    scale, largest = np.uint32(header & _SCALE_MASK).view(np.float32), limit(divisor)
-    known = np.minimum(np.maximum(lookup(bits).values[header & _TABLE_MASK] * scale, -largest), largest)
-    decoded, table = np.empty(len(codes), np.float32), known.astype(np.float32)
+    # The values of all codes are few, and one gather applies table, sign and scale. A level has at most 8 bits and the
+    # scale 8, so a product is rounded only if it is denormal, and then once.
+    scale, levels = np.uint32(header & _SCALE_MASK).view(np.float32), lookup(bits).values[header & _TABLE_MASK]
+    largest = limit(divisor)
+    if float(scale) * float(-levels[-1]) > largest:
+        table = np.clip(levels.astype(np.float64) * scale, -largest, largest).astype(np.float32)
+    else:
+        table = levels * scale
+    if len(codes) <= _CHUNK:
+        few: NDArray[np.float32] = table.take(codes, mode="wrap")
+        return few
+    decoded = np.empty(len(codes), np.float32)
     for start in range(0, len(codes), _CHUNK):
         table.take(codes[start : start + _CHUNK], out=decoded[start : start + _CHUNK], mode="wrap")
     return decoded
@@ -180,14 +229,16 @@ def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[np.float32, n
 
     Both are NaN if a value is NaN.
     """
+    if len(values) <= _CHUNK:
+        magnitudes = np.abs(values)
+        smallest, largest = np.minimum.reduce(magnitudes), np.maximum.reduce(magnitudes)
+        return (smallest, largest) if divisor == 1 else (smallest / np.float32(divisor), largest / np.float32(divisor))
     parts = []
     for start in range(0, len(values), _CHUNK):
         magnitudes = np.abs(values[start : start + _CHUNK])
         parts.append((magnitudes.min(), magnitudes.max()))
-    smallest, largest = parts[0]
-    if len(parts) > 1:
-        ends = np.array(parts)
-        smallest, largest = ends[:, 0].min(), ends[:, 1].max()
+    ends = np.array(parts)
+    smallest, largest = ends[:, 0].min(), ends[:, 1].max()
     return smallest / np.float32(divisor), largest / np.float32(divisor)
 
 
@@ -199,9 +250,8 @@ def _ratios(values: NDArray[np.float32], scale: np.float32, divisor: int) -> NDA
 
 def _scale(smallest: np.float32, largest: np.float32, bits: int, divisor: int) -> np.float32:
     """Return the scale of a section: about its smallest magnitude, rounded towards zero."""
-    covered = max(smallest, largest / np.float32(lookup(bits).cover), np.float32(LEAST_SCALE))
-    kept = covered.view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
-    found: np.float32 = kept.view(np.float32)
+    covered = max(smallest, largest / lookup(bits).cover, _LEAST_SCALE)
+    found: np.float32 = (covered.view(np.uint32) & _scale_mask(divisor)).view(np.float32)
     return found
 
 

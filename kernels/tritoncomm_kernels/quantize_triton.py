@@ -158,7 +158,7 @@ def choose(values: torch.Tensor, found: torch.Tensor, header: torch.Tensor, bits
     with on_device_of(values):
         choose_kernel[(1,)](
             values, found, menu(bits, values.device), header, count, found.numel() // 2, -(-count // quantize.SAMPLE),
-            float(divisor), quantize.lookup(bits).cover,
+            float(divisor), float(quantize.lookup(bits).cover),
             KEPT=kept_bits(divisor), HALVINGS=bits - 1, BLOCK=BLOCK, num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -174,7 +174,9 @@ def limit(found: torch.Tensor, out: torch.Tensor, bits: int, divisor: int, fixed
 
 def rule(bits: int, fixed: int) -> tuple[float, float, int]:
     """Return ``cover``, ``half`` and ``fixed`` of :func:`least_key`. A fixed least key needs no tables."""
-    return (1.0, 1.0, fixed) if fixed else (quantize.lookup(bits).cover, quantize.lookup(bits).least / 2, 0)
+    if fixed:
+        return 1.0, 1.0, fixed
+    return float(quantize.lookup(bits).cover), float(quantize.lookup(bits).half_least), 0
 
 
 def kept_bits(divisor: int) -> int:

@@ -6,6 +6,7 @@ The length of a section depends on its layout alone, so both ends of a message k
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -27,7 +28,18 @@ _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-leve
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
 _VALUES_AT_ONCE = 1 << 16
 _FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
+_COUNTING = np.arange(32 * _FEW_GROUPS)
+_INT32_BITS = 32
 _DESCENDING = "its indices do not ascend inside the range"
+
+
+class Places(NamedTuple):
+    """Positions of the parts of a section, in words: planes start at ``planes``, and values at ``values``."""
+
+    heads: int
+    planes: int
+    values: int
+    words: int
 
 
 class Layout(NamedTuple):
@@ -95,6 +107,12 @@ class Layout(NamedTuple):
         return self.heads + self.high_words + self.groups * self.planes + self.value_words
 
 
+@functools.lru_cache(maxsize=1024)
+def _places(layout: Layout) -> Places:
+    planes = layout.heads + layout.high_words
+    return Places(layout.heads, planes, layout.words - layout.value_words, layout.words)
+
+
 def sendable_together(
     values: torch.Tensor, bits: int, divisor: int = 1, *, workspace: Workspace | None = None
 ) -> torch.Tensor | None:
@@ -135,28 +153,72 @@ def write_section(
         held = workspace if workspace is not None else Workspace()
         return _write_triton(layout, low, indices, values, out, divisor, held)
     words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
-    words[:] = 0
-    array = values.cpu().numpy()
+    sent = _write_host(layout, low, indices.cpu().numpy(), values.cpu().numpy(), words, divisor)
+    if out.device.type != "cpu":
+        out.copy_(torch.from_numpy(words))
+    return values if sent is None else torch.from_numpy(sent).to(values.device)
+
+
+def write_sendable(layout: Layout, low: int, entries: Selection, out: torch.Tensor, *, divisor: int = 1) -> Selection:
+    """Do :func:`write_section` for those of ``entries`` that the section can hold together, and return them.
+
+    The entries are those of :func:`sendable_together`, with the values that :func:`write_section` returns. On a CPU,
+    the smallest and the largest magnitude are determined once for both.
+    """
+    rounds = layout.quantized or layout.bits == _BF16
+    if out.device.type != "cpu" or triton_runs(out):
+        keep = sendable_together(entries.values, layout.bits, divisor) if rounds else None
+        if keep is not None:
+            entries = Selection.of(entries.indices[keep], entries.values[keep])
+        values = write_section(layout, low, entries.indices, entries.values, out, divisor=divisor)
+        return entries._replace(values=values)
+    if not layout.room:
+        return entries
+    array, found, chosen = entries.values.numpy(), None, None
+    if layout.quantized and len(array):
+        found = quantize.range_of(array, layout.bits, divisor)
+        chosen = quantize.sendable(array, layout.bits, divisor, found)
+    elif rounds:
+        chosen = _sendable_bf16(array, divisor)
+    if chosen is not None and not chosen.all():
+        keep, found = torch.from_numpy(chosen), None
+        entries = Selection.of(entries.indices[keep], entries.values[keep])
+        array = entries.values.numpy()
+    sent = _write_host(layout, low, entries.indices.numpy(), array, out.numpy(), divisor, found)
+    return entries if sent is None else entries._replace(values=torch.from_numpy(sent))
+
+
+def _write_host(
+    layout: Layout,
+    low: int,
+    indices: NDArray[np.int32],
+    values: NDArray[np.float32],
+    words: NDArray[np.int32],
+    divisor: int,
+    found: quantize.Range | None = None,
+) -> NDArray[np.float32] | None:
+    """Write a section to ``words``, and return the values that are read, times ``divisor``. None if they are equal."""
+    count, places = len(indices), _places(layout)
+    words.fill(0)
     words[0] = count
     codes, rounded = None, None
     if layout.quantized:
-        codes, header = quantize.quantize(array, layout.bits, divisor)
-        words[1] = np.uint32(header).view(np.int32)
+        codes, header = quantize.quantize(values, layout.bits, divisor, found)
+        words.view(np.uint32)[1] = header
         rounded = quantize.dequantize(codes, header, layout.bits, divisor)
     elif layout.bits == _FP32:
-        words[layout.words - layout.value_words :][:count] = array.view(np.int32)
+        words[places.values : places.values + count] = values.view(np.int32)
     elif layout.bits:
-        half = to_bf16(array, divisor)
-        words[layout.words - layout.value_words :].view(np.uint16)[:count] = half
+        half = to_bf16(values, divisor)
+        words[places.values :].view(np.uint16)[:count] = half
         rounded = _from_bf16(half)
-    _write_indices(layout, low, indices.cpu().numpy(), codes, words)
-    if out.device.type != "cpu":
-        out.copy_(torch.from_numpy(words))
-    if rounded is None:
-        return values
-    if divisor > 1:
+    if layout.groups <= _FEW_GROUPS:
+        _write_few_indices(layout, low, indices, codes, words)
+    else:
+        _write_indices(layout, low, indices, codes, words)
+    if rounded is not None and divisor > 1:
         rounded *= np.float32(divisor)
-    return torch.from_numpy(rounded).to(values.device)
+    return rounded
 
 
 def read_section(
@@ -173,17 +235,17 @@ def read_section(
     if triton_runs(section):
         return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
     words = section.cpu().numpy()
-    count = int(words[0])
-    offsets = _read_high(layout, words[layout.heads : layout.heads + layout.high_words], count)
+    count, places = int(words[0]), _places(layout)
+    offsets = _read_high(layout, words[places.heads : places.planes], count)
     codes = _read_planes(layout, words, offsets)
     if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
         raise ValueError(_DESCENDING)
     if layout.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
-        values = words[layout.words - layout.value_words :][:count].view(np.float32).copy()
+        values = words[places.values : places.values + count].view(np.float32).copy()
     else:  # no values follow if they have 0 bits
-        values = _from_bf16(words[layout.words - layout.value_words :].view(np.uint16)[:count])
+        values = _from_bf16(words[places.values :].view(np.uint16)[:count])
     offsets += np.int32(low)
     return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
 
@@ -260,6 +322,46 @@ def _sendable_bf16(values: NDArray[np.float32], divisor: int) -> NDArray[np.bool
         return None
     keep: NDArray[np.bool_] = (np.abs(values) / np.float32(divisor)).view(np.int32) > _BF16_ZERO
     return keep
+
+
+def _write_few_indices(
+    layout: Layout,
+    low: int,
+    indices: NDArray[np.int32],
+    codes: NDArray[np.uint8] | None,
+    words: NDArray[np.int32],
+) -> None:
+    """Do the same as :func:`_write_indices` with few calls of numpy: all planes at once."""
+    places, count = _places(layout), len(indices)
+    string = np.zeros(32 * (places.planes - places.heads), np.bool_)
+    offsets = indices - low if low else indices
+    if layout.plain:
+        string[offsets] = True
+    else:
+        string[(offsets >> layout.low_bits) + _COUNTING[:count]] = True
+    words[places.heads : places.planes] = np.packbits(string, bitorder="little").view(np.int32)
+    if places.planes == places.values:
+        return
+    masks = _plane_bits(layout.planes)
+    symbols = np.zeros((layout.groups, 1, 32), masks.dtype)
+    flat = symbols.reshape(-1)[:count]
+    if codes is None:
+        flat[:] = offsets
+    elif not layout.low_bits:
+        flat[:] = codes
+    else:
+        np.left_shift(codes, layout.low_bits, out=flat, dtype=masks.dtype)
+        flat |= offsets & ((1 << layout.low_bits) - 1)
+    bits = (symbols & masks) != 0
+    words[places.planes : places.values] = np.packbits(bits.reshape(-1), bitorder="little").view(np.int32)
+
+
+@functools.cache
+def _plane_bits(planes: int) -> NDArray[np.signedinteger]:
+    """Return the bit of each of ``planes`` in a symbol (``[planes, 1]``), in a type that holds them all."""
+    dtype = np.int32 if planes < _INT32_BITS else np.int64
+    found: NDArray[np.signedinteger] = np.left_shift(1, np.arange(planes), dtype=np.int64).astype(dtype)[:, None]
+    return found
 
 
 def _write_indices(
@@ -347,8 +449,8 @@ def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the planes of the section ``words`` as a view (``[groups, planes]``)."""
-    first = layout.heads + layout.high_words
-    return words[first : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
+    places = _places(layout)
+    return words[places.planes : places.values].reshape(layout.groups, layout.planes)
 
 
 def to_bf16(values: NDArray[np.float32], divisor: int = 1) -> NDArray[np.uint16]:

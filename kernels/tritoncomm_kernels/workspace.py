@@ -32,3 +32,8 @@ class Workspace:
     def nbytes(self) -> int:
         """Total size of all buffers in bytes."""
         return sum(held.numel() * held.element_size() for held in self._buffers.values())
+
+
+def copied_to(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of ``host`` on ``device``. A GPU copies it from pinned memory, so the host does not wait."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -9,14 +9,19 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+import tritoncomm
 from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, SimulatedWorld
 from tritoncomm.algorithms.base import IndexRecipe
-from tritoncomm.primitives.collectives import share_counts, share_rows
+from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
+from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round
+from tritoncomm.scheduler.wire import Encoding
 
 import laws
+import replay
 from depth import trials
-from recipes import under_test
+from recipes import SHORT, under_test
+from tritoncomm_kernels import Selection
 
 NAMES = [
     name
@@ -72,6 +77,30 @@ def test_damaged_messages(name: str) -> None:
                     assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
 
 
+# Short messages are packed too, so that packed sections are damaged.
+PACKED = {
+    f"{name}-{values}-packed": tritoncomm.recipe(name, density=0.2, values=values, packed="always", **fields)
+    for name, fields in (("topk_allgather", {}), ("oktopk", SHORT), ("spardl", {}))
+    for values in ("fp32", "4bit")
+}
+
+
+@pytest.mark.parametrize("name", [*PACKED, *NAMES])
+def test_replayed_messages(name: str) -> None:
+    """Replays of single steps with a damaged reply are rejected by name, or harmless. Some are of each kind."""
+    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(250, 100_000))
+    assert outcomes["ProtocolMismatchError"] > 0
+    assert outcomes["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["topk_allgather", "oktopk"])
+def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays fail for a receiver that does not check indices."""
+    monkeypatch.setattr(wire, "check_indices", lambda *_: None)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        replay.fuzz(under_test(0.2)[name], 250)
+
+
 def answer(pattern: object, reply: torch.Tensor) -> None:
     """Run a pattern of one operation with this reply."""
     next(pattern)
@@ -94,6 +123,15 @@ def test_own_count_comes_back() -> None:
     rows = share_rows([3], True, 2, torch.device("cpu"), phase="sizes", limit=100)
     with pytest.raises(ProtocolMismatchError, match="sent 3"):
         answer(rows, torch.tensor([[7], [9]]))
+
+
+def test_own_size_comes_back() -> None:
+    """A rank that has another number of entries than it has announced rejects the sizes before it sends."""
+    block = Selection.of(torch.arange(4, dtype=torch.int32), torch.ones(4))
+    regions = Regions((0, 50, 100), [3, 4], Encoding("fp32", "always"))
+    gathering = gather_regions(block, regions, 0, 2, trigger=math.inf, width=1, phase="all-gather")
+    with pytest.raises(ProtocolMismatchError, match="rank 0 has 4 entries"):
+        next(gathering)
 
 
 @pytest.mark.parametrize("least", [math.nan, -1.0, 0.0, -math.inf])

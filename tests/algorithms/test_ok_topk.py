@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ok_topk_oracle import Oracle
 from tritoncomm import OkTopk, SimulatedWorld, Warmup, recipe
-from tritoncomm.algorithms.ok_topk import WARM_START
+from tritoncomm.algorithms.ok_topk_state import WARM_START
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.rounds import Post
@@ -342,6 +342,8 @@ def test_long_run_converges() -> None:
         ({"global_cap": math.inf}, "global_cap=inf"),
         ({"drift_high": 0.2}, "drift_high=0.2"),
         ({"balance_trigger": math.nan}, "balance_trigger=nan"),
+        ({"static_room": 0.5}, "static_room=0.5"),
+        ({"static_room": math.inf}, "static_room=inf"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, float], named: str) -> None:

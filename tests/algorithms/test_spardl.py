@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spardl_oracle import SparDLOracle, adapt
 from tritoncomm import ConfigurationError, SimulatedWorld, SparDL
-from tritoncomm.algorithms.spardl import adapted, reduce_scatter_schedule
+from tritoncomm.algorithms.spardl_teams import adapted, reduce_scatter_schedule
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 
 import laws

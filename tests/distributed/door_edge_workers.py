@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import os
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -106,12 +105,14 @@ def joined(rank: int, world_size: int, send, *, known: bool, started: bool) -> N
                 loss_of(model, rank, step).backward()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    send((rank, text))
     # A rank that ends closes its connections. Another one, which has not raised its own error yet, would see only that.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"raised {rank}", "")
-    with suppress(RuntimeError):
+    try:
         store.wait([f"raised {other}" for other in range(world_size)], timedelta(seconds=15))
+    except RuntimeError:
+        text = "another rank raised nothing for 15 s"
+    send((rank, text))
     os._exit(0)
 
 

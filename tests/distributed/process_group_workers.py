@@ -415,6 +415,10 @@ def automatic(rank: int, world_size: int, send) -> None:
             assert sparse.recipe.density == 0.05
         loss_of(model, rank, 0).backward()
         sparse.step()
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(60, 60))], lr=0.1)
+        unrounded = tritoncomm.wrap(sgd, "auto", density=0.05, dense_below=0, values="fp32")
+        if world_size > 1:
+            assert unrounded.recipe.packed is True  # the measured link decides
     with pytest.raises(ConfigurationError, match="leave out teams"):
         tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
     dist.barrier()

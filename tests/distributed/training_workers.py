@@ -278,13 +278,14 @@ def weight_decay(rank: int, world_size: int, send) -> None:
 
 
 def double_reduction(rank: int, world_size: int, send) -> None:
-    """Gradients that DDP averages are not averaged again, whichever was wrapped first."""
+    """Gradients that DDP averages are not averaged again, whichever was wrapped first, also if values are rounded."""
     model = nn.Linear(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
-    for late in (False, True):
+    rounded = {"values": "4bit", "dense_below": 0}
+    for late, fields in ((False, {}), (True, {}), (True, rounded), (True, {"small": "8bit", "dense_below": 4})):
         if late:
             del ddp
-        optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), **fields)
         if late:
             ddp = nn.parallel.DistributedDataParallel(model)
         optimizer.zero_grad()
@@ -296,11 +297,19 @@ def double_reduction(rank: int, world_size: int, send) -> None:
             optimizer.step()
         assert torch.equal(model.weight, before)
         assert not residual(optimizer).any()
-    for step in range(2):  # equal data on all ranks is legal, and worth a warning
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("tritoncomm").addHandler(handler)
+    for step, fields in ((0, {}), (1, {}), (0, rounded), (1, rounded)):  # equal data is legal, and worth a warning
         plain = nn.Linear(4, 3)
-        alike = sparse_wrap(torch.optim.SGD(plain.parameters(), lr=0.1), broadcast_parameters=True)
+        warned.clear()
+        alike = sparse_wrap(torch.optim.SGD(plain.parameters(), lr=0.1), broadcast_parameters=True, **fields)
         plain(torch.ones(2, 4) + step * rank).sum().backward()
         alike.step()
+        found = [line for line in warned if "equal in the first step" in line]
+        assert len(found) == (rank == 0 and step == 0), (step, fields)
+    logging.getLogger("tritoncomm").removeHandler(handler)
 
 
 def broadcast(rank: int, world_size: int, send) -> None:
@@ -363,10 +372,17 @@ def logged_choice(rank: int, world_size: int, send) -> None:
     torch.manual_seed(0)
     tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.01)
     tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.9)
+    model = nn.Linear(300, 300)
+    slow = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "spardl", density=0.01, packed="1mbit,1us")
+    model((1 + rank) * torch.randn(2, 300)).sum().backward()
+    slow.step()
+    assert slow.metrics()["bytes_received"] < 2400 + 0.8 * 8 * 4 * 900 * 2 / 3  # small tensors, and what is not saved
     if rank:
         assert not lines
         return
-    (level, text), (other_level, other_text) = lines
+    (level, text), (other_level, other_text), (_, slow_text) = lines
+    assert "messages are plain: packing pays on links below" in text
+    assert "messages are packed: packing saves" in slow_text
     assert other_level == logging.WARNING  # at density 0.9, sparse messages exceed the dense volume
     assert "density=0.9" in other_text
     assert level == logging.INFO

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from tritoncomm_kernels import (
     accumulate_triton,
+    adam_flat_triton,
     adam_triton,
     expand_triton,
     mark_triton,
@@ -380,10 +381,36 @@ def others() -> list[Case]:
             (", fp16", plain_many, tl.float16),
         )
     ]
+    plain_flat = plain_many | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK, "COMPACT": True}
+    options_flat = plain_flat | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
+    flat = [
+        Case(
+            f"{name}{suffix}",
+            kernel,
+            chosen | own | {"DTYPE": dtype},
+            adam_flat_triton.WARPS,
+            {"delivered_ptr": f"*{kind}"},
+            adam_flat_triton.BLOCK,
+        )
+        for name, kernel, own in (
+            ("adam of a list", adam_flat_triton.adam_flat_kernel, step),
+            ("adam's length of a list", adam_flat_triton.length_flat_kernel, length),
+        )
+        for suffix, chosen, dtype, kind in (
+            ("", plain_flat, tl.float32, "fp32"),
+            (", all options", options_flat, tl.float32, "fp32"),
+            (", gradients, all options", options_flat | {"COMPACT": False}, tl.float32, "i32"),
+            (", bf16", plain_flat, tl.bfloat16, "bf16"),
+            (", fp16", plain_flat, tl.float16, "fp16"),
+            (", gradients, bf16", plain_flat | {"COMPACT": False}, tl.bfloat16, "i32"),
+            (", gradients, fp16", plain_flat | {"COMPACT": False}, tl.float16, "i32"),
+        )
+    ]
     return [
         *rules,
         *halves,
         *many,
+        *flat,
         Case("adam", adam_triton.adam_kernel, plain | step | {"EVERY": False}, **size),
         Case("adam, all options", adam_triton.adam_kernel, options | step, **size),
         Case("adam's length", adam_triton.length_kernel, plain | length | {"EVERY": False}, **size),

@@ -82,8 +82,8 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    users = ("accumulate", "adam", "adam_many", "compact", "expand", "mark", "padded", "rebalance", "scatter")
-    for module in (*users, "section_rows", "sections", "threshold"):
+    users = ("accumulate", "adam", "adam_flat", "adam_many", "compact", "expand", "mark", "padded", "rebalance")
+    for module in (*users, "scatter", "section_rows", "sections", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -139,6 +139,9 @@ def everything() -> None:
         floats = [[torch.ones(n, dtype=dtype)] for _ in range(4)]
         states = kernels.AdamStates(floats[0], floats[1], [indices], [torch.ones(())])
         kernels.AdamMany(floats[2], states).update(floats[3], control, [indices.long()[:3]])
+        flat, entries = kernels.AdamFlat(floats[2], states, [0]), kernels.Padded(indices, x)
+        flat.update(entries, control)
+        flat.update(entries, control, gradients=floats[3])
 
 
 def static_form(rows: int) -> None:
@@ -208,7 +211,8 @@ def test_fused_multiply_adds_are_explicit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many"]
+    "name",
+    ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many", "adam of a list"],
 )
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,24 @@ def test_force_needs_triton(monkeypatch: pytest.MonkeyPatch, found: str | None) 
     monkeypatch.setenv("TRITONCOMM_KERNELS", "triton")
     with pytest.raises(RuntimeError, match=r"needs Triton 3\.6 or newer"):
         kernels.select(X, 1.0)
+
+
+@pytest.mark.parametrize(("found", "said"), [(None, "is not installed"), ("3.5.1", "is version 3.5.1")])
+def test_a_gpu_without_triton_warns_once(monkeypatch: pytest.MonkeyPatch, found: str | None, said: str) -> None:
+    """The reference on a GPU tensor warns once, with the fix. A forced reference does not warn."""
+    module = SimpleNamespace(__version__=found) if found else None  # None makes the import fail
+    monkeypatch.setitem(sys.modules, "triton", module)
+    for cached in ("_installed", "_warn_about_reference"):
+        monkeypatch.setattr(dispatch, cached, cache(getattr(dispatch, cached).__wrapped__))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "torch")
+    assert not dispatch.triton_runs(on_gpu)
+    monkeypatch.setenv("TRITONCOMM_KERNELS", "auto")
+    assert not dispatch.triton_runs(X)
+    with pytest.warns(RuntimeWarning, match=rf"Triton {said}.*install Triton 3\.6 or newer") as caught:
+        taken = [dispatch.triton_runs(on_gpu) for _ in range(2)]
+    assert taken == [False, False]
+    assert len(caught) == 1
 
 
 def test_unknown_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

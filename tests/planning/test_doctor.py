@@ -21,9 +21,13 @@ def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str
     figures = json.loads(file.read_text())
     assert figures["pays"] is True
     assert figures["measured"] is False
+    assert figures["packed"] is True  # the default values are rounded
+    assert 0 < figures["packing_seconds"] < 0.1
     assert 0 < figures["selection_seconds"] < 10
     assert 0.05 < figures["break_even_density"] <= 0.2
-    assert "Compression pays at density 3.00%" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Compression pays at density 3.00%" in out
+    assert "packing     messages are packed, which takes " in out
     assert main([*arguments, "10000gbit,1us"]) == 1
     assert "Stay dense" in capsys.readouterr().out
     assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # computation hides the dense all-reduce
@@ -70,6 +74,15 @@ def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "Stay dense" in capsys.readouterr().out
     assert main([*arguments, "--exit-code"]) == 1
     assert main(["doctor", "--numel", "2e5", "--link", "10mbit,1us", "--exit-code"]) == 0
+
+
+def test_doctor_packs_where_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    """With values that are not rounded, ``doctor`` packs messages for a slow link only."""
+    arguments = ["doctor", "--numel", "2e5", "--values", "fp32", "--link"]
+    main([*arguments, "10mbit,1us"])
+    assert "messages are packed: packing saves " in capsys.readouterr().out
+    main([*arguments, "10000gbit,1us"])
+    assert "messages are plain: packing would save " in capsys.readouterr().out
 
 
 def test_doctor_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,13 @@ from tritoncomm.primitives.region_cuts import (
     moves,
     offsets,
     propose_cuts,
+    propose_cuts_padded,
     trimmed_sizes,
 )
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+
+from tritoncomm_kernels import Padded, Selection
 
 supports = st.sets(st.integers(0, 99), max_size=40).map(lambda s: torch.tensor(sorted(s), dtype=torch.int32))
 
@@ -38,6 +41,13 @@ def test_cuts_partition_the_entries(selected: list[torch.Tensor]) -> None:
         for owner in range(world_size):
             part = indices[at[owner] : at[owner + 1]].tolist()
             assert all(cuts[owner] <= j < cuts[owner + 1] for j in part)
+
+
+@given(supports, st.integers(2, 9), st.integers(0, 5))
+def test_proposals_with_padding(indices: torch.Tensor, world_size: int, free: int) -> None:
+    """A list with padding gives the same proposal as one without."""
+    padded = Padded.of(Selection.of(indices, torch.ones(len(indices))), len(indices) + free + 1)
+    assert torch.equal(propose_cuts_padded(padded, world_size), propose_cuts(indices, world_size))
 
 
 @given(st.sets(st.integers(0, 999), min_size=9), st.integers(1, 9))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tritoncomm import ProtocolMismatchError
-from tritoncomm.scheduler.wire import Encoding, Section, Sections
+from tritoncomm.scheduler.wire import NO_VALUES, Encoding, Section, Sections
 
 from depth import examples, trials
 from tritoncomm_kernels import Selection, quantize, sections
@@ -207,6 +207,49 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
         messages.append(packed(section, indices.tolist(), torch.from_numpy(numbers)))
     for message in messages[1:]:
         assert all(torch.equal(a, b) for a, b in zip(messages[0], message, strict=True))
+
+
+@pytest.mark.parametrize("values", [*FORMATS, NO_VALUES])
+@pytest.mark.parametrize(
+    ("span", "room"), [(1, 1), (31, 5), (400, 8), (4001, 1000), (2**31 - 1, 1), (2**31 - 1, 2), (10**6, 33)]
+)
+def test_few_entries_are_written_at_once(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sections, which are written with fewer calls, have the same words, with up to 38 planes."""
+    generator = np.random.default_rng(room)
+    for count in {0, room // 2, room}:
+        indices = np.sort(generator.choice(min(span, 2**20), count, replace=False)) * max(1, span // 2**20)
+        numbers = torch.from_numpy(np.exp(generator.normal(0, 2, count)).astype(np.float32))
+        entries = torch.from_numpy(indices.astype(np.int32)) + 7, numbers if values != NO_VALUES else numbers[:0]
+        section = Section(7, 7 + span, room, values, divisor=3, packed="always")
+        few = section.pack(*entries)
+        with monkeypatch.context() as patch:
+            patch.setattr(sections, "_FEW_GROUPS", 0)
+            many = section.pack(*entries)
+        assert torch.equal(few[0], many[0])
+        assert torch.equal(few[1].indices, many[1].indices)
+        assert torch.equal(few[1].values, many[1].values)
+        assert torch.equal(section.unpack(few[0]).indices, few[1].indices)
+
+
+@pytest.mark.parametrize("values", FORMATS)
+def test_one_call_writes_what_two_do(values: str) -> None:
+    """A section is that of ``sendable_together`` and ``write_section``, also if not all entries can be sent."""
+    generator = np.random.default_rng(0)
+    for trial in range(40):
+        numbers = torch.from_numpy(np.exp(generator.normal(0, trial / 4, 50)).astype(np.float32))
+        if trial % 9 == 0:
+            numbers[trial] = math.nan
+        indices = torch.arange(0, 500, 10, dtype=torch.int32)
+        section = Section(0, 500, 60, values, divisor=1 + trial % 3, packed="always")
+        message, sent = section.pack(indices, numbers)
+        chosen = section.sendable(Selection.of(indices, numbers))
+        words = torch.empty(section.words, dtype=torch.int32)
+        decoded = sections.write_section(
+            section.layout, 0, chosen.indices, chosen.values, words, divisor=section.divisor
+        )
+        assert torch.equal(message, words)
+        assert torch.equal(sent.indices, chosen.indices)
+        assert torch.equal(sent.values.view(torch.int32), decoded.view(torch.int32))
 
 
 def test_an_outlier_delays_the_others() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, Warmup, ddp, fsdp
+from tritoncomm.algorithms import algorithms
 from tritoncomm.step import options
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
 
@@ -66,6 +67,18 @@ def test_unknown_keyword_is_named(function: Callable, own: str, algo: str | Reci
     assert {"repartition_every", "bucket_width"} <= set(fields.split(", "))
 
 
+@pytest.mark.parametrize("algo", ["dense", "exdyna", "micro"])
+def test_field_of_other_methods(algo: str) -> None:
+    """The error about ``values`` for a method without them names the methods that have them."""
+    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
+    takers = [name for name in algorithms() if name not in ("dense", "exdyna", "micro")]
+    said = rf"'values' \(a field of {', '.join(takers)}\)"
+    with pytest.raises(ConfigurationError, match=said):
+        tritoncomm.wrap(optimizer, algo=algo, values="4bit")
+    with pytest.raises(ConfigurationError, match=said):
+        tritoncomm.recipe(algo, values="4bit")
+
+
 def test_unknown_keyword_with_a_recipe_in_a_recipe() -> None:
     """The fields of a recipe that contains another are its own."""
     with pytest.raises(ConfigurationError, match=r"'step' \(did you mean 'steps'\?\).* are recipe, steps"):
@@ -92,7 +105,7 @@ def test_unknown_keyword_with_automatic_method() -> None:
             OkTopk(density=0.01),
             1_000_000,
             logging.INFO,
-            "each rank receives 320 kB per step, 18.7 times less than the 6.00 MB",
+            "each rank receives 120 kB per step, 49.9 times less than the 6.00 MB",
         ),
         (OkTopk(density=0.9), 1_000_000, logging.WARNING, "not less than the 6.00 MB of a dense all-reduce: use algo="),
         (Dense(density=0.01), 1_000_000, logging.INFO, "Dense() over 4 ranks: 1,000,000 values; each rank receives"),

@@ -96,10 +96,17 @@ def field_names(name: str) -> list[str]:
 
 
 def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return the ``unknown`` names, sorted and quoted, each with the name in ``known`` that it resembles, if any."""
+    """Return the ``unknown`` names, sorted and quoted, each with what it may be.
+
+    This is the methods that have a field of that name, or the name in ``known`` that it resembles.
+    """
     known = list(known)
     parts = []
     for name in sorted(unknown):
+        owners = [method for method in algorithms() if name in field_names(method)]
         close = difflib.get_close_matches(name, known, n=1)
-        parts.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
+        if owners:
+            parts.append(f"{name!r} (a field of {', '.join(owners)})")
+        else:
+            parts.append(f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name))
     return ", ".join(parts)

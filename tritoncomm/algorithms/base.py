@@ -14,7 +14,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula
+from tritoncomm.scheduler.cost import Forecast, Formula, Link
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
@@ -60,9 +60,10 @@ class Algorithm(ABC):
         """Return an upper bound for the next step from the current state, per rank, phase and direction."""
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """Return the traffic of an ordinary step, by the formula of the method's paper.
+        """Return the traffic of the busiest rank in an ordinary step, by the formula of the method's paper.
 
-        Rare steps may send more, for example those that determine thresholds again.
+        Entries are taken to be spread evenly. Rare steps may send more, for example those that determine thresholds
+        again. :meth:`predicted_traffic` is the upper bound.
         """
         return self.predicted_traffic(world_size)
 
@@ -172,7 +173,7 @@ class Recipe(ABC):
         return Formula(forecast.received.messages, words, words)
 
     def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
-        """Return the paper's formula for ``numel`` elements by phase, an upper bound for most steps of a long run."""
+        """Return the traffic of an ordinary step with ``numel`` elements, see :meth:`Algorithm.ordinary_traffic`."""
         return self.build(numel).ordinary_traffic(world_size)
 
 
@@ -181,13 +182,16 @@ class IndexRecipe(Recipe):
     """A method that sends indices.
 
     ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
-    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). For vectors on a GPU, :func:`tritoncomm.wrap`
-    resolves it to True. ``"always"`` packs messages that become longer too. It is for tests.
+    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). If they are not, :func:`tritoncomm.wrap` resolves
+    it: messages are packed for vectors on a GPU, and not on a CPU. With ``algo="auto"``, the measured link decides.
+    A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
+    ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
+    that become longer too. It is for tests.
 
     ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
     residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the method
-    has this form (``has_static_form``).
+    has this form (:meth:`can_be_static`).
     """
 
     has_static_form: ClassVar[bool] = False
@@ -196,21 +200,42 @@ class IndexRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = self.packed in ("auto", "always") or isinstance(self.packed, bool)
-        check(self, "packed", known, "must be True, False, 'auto' or 'always'")
+        fix = "must be True, False, 'auto', 'always', or a link such as '10gbit,30us'"
+        check(self, "packed", isinstance(self.packed, (bool, str)), fix)
+        try:
+            _ = self.known_link
+        except ConfigurationError:
+            check(self, "packed", False, fix)
         check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
-        has_form = self.static is not True or self.has_static_form
-        check(self, "static", has_form, f"{self.name} has no static form: leave out static")
+        has_form = self.static is not True or self.can_be_static()
+        check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
+
+    def can_be_static(self) -> bool:
+        """Return True if the method has the static form with these settings."""
+        return self.has_static_form
+
+    @property
+    def packs_by_link(self) -> bool:
+        """True if ``packed`` is ``"auto"``, or a link."""
+        return isinstance(self.packed, str) and self.packed != "always"
+
+    @property
+    def known_link(self) -> Link | None:
+        """The link in ``packed``, or None."""
+        return Link.parse(str(self.packed)) if self.packs_by_link and self.packed != "auto" else None
 
     @property
     def encoding(self) -> Encoding:
-        """The format of messages."""
-        return Encoding(NO_VALUES, False if self.packed == "auto" else self.packed)
+        """The format of messages. They are plain as long as ``packed`` is not resolved."""
+        return Encoding(NO_VALUES, False if self.packs_by_link else self.packed)
 
-    def entry_words(self, numel: int) -> float:
-        """Return the words per entry of a message with the largest entries of a vector of ``numel`` elements."""
-        k = entries_to_keep(numel, self.density)
-        return self.encoding.words(numel, k) / k if k else 0.0
+    def entry_words(self, numel: int, sections: int = 1) -> float:
+        """Return the words per entry of messages with the largest entries of a vector of ``numel`` elements.
+
+        The entries are spread evenly over ``sections`` parts of the vector, and those of each part are a section.
+        """
+        span, room = -(-numel // sections), -(-entries_to_keep(numel, self.density) // sections)
+        return self.encoding.words(span, room) / min(span, room) if room else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +263,7 @@ class EntryRecipe(IndexRecipe):
     @property
     def encoding(self) -> Encoding:
         """The format of messages."""
-        return Encoding(self.values, self.values != "fp32" if self.packed == "auto" else self.packed)
+        return Encoding(self.values, self.values != "fp32" if self.packs_by_link else self.packed)
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:

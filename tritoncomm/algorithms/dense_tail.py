@@ -107,7 +107,9 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
         bits = self._bits
         if bits is not None:
-            return (yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE))
+            return (
+                yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE, verdict=verdict)
+            )
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
         if verdict is not None:
@@ -128,7 +130,8 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         if not self.tail:
             return forecast
         if bits is not None:
-            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE)
+            static = self.inner.is_static
+            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, static=static)
             return Forecast({**forecast.phases, **quantized})
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
 

@@ -20,6 +20,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, IndexRecipe, check, check_at_least
+from tritoncomm.algorithms.exdyna_static import Counts, Messages, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
@@ -77,10 +78,14 @@ class ExDyna(IndexRecipe):
     * ``lift``: the first threshold is a quantile of the accumulators times ``lift``, because residuals grow until
       they are sent. If eight times too many or too few entries pass, the threshold is estimated again, without
       ``lift``.
-    * ``capacity``: at most ``capacity`` times k entries are delivered. Each rank keeps its largest ones.
+    * ``capacity``: at most ``capacity`` times k entries are delivered. Each rank keeps its largest ones. In the static
+      form every rank has room for ``capacity`` times k/P entries, rounded up, and sends its largest ones.
+
+    Only robust mode has the static form. Steps that estimate the threshold wait for a GPU more often than others.
     """
 
     name: ClassVar[str] = "exdyna"
+    has_static_form: ClassVar[bool] = True
     mode: str = "robust"
     layout: str = "auto"
     rebalance: str = "auto"
@@ -104,8 +109,14 @@ class ExDyna(IndexRecipe):
         check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries."""
-        words = (2 + self.entry_words(numel)) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries.
+
+        The static form has its own fixed length, which has room for more than k entries.
+        """
+        if self.static is True:
+            return super().formula(numel, world_size)
+        words = (2 + self.entry_words(numel, world_size)) * entries_to_keep(numel, self.density)
+        words *= (world_size - 1) / world_size
         return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
@@ -118,6 +129,10 @@ class ExDyna(IndexRecipe):
             raise ConfigurationError(
                 f"world_size={world_size}: rebalancing supports at most {MAX_PARTITIONS}, choose rebalance='off'"
             )
+
+    def can_be_static(self) -> bool:
+        """See :meth:`IndexRecipe.can_be_static`: the authors' code has no limit on the entries of a rank."""
+        return not self.parity
 
     @property
     def parity(self) -> bool:
@@ -178,6 +193,11 @@ class ExDynaAlgorithm(Algorithm):
         self.k = entries_to_keep(numel, recipe.density)
         self.state = ExDynaState()
 
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and self.k < self.numel
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.k >= self.numel:
@@ -188,39 +208,52 @@ class ExDynaAlgorithm(Algorithm):
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
         bounds = self.bounds(layout, state.blocks)
 
-        # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
-        own, finite = self._select(acc, threshold, bounds, (state.step + rank) % world_size, state.step)
-        non_zero = own.found > 0 or bool(acc.dense().any())
-        # Per rank: number of entries that passed, and whether the accumulator has a non-zero.
-        found, non_zeros = yield from share_rows(
-            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
-        )
-        kept = trimmed_sizes(found, self.capacity)
-        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
-        union = yield from self._all_gather(capped.indices, kept, bounds, state.step, rank, world_size)
-        sums = acc.dense()[union.long()]
-        if world_size > 1 and union.numel():
-            sums = yield AllReduce("values", sums)
-        if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
-            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
-
-        acc.selected = capped.found
-        acc.clear(union)  # every rank contributed its value at every selected index
-        total = sum(found)
+        if acc.verdict is None:
+            mean, counts = yield from self._exchange(acc, threshold, bounds, state.step, rank, world_size)
+        else:
+            messages, partition = self._messages(world_size), (state.step + rank) % world_size
+            span = bounds[partition : partition + 2]
+            mean, counts = yield from exchange_static(
+                acc, acc.verdict, messages, threshold=threshold, span=span, step=state.step
+            )
+            acc.selected = min(counts.passed[rank], messages.room)
+        total = sum(counts.passed)
         self.report = {
             "threshold": threshold,
             "passed": float(total),
-            "imbalance": max(found) * world_size / total if total else 1.0,
+            "imbalance": max(counts.passed) * world_size / total if total else 1.0,
         }
         # Online threshold scaling and dynamic partition allocation, for the next step.
         self.state = replace(
             state,
             step=state.step + 1,
-            threshold=self._scaled(threshold, total) if any(non_zeros) else threshold,
+            threshold=self._scaled(threshold, total) if any(counts.non_zero) else threshold,
             settled=state.settled or threshold > 0,
-            blocks=self._rebalanced(state, layout, found, acc.device),
+            blocks=self._rebalanced(state, layout, counts.passed),
         )
-        return SparseVector(union, sums / world_size, self.numel)
+        return mean
+
+    def _exchange(
+        self, acc: Accumulator, threshold: float, bounds: Sequence[int], step: int, rank: int, world_size: int
+    ) -> Pattern[tuple[SparseVector, Counts]]:
+        """Select, exchange, and remove what is delivered. Return the mean and the counts of all ranks."""
+        # Partition-wise exclusive gradient selection. The partitions rotate among the ranks.
+        own, finite = self._select(acc, threshold, bounds, (step + rank) % world_size, step)
+        non_zero = own.found > 0 or bool(acc.dense().any())
+        passed, non_zeros = yield from share_rows(
+            [own.found, non_zero], finite, world_size, acc.device, phase="counts", limit=self.numel
+        )
+        kept = trimmed_sizes(passed, self.capacity)
+        capped = kernels.largest(own, kept[rank], workspace=self.workspace)
+        union = yield from self._all_gather(capped.indices, kept, bounds, step, rank, world_size)
+        sums = acc.dense()[union.long()]
+        if world_size > 1 and union.numel():
+            sums = yield AllReduce("values", sums)
+        if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
+            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+        acc.selected = capped.found
+        acc.clear(union)  # every rank contributed its value at every selected index
+        return SparseVector(union, sums / world_size, self.numel), Counts(passed, non_zeros)
 
     def _state_for(self, world_size: int, layout: Layout) -> ExDynaState:
         """Return the state for ``world_size``. A change of world size starts with equal partitions.
@@ -296,19 +329,17 @@ class ExDynaAlgorithm(Algorithm):
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
         return torch.cat([sections[owner].unpack(blocks[owner]).indices for owner in owners])
 
-    def _rebalanced(
-        self, state: ExDynaState, layout: Layout, found: list[int], device: torch.device
-    ) -> tuple[int, ...]:
+    def _rebalanced(self, state: ExDynaState, layout: Layout, found: list[int]) -> tuple[int, ...]:
         """Dynamic partition allocation: return the blocks per partition for the next step.
 
-        ``found`` holds the counts by rank. All ranks compute the same result.
+        ``found`` holds the counts by rank. All ranks compute the same result, on the host, which has the counts.
         """
         rule = self.recipe.chosen("rebalance")
         if rule == "off" or state.world_size == 1:
             return state.blocks
 
         def integers(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+            return torch.tensor(values, dtype=torch.int32)
 
         blocks = integers(state.blocks)
         kernels.rebalance(
@@ -356,14 +387,25 @@ class ExDynaAlgorithm(Algorithm):
         room = self.recipe.capacity * self.k
         return self.numel if self.recipe.parity or math.isinf(room) else min(self.numel, math.ceil(room))
 
+    def _messages(self, world_size: int) -> Messages:
+        """Return the messages of the static form. A rank has room for its share of ``capacity`` times k entries."""
+        room = self.recipe.capacity * self.k / world_size
+        room = self.numel if math.isinf(room) else min(self.numel, math.ceil(room))
+        return Messages(self.encoding, self.numel, room, world_size)
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
-        bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
-        largest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        forecast = self._forecast(world_size, min(self.capacity, largest), self.capacity)
+        if self.is_static:
+            forecast = self._messages(world_size).forecast
+        else:
+            bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
+            largest = max(stop - start for start, stop in itertools.pairwise(bounds))
+            leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
+            arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
+            forecast = self._forecast(world_size, leaving, arriving, self.capacity)
         if self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
@@ -372,12 +414,13 @@ class ExDynaAlgorithm(Algorithm):
         """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
-        return self._forecast(world_size, -(-self.k // world_size), self.k)
+        if self.is_static:
+            return self._messages(world_size).forecast
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        return self._forecast(world_size, (world_size - 1) * section, (world_size - 1) * section, self.k)
 
-    def _forecast(self, world_size: int, own: int, total: int) -> Forecast:
-        rounds, peers = cost.log2(world_size), world_size - 1
-        leaving = peers * self.encoding.words_at_most(self.numel, own, 1)
-        arriving = min(leaving, self.encoding.words_at_most(self.numel, total, world_size))
+    def _forecast(self, world_size: int, leaving: int, arriving: int, total: int) -> Forecast:
+        rounds = cost.log2(world_size)
         return Forecast(
             {
                 "counts": both(cost.all_gather(3, 8, world_size)),

@@ -21,7 +21,7 @@ from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Flow, Forecast, Formula
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Encoding, Section
 from tritoncomm_kernels import Selection
@@ -104,13 +104,25 @@ class GTopkAlgorithm(Algorithm):
         return message
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. Rank 0 takes part in every level, with 2k words each."""
+        """See :meth:`Algorithm.predicted_traffic`. A message has 2k words in plain messages.
+
+        A rank sends its sum once and receives the result once. Rank 0 receives a sum and sends the result in every
+        level.
+        """
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         levels = cost.log2(world_size)
         words = self.encoding.words(self.numel, self.k)
-        phase = both(cost.messages(levels, words * levels))
-        return Forecast({"reduce": phase, "broadcast": phase})
+        once, every = cost.message(words), cost.messages(levels, words * levels)
+        return Forecast({"reduce": Flow(once, every), "broadcast": Flow(every, once)})
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`. It is that of rank 0, which only receives and then only sends."""
+        bound = self.predicted_traffic(world_size)
+        if "reduce" not in bound.phases:
+            return bound
+        reduce, broadcast = bound.phases["reduce"], bound.phases["broadcast"]
+        return Forecast({"reduce": Flow(received=reduce.received), "broadcast": Flow(sent=broadcast.sent)})
 
 
 def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:

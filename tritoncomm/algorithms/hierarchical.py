@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, check_at_least
+from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -41,6 +41,8 @@ class Hierarchical(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "node_size", whole=True)
+        exact = getattr(self.recipe, "static", "auto") is not True
+        check(self, "recipe", exact, "has static=True, but a hierarchical exchange has no static form: leave it out")
 
     def check_world_size(self, world_size: int) -> None:
         """See :meth:`Recipe.check_world_size`."""

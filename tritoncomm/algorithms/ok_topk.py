@@ -20,29 +20,25 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.ok_topk_state import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
+from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
-from tritoncomm.primitives.region_cuts import consensus_cuts, offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
-from tritoncomm.scheduler.rounds import AllReduce, Inbox, Pattern
+from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import Encoding
-from tritoncomm_kernels import Selection, Workspace
+from tritoncomm_kernels import Selection
 
-# Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
-# compared with the residuals, the exact k-th magnitude of one step would therefore select almost nothing at the next.
-# At 0.98, usually at least k entries pass, and then the k largest of them are known exactly.
-# Re-evaluation first tries the old global threshold times this factor. If at least k sums reach it, the k largest
-# sums are among them. The other reduced non-zeros, often several k, then need not be sent.
-WARM_START = 0.98
-# A reused threshold never changes by more than this factor in one step.
-MAX_CORRECTION = 2.0
 # With strict_volume, gathering unbalanced blocks must not cost more than balancing and then gathering them.
 _STRICT_BALANCE_TRIGGER = 2.0
+# With strict_volume, the room of an owner in the static form.
+_STRICT_OWNER_SHARE = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +66,13 @@ class OkTopk(EntryRecipe):
       the paper does, and its volume grows with the world size. ``"histogram"`` counts magnitudes, and its volume
       does not grow. ``"auto"`` picks the one that moves less. The result is the same.
     * ``force_sparse``: exchange sparse messages at density 1 too, instead of a dense all-reduce.
+    * ``static_room``: room of a message of the static form, in multiples of an even share of the caps. With
+      ``strict_volume`` it is 1 in phase 1, and at most 1.5 in phase 2. See
+      :mod:`tritoncomm.algorithms.ok_topk_static`.
     """
 
     name: ClassVar[str] = "oktopk"
+    has_static_form: ClassVar[bool] = True
     repartition_every: int = 64
     reevaluate_every: int = 32
     bucket_width: int = 4
@@ -86,44 +86,38 @@ class OkTopk(EntryRecipe):
     strict_volume: bool = False
     exact_select: str = "auto"
     force_sparse: bool = False
+    static_room: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "repartition_every", "reevaluate_every", "bucket_width", whole=True)
-        check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap")
+        check_at_least(self, 1, "balance_trigger", "skew_trigger", "local_cap", "global_cap", "static_room")
         check_at_least(self, 0, "drift_low", "drift_high")
         known = self.exact_select in ("auto", "gather", "histogram")
         check(self, "exact_select", known, "must be auto, gather or histogram")
         check(self, "drift_high", self.drift_high > self.drift_low, "must be greater than drift_low")
         check(self, "local_cap", math.isfinite(self.local_cap), "must be a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "must be a finite multiple of k")
+        check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of an even share")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
+        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports, or the length of the static form."""
+        if self.static is True:
+            return super().formula(numel, world_size)
+        words = self.entry_words(numel, world_size) * entries_to_keep(numel, self.density)
+        words *= (world_size - 1) / world_size
         return Formula(2 * world_size + 2 * cost.log2(world_size), words, 3 * words)
+
+    @property
+    def static_shares(self) -> tuple[float, float]:
+        """The room of messages of the static form, in multiples of an even share: in phase 1, and in phase 2."""
+        if self.strict_volume:  # 2k and 3k words. The rest of 6k is for counts, figures and rounding up.
+            return 1.0, min(self.static_room, _STRICT_OWNER_SHARE)
+        return self.static_room, self.static_room
 
     def build(self, numel: int) -> OkTopkAlgorithm:
         """See :meth:`Recipe.build`."""
         return OkTopkAlgorithm(self, numel)
-
-
-@dataclass(frozen=True)
-class OkTopkState:
-    """State carried to the next step.
-
-    ``local_threshold`` applies to this rank's accumulator. ``global_threshold`` applies to sums over ranks, never to
-    means. A threshold of 0 is invalid and must be computed exactly before use. ``cuts`` holds the P + 1 bounds of
-    the regions. The ``force_`` flags request a re-evaluation or a repartition at the next step.
-    """
-
-    step: int = 0
-    world_size: int = 0
-    local_threshold: float = 0.0
-    global_threshold: float = 0.0
-    cuts: tuple[int, ...] = ()
-    force_reevaluate: bool = True
-    force_repartition: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,22 @@ class OkTopkAlgorithm(Algorithm):
         self.balance_trigger = recipe.balance_trigger
         if recipe.strict_volume:
             self.balance_trigger = min(recipe.balance_trigger, _STRICT_BALANCE_TRIGGER)
+        self.rules = Rules(
+            numel,
+            self.k,
+            recipe.correct_thresholds,
+            recipe.drift_low,
+            recipe.drift_high,
+            recipe.skew_trigger,
+            self.encoding.is_coarse,
+        )
+        self.static_form = StaticForm(self.rules, self.encoding, self.local_cap, self.global_cap, *recipe.static_shares)
         self.state = OkTopkState()
+
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and not self.goes_dense
 
     @property
     def goes_dense(self) -> bool:
@@ -180,6 +189,13 @@ class OkTopkAlgorithm(Algorithm):
             return (yield from collectives.dense_exchange(acc, world_size))
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
+        if acc.verdict is not None:
+            worth = self._worth_gathering(world_size)
+            step = StaticStep(
+                self.static_form, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition, worth
+            )
+            mean, self.state, self.report = yield from step.run()
+            return mean
 
         # Local selection by threshold, or exactly on re-evaluation steps.
         local, local_threshold = self._select_local(acc, state, reevaluate)
@@ -189,7 +205,7 @@ class OkTopkAlgorithm(Algorithm):
         # Phase 1 (sections "space repartition" and "split and reduce").
         cuts = state.cuts
         if repartition:
-            cuts = yield from self._repartition(local.indices, world_size)
+            cuts = yield from agree_on_cuts(propose_cuts(local.indices, world_size), self.numel)
         if self.recipe.strict_volume and not reevaluate:
             # Each pair of ranks exchanges at most k/P entries. Entries above the limit stay in the residual.
             limits = [math.ceil(self.k / world_size) if p != rank else self.k for p in range(world_size)]
@@ -197,7 +213,7 @@ class OkTopkAlgorithm(Algorithm):
         region, received, sent = yield from self._split_and_reduce(local, cuts, finite, rank, world_size)
 
         # Phase 2: global selection, data balancing, all-gather.
-        floor = self._lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
+        floor = self.rules.lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
         candidates = self._candidates(region, floor, cuts, rank)
         shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
@@ -214,7 +230,6 @@ class OkTopkAlgorithm(Algorithm):
         if delivered.rest is not None:
             acc.add(delivered.rest.indices, delivered.rest.values)
         loads = shared.loads
-        skewed = max(loads) * world_size > self.recipe.skew_trigger * sum(loads)
         rounding = rounding_figures(local, sent) if self.encoding.rounds else {}
         self.report = {
             **rounding,
@@ -230,7 +245,7 @@ class OkTopkAlgorithm(Algorithm):
             global_threshold=delivered.threshold,
             cuts=cuts,
             force_reevaluate=delivered.force_reevaluate,
-            force_repartition=skewed and self.k >= world_size,  # below that no rank has enough entries to propose cuts
+            force_repartition=self.rules.skewed(loads),
         )
         return SparseVector(delivered.mean.indices, delivered.mean.values, self.numel)
 
@@ -267,30 +282,16 @@ class OkTopkAlgorithm(Algorithm):
             local = acc.top_k(self.k)
             enough = local.found == self.k
             return local, kernels.smallest_magnitude(local.values) if enough else 0.0
-        threshold = self._lowered(state.local_threshold)
+        threshold = self.rules.lowered(state.local_threshold)
         local = acc.at_least(threshold)
         following = self._corrected(threshold, local, local.found)
         return kernels.largest(local, self.local_cap, workspace=self.workspace), following
-
-    def _lowered(self, threshold: float) -> float:
-        return threshold * (WARM_START if self.recipe.correct_thresholds else 1.0)
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
         """Return the threshold for the next step. With ``correct_thresholds``, k entries would have reached it."""
         if not self.recipe.correct_thresholds:
             return threshold
         return following_threshold(threshold, passed, count, self.k, self.numel, workspace=self.workspace)
-
-    def _repartition(self, indices: torch.Tensor, world_size: int) -> Pattern[tuple[int, ...]]:
-        """Space repartition: each rank proposes cuts that split its own entries evenly. Return the mean proposal."""
-        proposal = propose_cuts(indices, world_size)
-        total = yield AllReduce("repartition", proposal)
-        cuts = consensus_cuts(total.tolist(), self.numel)
-        if any(not 0 <= low <= high <= self.numel for low, high in itertools.pairwise(cuts)):
-            raise ProtocolMismatchError(
-                f"phase 'repartition': received proposals whose mean {cuts} does not ascend from 0 to {self.numel}"
-            )
-        return cuts
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
@@ -429,18 +430,12 @@ class OkTopkAlgorithm(Algorithm):
         wanted = sum(shared.candidates)
         sizes = trimmed_sizes(shared.candidates, self.global_cap)
         gathered = yield from self._even_out_and_gather(candidates, sizes, cuts, rank, world_size)
-        low, high = self.recipe.drift_low * self.k, self.recipe.drift_high * self.k
-        # With few levels, sums are equal by the thousand and pass a threshold together. Too many of them are no drift.
-        drifted = shared.reaching < low or (shared.reaching > high and not self.encoding.is_coarse)
-        before, entries = self._lowered(state.global_threshold), gathered.entries
+        drifted = self.rules.drifted(shared.reaching)
+        before, entries = self.rules.lowered(state.global_threshold), gathered.entries
         if gathered.least is None:
             threshold = self._corrected(before, entries, wanted)
             return _Delivered(entries._replace(values=entries.values / world_size), threshold, drifted)
-        threshold = before
-        if self.recipe.correct_thresholds and wanted >= self.k == entries.found:
-            threshold = gathered.least
-        elif self.recipe.correct_thresholds:
-            threshold = corrected_threshold(before, wanted, self.k, self.numel)
+        threshold = self.rules.following(before, wanted, gathered.least if entries.found == self.k else 0.0)
         return _Delivered(entries, threshold, drifted, self._rest(gathered.own, gathered.sent))
 
     def _even_out_and_gather(
@@ -469,11 +464,39 @@ class OkTopkAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow."""
-        return self._forecast(world_size, *self._due(self._state_for(world_size)))
+        state = self._state_for(world_size)
+        reevaluate, repartition = self._due(state)
+        if self.is_static and world_size > 1:
+            span = None if reevaluate or repartition else widest(state.cuts)
+            worth = self._worth_gathering(world_size)
+            return self.static_form.forecast(
+                world_size, span, reevaluate=reevaluate, repartition=repartition, worth_gathering=worth
+            )
+        return self._forecast(world_size, reevaluate, repartition)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts."""
-        return self._forecast(world_size, reevaluate=False, repartition=False)
+        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
+
+        Every rank has k/P entries for every owner, and every owner delivers k/P sums. Nothing is balanced. The static
+        form sends its fixed length, for regions of equal width.
+        """
+        if self.goes_dense:
+            return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Forecast({})
+        if self.is_static:
+            return self.static_form.forecast(world_size, -(-self.numel // world_size))
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        gathered = section + int(self.encoding.rounds)
+        return Forecast(
+            {
+                "counts": both(cost.all_to_all(1, 8, world_size)),
+                "split-and-reduce": both(cost.messages(peers, peers * section)),
+                "sizes": both(cost.all_gather(3, 8, world_size)),
+                "all-gather": both(cost.messages(rounds, peers * gathered)),
+            }
+        )
 
     def _forecast(self, world_size: int, reevaluate: bool, repartition: bool) -> Forecast:
         if self.goes_dense:
@@ -486,15 +509,20 @@ class OkTopkAlgorithm(Algorithm):
         sizes = cost.all_gather(3, 8, world_size)
         exact = Encoding("fp32", self.encoding.packed)
 
+        cuts = self._state_for(world_size).cuts
+        known = cuts and not repartition  # the cuts of a repartition are not known before it
+        region = max(high - low for low, high in itertools.pairwise(cuts)) if known else self.numel
+
         def words(entries: int, sections: int, encoding: Encoding = self.encoding) -> int:
             return encoding.words_at_most(self.numel, entries, sections)
 
         phases = {
             "counts": both(cost.all_to_all(1, 8, world_size)),
-            # A rank sends each entry once. In the worst case one owner receives all entries of all peers.
+            # A rank sends each entry once. In the worst case one owner receives all entries of all peers, as far as
+            # its region has room for them.
             "split-and-reduce": Flow(
                 cost.messages(peers, words(min(sent, peers * pair), peers)),
-                cost.messages(peers, peers * words(pair, 1)),
+                cost.messages(peers, peers * self.encoding.words_at_most(region, pair, 1)),
             ),
             # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
             "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
@@ -523,30 +551,3 @@ class OkTopkAlgorithm(Algorithm):
         leaving = min(rounds * received, peers * (words(largest, min(pieces, largest)) + extra))
         phases["all-gather"] = Flow(cost.messages(rounds, leaving), cost.messages(rounds, received))
         return Forecast(phases)
-
-
-def corrected_threshold(threshold: float, count: int, wanted: int, numel: int) -> float:
-    """Return the threshold for the next step, given that ``count`` of ``numel`` entries passed ``threshold``.
-
-    ``wanted`` entries should pass. Gradient magnitudes have roughly exponential tails: count = numel x exp(-t / scale).
-    The new threshold is therefore t x log(numel / wanted) / log(numel / count). It changes by at most a factor of
-    :data:`MAX_CORRECTION` in either direction.
-    """
-    have = math.log(numel / max(0.5, min(count, numel)))
-    want = math.log(numel / wanted)
-    if have * MAX_CORRECTION <= want:
-        return threshold * MAX_CORRECTION
-    return threshold * min(MAX_CORRECTION, max(1 / MAX_CORRECTION, want / have))
-
-
-def following_threshold(
-    threshold: float, passed: Selection, count: int, wanted: int, numel: int, *, workspace: Workspace
-) -> float:
-    """Return the threshold for the next step, given that ``count`` of ``numel`` entries reached ``threshold``.
-
-    The result is exact if at least ``wanted`` of these entries are in ``passed``. Otherwise :func:`corrected_threshold`
-    estimates it.
-    """
-    if count >= wanted and passed.found:
-        return kernels.smallest_magnitude(kernels.largest(passed, wanted, workspace=workspace).values)
-    return corrected_threshold(threshold, count, wanted, numel)

@@ -24,6 +24,7 @@ from tritoncomm.primitives.second_moment import FactoredSecondMoment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm_kernels import Padded
 
 # Added to the second moment, in units of its mean. It limits the gain of a row without gradient to 32.
 _FLOOR = 2.0**-10
@@ -258,6 +259,9 @@ def _moment(state: Mapping[str, Any]) -> Moment | None:
 def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
     if mean.is_full:
         return SparseVector.full(mean.values * scale)
+    if mean.is_padded:  # the value of padding is 0, whatever its scale
+        values = mean.values * scale[mean.indices.clamp(min=0).long()]
+        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, mean.values * scale[mean.indices.long()], mean.numel)
 
 

@@ -11,15 +11,23 @@ team. Global residual collection (GRES) keeps all truncated values as residuals.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.spardl_static import StaticStep, static_forecast
+from tritoncomm.algorithms.spardl_teams import (
+    Place,
+    SparDLState,
+    fewest,
+    power_of_two,
+    reduce_scatter_schedule,
+    runs,
+)
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
@@ -28,7 +36,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.scheduler.wire import Encoding, Sections
+from tritoncomm.scheduler.wire import Sections
 from tritoncomm_kernels import Selection
 
 
@@ -51,6 +59,7 @@ class SparDL(EntryRecipe):
     """
 
     name: ClassVar[str] = "spardl"
+    has_static_form: ClassVar[bool] = True
     teams: int | str = 1
     sag: str = "auto"
     residuals: str = "global"
@@ -67,8 +76,9 @@ class SparDL(EntryRecipe):
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
         k = entries_to_keep(numel, self.density)
-        plain = self._formula(self.teams_for(world_size, k), world_size, k)
-        shorter = self.entry_words(numel) / 2
+        teams = self.teams_for(world_size, k)
+        plain = self._formula(teams, world_size, k)
+        shorter = self.entry_words(numel, world_size // teams) / 2
         return Formula(plain.latencies, shorter * plain.low, shorter * plain.high)
 
     def _formula(self, d: int, world_size: int, k: int) -> Formula:
@@ -112,63 +122,10 @@ class SparDL(EntryRecipe):
 
     def recursive(self, teams: int) -> bool:
         """Return True if ``teams`` teams merge by R-SAG."""
-        return self.sag == "recursive" or (self.sag == "auto" and _power_of_two(teams))
+        return self.sag == "recursive" or (self.sag == "auto" and power_of_two(teams))
 
     def _can_merge(self, teams: int) -> bool:
-        return self.sag != "recursive" or _power_of_two(teams)
-
-
-@dataclass(frozen=True)
-class SparDLState:
-    """State of B-SAG's controller for this rank's block.
-
-    ``h`` is the number of entries that each team sends, and 0 before the first step. ``step`` is the next change of
-    ``h``. ``inertia`` is True after one confirmation of the direction.
-    """
-
-    world_size: int = 0
-    h: int = 0
-    step: int = 0
-    inertia: bool = False
-
-
-class _Place(NamedTuple):
-    """Position of one rank in the teams, with the bounds (``cuts``) and the budgets of all blocks.
-
-    ``encoding`` is the format of messages.
-    """
-
-    rank: int
-    teams: int
-    team_size: int
-    cuts: list[int]
-    budgets: list[int]
-    encoding: Encoding
-
-    @property
-    def position(self) -> int:
-        """w: the rank's position in its team, and the index of its block after the reduce-scatter."""
-        return self.rank % self.team_size
-
-    @property
-    def team(self) -> list[int]:
-        """All ranks of this rank's team."""
-        first = self.rank - self.position
-        return list(range(first, first + self.team_size))
-
-    @property
-    def column(self) -> list[int]:
-        """The ranks at this rank's position in every team."""
-        return list(range(self.position, self.teams * self.team_size, self.team_size))
-
-    def bag(self, first: int, count: int) -> list[int]:
-        """Return ``count`` consecutive blocks from ``first`` on, modulo Q, in ascending order."""
-        return sorted((first + i) % self.team_size for i in range(count))
-
-    def message(self, blocks: Sequence[int], *, room: int | None = None, divisor: int = 1) -> Sections:
-        """Return the layout of the message that carries ``blocks``, with their budgets or ``room`` entries each."""
-        ranges = [(self.cuts[b], self.cuts[b + 1], self.budgets[b] if room is None else room) for b in blocks]
-        return Sections(self.encoding, ranges, divisor=divisor)
+        return self.sag != "recursive" or power_of_two(teams)
 
 
 class _WorkingVector:
@@ -178,7 +135,7 @@ class _WorkingVector:
     this rank has truncated.
     """
 
-    def __init__(self, acc: Accumulator, place: _Place) -> None:
+    def __init__(self, acc: Accumulator, place: Place) -> None:
         self.place = place
         self.values = acc.workspace.buffer("spardl", acc.numel, torch.float32, acc.device).copy_(acc.dense())
         self.taken: list[torch.Tensor] = []
@@ -235,6 +192,11 @@ class SparDLAlgorithm(Algorithm):
         self.k = entries_to_keep(numel, recipe.density)
         self.state = SparDLState()
 
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and self.k < self.numel
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
 
@@ -244,6 +206,10 @@ class SparDLAlgorithm(Algorithm):
         if place is None:
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
+        if acc.verdict is not None:
+            step = StaticStep(acc, acc.verdict, place, self.recipe.residuals)
+            entries, self.state, self.report = yield from step.run(state, recursive=self.recipe.recursive(place.teams))
+            return SparseVector.padded(entries, self.numel)
         working = _WorkingVector(acc, place)
         # Spar-Reduce-Scatter (SRS) inside the team.
         yield from self._reduce_scatter(working, place)
@@ -266,7 +232,7 @@ class SparDLAlgorithm(Algorithm):
         self.state = state
         return SparseVector(delivered.indices, delivered.values, self.numel)
 
-    def _place(self, rank: int, world_size: int) -> _Place | None:
+    def _place(self, rank: int, world_size: int) -> Place | None:
         """Return this rank's place, or None if every entry is delivered and the exchange is dense."""
         teams = self.recipe.teams_for(world_size, self.k)
         size = world_size // teams
@@ -275,9 +241,9 @@ class SparDLAlgorithm(Algorithm):
         shares = [(b + 1) * self.k // size - b * self.k // size for b in range(size)]
         budgets = [min(width, max(1, share)) for width, share in zip(widths, shares, strict=True)]
         encoding = self.recipe.encoding if world_size > 1 else wire.PLAIN
-        return None if budgets == widths else _Place(rank, teams, size, cuts, budgets, encoding)
+        return None if budgets == widths else Place(rank, teams, size, cuts, budgets, encoding)
 
-    def _reduce_scatter(self, working: _WorkingVector, place: _Place) -> Pattern[None]:
+    def _reduce_scatter(self, working: _WorkingVector, place: Place) -> Pattern[None]:
         """SRS: truncate a block only when it is sent, after everything that it has received is added."""
         team, w, size = place.team, place.position, place.team_size
         for distance, count in reduce_scatter_schedule(size):
@@ -287,7 +253,7 @@ class SparDLAlgorithm(Algorithm):
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
             working.add(arriving.unpack(inbox[source]))
 
-    def _merge_recursively(self, working: _WorkingVector, place: _Place) -> Pattern[Selection]:
+    def _merge_recursively(self, working: _WorkingVector, place: Place) -> Pattern[Selection]:
         """R-SAG: recursive doubling over the teams.
 
         In round s, 2^(s+1) ranks truncate the same entries. Each of them keeps an equal share as residual.
@@ -301,7 +267,7 @@ class SparDLAlgorithm(Algorithm):
             inbox: Inbox = yield Round("merge", {peer: message}, {peer: layout.words})
             lists = [own, layout.unpack(inbox[peer])]
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
-            kept = kernels.largest(union, place.budgets[w], workspace=self.workspace)
+            kept = kernels.largest(union, place.budget, workspace=self.workspace)
             # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
             if s + 1 < cost.log2(place.teams) and not working.add_share(left_out(union, kept), 1 / (2 << s)):
                 # The share overflows. NaN makes all ranks reject the step.
@@ -310,17 +276,14 @@ class SparDLAlgorithm(Algorithm):
         return own
 
     def _merge_by_bruck(
-        self, working: _WorkingVector, place: _Place, state: SparDLState
+        self, working: _WorkingVector, place: Place, state: SparDLState
     ) -> Pattern[tuple[Selection, SparDLState]]:
         """B-SAG: gather the h largest entries of every team, sum them, truncate once, and adapt h.
 
         Every rank sums in ascending team order, so all ranks compute the same bits.
         """
         w, team = place.position, place.rank // place.team_size
-        budget = place.budgets[w]
-        least = math.ceil(budget / place.teams)
-        if state.h == 0:
-            state = replace(state, h=least, step=max(1, (budget - least) // 100))
+        state = state.started(place.budget, place.teams)
         layout = place.message([w], room=state.h)
         message, _ = working.pack(working.take([w], state.h), layout)
         blocks = yield from bruck_all_gather(
@@ -328,17 +291,13 @@ class SparDLAlgorithm(Algorithm):
         )
         lists = [layout.unpack(block)[:2] for block in blocks]
         union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
-        h, step, inertia = adapted(state.h, state.step, state.inertia, union.found, budget, least)
-        own = kernels.largest(union, budget, workspace=self.workspace)
-        return own, replace(state, h=h, step=step, inertia=inertia)
+        own = kernels.largest(union, place.budget, workspace=self.workspace)
+        return own, state.after(union.found, place.budget, place.teams)
 
-    def _all_gather(self, working: _WorkingVector, own: Selection, place: _Place) -> Pattern[Selection]:
+    def _all_gather(self, working: _WorkingVector, own: Selection, place: Place) -> Pattern[Selection]:
         """Gather all blocks from the members of the team, as means. A block has the same bits in every team."""
-        teams, world_size = place.teams, place.teams * place.team_size
-        layouts = [place.message([b], divisor=world_size) for b in range(place.team_size)]
-        # All teams round the same block. They share what is left, exactly if their number is a power of two.
-        share = 1 / teams if _power_of_two(teams) else float(place.rank < place.team_size)
-        message, _ = working.pack(own, layouts[place.position], share)
+        layouts = [place.message([b], divisor=place.world_size) for b in range(place.team_size)]
+        message, _ = working.pack(own, layouts[place.position], place.share)  # all teams round the same block
         words = [layout.words for layout in layouts]
         blocks = yield from bruck_all_gather(
             message, words, place.position, place.team_size, phase="all-gather", ring=place.team
@@ -373,56 +332,18 @@ class SparDLAlgorithm(Algorithm):
         place = self._place(0, world_size)
         if place is None:
             return cost.dense(self.numel, world_size)
-        budget, peers, teams = max(place.budgets), place.team_size - 1, place.teams
-        h = min(budget, max(h, math.ceil(budget / teams)))
+        if self.is_static:
+            return static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
+        budget, peers, teams = place.room, place.team_size - 1, place.teams
+        h = min(budget, max(h, fewest(budget, teams)))
         blocks = range(place.team_size)
         block = max(place.message([b]).words for b in blocks)
         if self.recipe.recursive(teams):
             between = block * cost.log2(teams)
         else:
-            widest = max(stop - start for start, stop in itertools.pairwise(place.cuts))
-            between = place.encoding.words_at_most(widest, h, 1) * (teams - 1)  # fewer entries may need more words
+            # Fewer entries may need more words.
+            between = place.encoding.words_at_most(place.widest, h, 1) * (teams - 1)
         within = both(cost.messages(cost.log2(place.team_size), block * peers))
         return Forecast(
             {"reduce-scatter": within, "merge": both(cost.messages(cost.log2(teams), between)), "all-gather": within}
         )
-
-
-def runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, last) of each run of consecutive numbers in ascending ``blocks``."""
-    gaps = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
-    return [(blocks[a], blocks[b - 1]) for a, b in itertools.pairwise([0, *gaps, len(blocks)])]
-
-
-def reduce_scatter_schedule(team_size: int) -> list[tuple[int, int]]:
-    """Return (distance, number of blocks) for every round of Spar-Reduce-Scatter, largest distance first.
-
-    A partial sum reaches its owner along the binary digits of their distance, highest digit first. Only the first
-    round can send fewer blocks than its distance.
-    """
-    distances = [1 << s for s in reversed(range(cost.log2(team_size)))]
-    return [(distance, min(distance, team_size - distance)) for distance in distances]
-
-
-def adapted(h: int, step: int, inertia: bool, union: int, budget: int, least: int) -> tuple[int, int, bool]:
-    """Return the next (h, step, inertia) of B-SAG's controller.
-
-    It adapts ``h`` until the ``union`` of the teams' entries has about ``budget`` entries. The step doubles at the
-    second confirmation of its direction. It halves and reverses after an overshoot. Beyond the paper, h stays between
-    ``least`` (teams with disjoint entries) and ``budget`` (teams with the same entries), and reverses there.
-    """
-    if (union > budget) != (step > 0):
-        step, inertia = (2 * step, False) if inertia else (step, True)
-    else:
-        step, inertia = (math.trunc(-0.5 * step) if abs(step) > 1 else -step), False
-    limit = max(1, budget // 4)
-    step = max(-limit, min(limit, step))
-    if h + step < least:
-        return least, 1, False
-    if h + step > budget:
-        return budget, -1, False
-    return h + step, step, inertia
-
-
-def _power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0

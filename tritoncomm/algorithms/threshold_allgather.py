@@ -140,19 +140,19 @@ class ThresholdAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
-        return self._forecast(self.room, world_size)
+        return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
-        return self._forecast(self.k, world_size)
+        return self._forecast(self.encoding.words(self.numel, self.k), world_size)
 
-    def _forecast(self, entries: int, world_size: int) -> Forecast:
+    def _forecast(self, words: int, world_size: int) -> Forecast:
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
-                "all-gather": both(cost.bruck(self.encoding.words_at_most(self.numel, entries, 1), world_size)),
+                "all-gather": both(cost.bruck(words, world_size)),
             }
         )
 

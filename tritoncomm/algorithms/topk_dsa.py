@@ -57,10 +57,11 @@ class TopkDSA(EntryRecipe):
         check_at_least(self, 1, "bucket_width", whole=True)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. The range is from full overlap to full regions."""
+        """See :meth:`Recipe.formula`. The range is from full overlap to disjoint supports, or to full regions."""
         k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
-        pairs = self.entry_words(numel) * k
-        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + numel) * share)
+        pairs = self.entry_words(numel, world_size) * k
+        union = min(world_size * pairs, numel)
+        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + union) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -190,15 +191,13 @@ class TopkDSAAlgorithm(Algorithm):
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         peers, rounds = world_size - 1, cost.log2(world_size)
-        union = min(self.numel, world_size * self.k)
-        words = self.encoding.words_at_most
-        gathered = words(self.numel, union, world_size)
-        if self._goes_dense(gathered):
-            gathered = self.numel
+        region = -(-self.numel // world_size)
+        section = self.encoding.words(region, -(-self.k // world_size))
+        gathered = self.encoding.words(region, min(region, self.k))
+        if self._goes_dense(world_size * gathered):
+            gathered = region
         return self._forecast(
-            both(cost.messages(peers, words(self.numel, self.k, world_size) * peers // world_size)),
-            both(cost.messages(rounds, gathered * peers // world_size)),
-            world_size,
+            both(cost.messages(peers, peers * section)), both(cost.messages(rounds, peers * gathered)), world_size
         )
 
     def _forecast(self, splitting: Flow, gathering: Flow, world_size: int) -> Forecast:

@@ -59,9 +59,10 @@ def automatic_recipe(
     if not is_distributed() or dist.get_world_size(group) == 1 or numel == 0:
         return Dense()
     # Compare before measuring. Otherwise a rank with another configuration would leave the others waiting.
-    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group)
-    link = measure_link(group, parameters[0].device)
-    chosen = recommend(numel, dist.get_world_size(group), link, density, values=values)
+    device = parameters[0].device
+    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group, device)
+    link = measure_link(group, device)
+    chosen = recommend(numel, dist.get_world_size(group), link, density, values=values, device=device)
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",

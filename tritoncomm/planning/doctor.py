@@ -22,6 +22,7 @@ from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.packing import Packing, describe, resolve
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
 _REPEATS = 3
@@ -46,6 +47,7 @@ class Diagnosis:
         dense: Time of a dense all-reduce.
         sparse: Time of the sparse exchange by density, selection included.
         break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
+        packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
         pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense
             all-reduce. The exposed time is the part that computation does not hide.
     """
@@ -61,6 +63,7 @@ class Diagnosis:
     dense: float
     sparse: dict[float, float]
     break_even: float
+    packing: Packing
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +73,8 @@ class Diagnosis:
             "measured": self.measured, "link_bits_per_second": 8 * self.link.bandwidth,
             "link_latency_seconds": self.link.latency, "selection_seconds": self.selection,
             "dense_seconds": self.dense, "sparse_seconds": {str(d): s for d, s in self.sparse.items()},
-            "break_even_density": self.break_even, "pays": self.pays,
+            "break_even_density": self.break_even, "packed": self.packing.packed,
+            "packing_seconds": self.packing.seconds, "pays": self.pays,
         }  # fmt: skip
 
     def report(self) -> str:
@@ -80,6 +84,7 @@ class Diagnosis:
             f"{self.workers} workers, {self.numel:,} values, exchanges {how}",
             f"link        {8e-9 * self.link.bandwidth:.3g} Gbit/s, {1e6 * self.link.latency:.3g} us per message",
             f"selection   {1e3 * self.selection:.2f} ms at density {self.density:.2%}",
+            *([f"packing     {how}"] if (how := describe([self.packing])) else []),
             f"dense       {1e3 * self.dense:.2f} ms",
         ]
         lines += [
@@ -134,18 +139,25 @@ def diagnose(
         workers = dist.get_world_size()
         found = measure_link(None, device)
         dense = _exchange_seconds(Dense(), gradient, device)
-        sparse = {d: _exchange_seconds(method(d), gradient, device) for d in densities}
     else:
         found = link or Link.parse("10gbit,30us")
         dense = Dense().formula(numel, workers).seconds(found)[1]
-        sparse = {d: selection + method(d).formula(numel, workers).seconds(found)[1] for d in densities}
+    packings = {d: resolve(method(d), numel, workers, device, found) for d in densities}
+    if together:
+        sparse = {d: _exchange_seconds(packing.recipe, gradient, device) for d, packing in packings.items()}
+    else:
+        sparse = {
+            d: selection + packing.seconds + packing.recipe.formula(numel, workers).seconds(found)[1]
+            for d, packing in packings.items()
+        }
     selection, dense, *others = _slowest([selection, dense, *sparse.values()], device)
     sparse = dict(zip(sparse, others, strict=True))
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     return Diagnosis(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
         measured=together, selection=selection, dense=dense, sparse=sparse,
-        break_even=break_even(sparse, dense), pays=sparse[density] < planner.WORTH_IT * exposed,
+        break_even=break_even(sparse, dense), packing=packings[density],
+        pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
 from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
+from tritoncomm.step.packing import resolve
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, and their loss in the training benchmark
@@ -29,13 +32,15 @@ TRUSTED_LOSS = (
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
+_CODING = ("as measured on one CPU core", "an estimate for GPUs")
 
 
 class Estimate(NamedTuple):
     """The predicted cost of one recipe, in seconds.
 
-    ``low`` and ``high`` are the lower and upper end of the exchange time. ``step`` is the time of a whole training step
-    with ``high``.
+    ``low`` and ``high`` are the lower and upper end of the exchange time. Both include the time to write and read
+    packed messages. ``step`` is the time of a whole training step with ``high``. In ``recipe``, ``packed="auto"`` is
+    resolved.
     """
 
     recipe: Recipe
@@ -51,7 +56,7 @@ class Estimate(NamedTuple):
 
 def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
-    overlap: float = OVERLAP, values: str = "fp32",
+    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu",
 ) -> list[Estimate]:  # fmt: skip
     """Return the estimates of dense and of every method at every density, fastest step first.
 
@@ -67,6 +72,7 @@ def estimates(
         densities: Densities to estimate.
         overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
         values: Format of values on the wire, for the methods that send entries.
+        device: Device of the gradients. It determines whether messages are packed, and how long that takes.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -83,20 +89,23 @@ def estimates(
     for name in algorithms():
         if name != dense.name:
             found += [
-                _estimate(at(name, density, values), numel, world_size, link, step_seconds) for density in densities
+                _estimate(at(name, density, values), numel, world_size, link, step_seconds, device)
+                for density in densities
             ]
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
 def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP,
-    values: str = "fp32",
+    values: str = "fp32", device: torch.device | str = "cpu",
 ) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
 
     The sparse step must take less than 95 % of the dense step. See :func:`estimates` for the arguments.
     """
-    candidates = estimates(numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values)
+    candidates = estimates(
+        numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values, device=device
+    )
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
     return trusted.recipe if trusted.step < WORTH_IT * dense.step else dense.recipe
@@ -110,14 +119,17 @@ def at(name: str, density: float, values: str = "fp32") -> Recipe:
     return replace(found, values=values) if isinstance(found, EntryRecipe) else found
 
 
-def _estimate(method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float) -> Estimate:
-    low, high = method.formula(numel, world_size).seconds(link)
-    return Estimate(method, low, high, step_seconds + high)
+def _estimate(
+    method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float, device: torch.device | str
+) -> Estimate:
+    packing = resolve(method, numel, world_size, device, link)
+    low, high = (packing.seconds + each for each in packing.recipe.formula(numel, world_size).seconds(link))
+    return Estimate(packing.recipe, low, high, step_seconds + high)
 
 
 def advice(
     numel: int, world_size: int, link: Link, step_seconds: float, *, density: float = DEFAULT_DENSITY,
-    overlap: float = OVERLAP, values: str = "fp32",
+    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu",
 ) -> str:  # fmt: skip
     """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
 
@@ -127,8 +139,9 @@ def advice(
     both = " and ".join(TRUSTED)
     others = [other for other in DENSITIES if other != density]
     ranked = estimates(
-        numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap, values=values
-    )
+        numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap, values=values,
+        device=device,
+    )  # fmt: skip
     if world_size == 1:
         return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
     dense = next(estimate for estimate in ranked if estimate.is_dense)
@@ -149,6 +162,7 @@ def advice(
     lines += [
         "",
         "Exchange times come from the papers' cost formulas. Step times use the upper end of a range.",
+        f"Both include the time to write and read packed messages, {_CODING[torch.device(device).type == 'cuda']}.",
         f"A dense all-reduce overlaps with {overlap:.0%} of the computation, a sparse exchange with none of it.",
         "Not counted: selection on the device, and the all-reduce of small tensors.",
         "",
@@ -159,15 +173,17 @@ def advice(
         f"Loss of {both} with AdamW, in the training benchmark: {TRUSTED_LOSS}.",
         "",
     ]
-    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap, values=values)
+    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap, values=values, device=device)
     if isinstance(chosen, Dense):
         lines.append(
             f"Stay dense: at density {_percent(density)}, a step with {' or '.join(TRUSTED)} is not predicted to be "
             f"more than {1 - WORTH_IT:.0%} faster than a dense step."
         )
     else:
-        chosen_values = f", values={values!r}" if values != "fp32" else ""
-        arguments = f"algo={chosen.name!r}, density={chosen.density}{chosen_values}"
+        formats = f", values={values!r}" if values != "fp32" else ""
+        if getattr(chosen, "packed", None) is True:
+            formats += ", packed=True"
+        arguments = f"algo={chosen.name!r}, density={chosen.density}{formats}"
         lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, {arguments})")
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Padded, Selection, Workspace
 
 Answer = TypeVar("Answer")
@@ -24,9 +24,9 @@ class Accumulator:
     sum is stored in ``scratch`` (fp32 ``[n]``), and methods such as :meth:`clear` edit it there. After a successful
     exchange ``scratch`` becomes the new residual.
 
-    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``seconds`` is the time spent in
-    this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is wrong
-    in a step of the static form, and is None in other steps.
+    ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
+    of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
+    wrong in a step of the static form, and is None in other steps.
     """
 
     def __init__(
@@ -44,8 +44,13 @@ class Accumulator:
         self.verdict = verdict
         self._scale: torch.Tensor | None = None
         self._added = False
-        self.seconds = 0.0
+        self.spans: list[Span] = []
         self.selected = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work of this object, as far as they are known. On a GPU, they are known one step later."""
+        return sum(span.seconds for span in self.spans)
 
     @property
     def numel(self) -> int:
@@ -107,11 +112,12 @@ class Accumulator:
     def absorb(self, *parts: Accumulator) -> None:
         """Take over the results of ``parts``, accumulators of parts of this vector.
 
-        The sum is marked as computed. The times of ``parts`` are added to ``seconds``, and ``selected`` becomes the
+        The sum is marked as computed. The times of ``parts`` are added to ``spans``, and ``selected`` becomes the
         sum of theirs.
         """
         self._added = True
-        self.seconds += sum(part.seconds for part in parts)
+        for part in parts:
+            self.spans += part.spans
         self.selected = sum(part.selected for part in parts)
 
     def dense(self) -> torch.Tensor:
@@ -158,6 +164,11 @@ class Accumulator:
             self._timed(lambda: kernels.add_rows(self._scratch, delivered, scale=-1.0, workspace=self.workspace))
         else:
             self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
+
+    def replace_padded(self, entries: Padded) -> None:
+        """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.set_at(self._scratch, entries))
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered."""
@@ -218,8 +229,8 @@ class Accumulator:
         return selection
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
-        started = time.perf_counter()
+        span = Span(self.device)
         answer = work()
         self._added = True
-        self.seconds += time.perf_counter() - started
+        self.spans.append(span.end())
         return answer

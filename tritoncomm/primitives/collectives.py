@@ -108,8 +108,7 @@ def share_counts(counts: Sequence[int], finite: bool, device: torch.device, *, l
     bad = [rank for rank, count in enumerate(incoming) if count == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
-    _check_counts("counts", incoming, limit)
-    return incoming
+    return checked_counts("counts", incoming, limit)
 
 
 def share_rows(
@@ -133,20 +132,24 @@ def share_rows(
     bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} {reason}; nothing was applied", bad)
-    _check_counts(phase, columns[0], limit)
+    checked_counts(phase, columns[0], limit)
     if row[0] not in columns[0]:
         raise ProtocolMismatchError(f"phase {phase!r}: sent {row[0]}, which is not among the received {columns[0]}")
     return columns
 
 
-def _check_counts(phase: str, counts: Sequence[int], limit: int) -> None:
-    """Raise :class:`ProtocolMismatchError` unless ``counts`` are in [0, limit]. Lengths of messages depend on them."""
+def checked_counts(phase: str, counts: list[int], limit: int) -> list[int]:
+    """Return ``counts``, from all ranks. Lengths of messages depend on them.
+
+    Raises :class:`ProtocolMismatchError` unless they are in [0, limit].
+    """
     wrong = [source for source, count in enumerate(counts) if not 0 <= count <= limit]
     if wrong:
         raise ProtocolMismatchError(
             f"phase {phase!r}: received counts {[counts[source] for source in wrong]} from ranks {wrong}: they must be "
             f"in [0, {limit}]"
         )
+    return counts
 
 
 def gather_blocks(
@@ -216,6 +219,10 @@ def gather_regions(
     bucket of the rotation.
     """
     sizes, total = regions.sizes, sum(regions.sizes)
+    if sizes[rank] != block.found:
+        raise ProtocolMismatchError(
+            f"phase {phase!r}: received sizes {sizes}, but rank {rank} has {block.found} entries to send"
+        )
     balanced = max(sizes) > max(trigger * total / world_size, -(-total // world_size))
     if balanced:
         block = yield from _balance(block, regions, rank, world_size, width)
@@ -293,6 +300,8 @@ def all_gather_mean(
         encoding = wire.PLAIN
     # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
     divisor = world_size if encoding.rounds else 1
+    if own.found > rooms[rank]:
+        raise ProtocolMismatchError(f"phase {phase!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}")
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
     message, sent = sections[rank].pack(own.indices, own.values)
     words = [section.words for section in sections]

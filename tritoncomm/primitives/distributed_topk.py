@@ -25,7 +25,8 @@ def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
 
     ``own`` holds this rank's entries. A rank contributes its largest ones. Ties go to the lower rank. This is the lower
     index if ranks hold consecutive parts of a vector. Within a rank :func:`tritoncomm_kernels.largest` prefers the
-    lower index too. The ranks must hold more than ``k`` entries in total, and none may be zero, NaN or Inf.
+    lower index too. The ranks must hold more than ``k`` non-zeros in total. Zeros are ignored. On a GPU the host waits
+    once, for the shares.
     """
     keys = kernels.magnitude_keys(own.values)
     kth = yield from _kth_key(keys, k)
@@ -41,18 +42,19 @@ def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
     return shares
 
 
-def _kth_key(keys: torch.Tensor, k: int) -> Pattern[int]:
-    # Fix one digit of the k-th largest key per round, from the highest digit down.
-    prefix = 0
+def _kth_key(keys: torch.Tensor, k: int) -> Pattern[torch.Tensor]:
+    # Fix one digit of the k-th largest key (int32 [1]) per round, from the highest digit down.
+    prefix, left = keys.new_zeros(1), torch.full((1,), k, device=keys.device)
     for low, width in _DIGITS:
-        inside = keys[(keys >> (low + width)) == (prefix >> (low + width))]
-        digits = (inside >> low) & ((1 << width) - 1)
-        counts = torch.bincount(digits, minlength=1 << width).to(torch.int32)
-        total = yield AllReduce("histogram", counts)
-        from_top = total.flip(0).cumsum(0)
-        place = int(torch.searchsorted(from_top, k))
-        k -= int(from_top[place - 1]) if place else 0
-        prefix |= ((1 << width) - 1 - place) << low
+        others = 1 << width  # counted apart: the keys with other leading digits
+        inside = (keys >> (low + width)) == (prefix >> (low + width))
+        digits = torch.where(inside, (keys >> low) & (others - 1), others)
+        counts = keys.new_zeros(others + 1).scatter_add_(0, digits.long(), torch.ones_like(keys))
+        total = yield AllReduce("histogram", counts[:others])
+        from_top = torch.nn.functional.pad(total.flip(0).cumsum(0), (1, 0))
+        place = torch.searchsorted(from_top[1:], left)
+        left = left - from_top[place]
+        prefix = prefix | ((others - 1 - place) << low).to(torch.int32)
     return prefix
 
 

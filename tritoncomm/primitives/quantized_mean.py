@@ -15,9 +15,10 @@ from tritoncomm.primitives import block_float
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, rotate
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
-from tritoncomm.scheduler.rounds import Inbox, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
 
 FORMATS = ("fp32", "8bit", "4bit")
 BITS = {"8bit": 8, "4bit": 4}
@@ -25,7 +26,14 @@ _BUCKET = 8  # messages of a rank that are in transit at a time
 
 
 def quantized_mean(
-    values: torch.Tensor, rank: int, world_size: int, *, bits: int, phase: str, finite: bool = True
+    values: torch.Tensor,
+    rank: int,
+    world_size: int,
+    *,
+    bits: int,
+    phase: str,
+    finite: bool = True,
+    verdict: Verdict | None = None,
 ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
     """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``).
 
@@ -35,42 +43,47 @@ def quantized_mean(
 
     ``bits`` is 8 or 4. All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf, or is not
     ``finite``, for a NaN or Inf elsewhere. Values that :func:`~tritoncomm.primitives.block_float.encode` cannot
-    represent count as such.
+    represent count as such. With a ``verdict``, this is reported there instead, and nothing waits for a GPU.
     """
     if not finite:
         values = torch.full_like(values, torch.nan)
     if world_size == 1 or not values.numel():
-        return _checked(values.clone()), torch.zeros_like(values)
+        return _checked(values.clone(), verdict), torch.zeros_like(values)
     length = -(-values.numel() // world_size)
     padded = torch.nn.functional.pad(values.double(), (0, world_size * length - values.numel()))
     parts = padded.view(world_size, length)
     messages = block_float.encode(parts, bits)
-    words, arrived = messages.shape[1], {rank: messages[rank]}
+    if verdict is None:
+        arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
+    else:
+        arrived = yield AllToAll(f"{phase}-scatter", messages)
+    received = block_float.decode(arrived, length, bits)
+    received[rank] = parts[rank]
+    total = kernels.sum_rows(received)
+    block = block_float.encode((total / world_size)[None], bits)[0]
+    if verdict is None:
+        lengths = [messages.shape[1]] * world_size
+        blocks = torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
+    else:
+        blocks = yield AllGather(f"{phase}-gather", block)
+    means = block_float.decode(blocks, length, bits)
+    residual = parts - block_float.decode(messages, length, bits)
+    residual[rank] = total - world_size * means[rank]
+    mean, left = (rows.view(-1)[: values.numel()].float() for rows in (means, residual))
+    return _checked(mean, verdict), left
+
+
+def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -> Pattern[torch.Tensor]:
+    """Send row r of ``messages`` to rank r. Return the row from each rank, by rank."""
+    arrived = {rank: messages[rank]}
 
     def keep(inbox: Inbox) -> None:
         arrived.update(inbox)
 
     peers = [peer for peer in range(world_size) if peer != rank]
-    yield from rotate(
-        {peer: messages[peer] for peer in peers},
-        dict.fromkeys(peers, words),
-        keep,
-        rank,
-        world_size,
-        width=_BUCKET,
-        phase=f"{phase}-scatter",
-    )
-    received = block_float.decode(torch.stack([arrived[source] for source in range(world_size)]), length, bits)
-    received[rank] = parts[rank]
-    total = kernels.sum_rows(received)
-    block = block_float.encode((total / world_size)[None], bits)[0]
-    lengths = [words] * world_size
-    blocks = yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")
-    means = block_float.decode(torch.stack(blocks), length, bits)
-    residual = parts - block_float.decode(messages, length, bits)
-    residual[rank] = total - world_size * means[rank]
-    mean, left = (rows.view(-1)[: values.numel()].float() for rows in (means, residual))
-    return _checked(mean), left
+    sends, receives = {peer: messages[peer] for peer in peers}, dict.fromkeys(peers, messages.shape[1])
+    yield from rotate(sends, receives, keep, rank, world_size, width=_BUCKET, phase=phase)
+    return torch.stack([arrived[source] for source in range(world_size)])
 
 
 def deliver_quantized(
@@ -87,20 +100,28 @@ def deliver_quantized(
     return SparseVector(indices[delivered], mean[delivered], acc.numel)
 
 
-def traffic(numel: int, world_size: int, *, bits: int, phase: str) -> dict[str, Flow]:
-    """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact."""
+def traffic(numel: int, world_size: int, *, bits: int, phase: str, static: bool = False) -> dict[str, Flow]:
+    """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
+
+    ``static`` stands for an exchange with a verdict.
+    """
     if world_size == 1 or not numel:
         return {}
     words = block_float.words(-(-numel // world_size), bits)
     peers = world_size - 1
+    if static:
+        each = both(cost.all_gather(words, cost.WORD, world_size))
+        return {f"{phase}-scatter": each, f"{phase}-gather": each}
     return {
         f"{phase}-scatter": both(cost.messages(peers, peers * words)),
         f"{phase}-gather": both(cost.bruck(words, world_size)),
     }
 
 
-def _checked(mean: torch.Tensor) -> torch.Tensor:
-    if kernels.has_non_finite(mean):
+def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
+    if verdict is not None:
+        verdict.check_sums(mean)
+    elif kernels.has_non_finite(mean):
         raise NonFiniteError(
             "a gradient, or the mean of the gradients, has a NaN or Inf or is too large; nothing was applied"
         )

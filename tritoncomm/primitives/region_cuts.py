@@ -11,6 +11,8 @@ from itertools import accumulate
 
 import torch
 
+from tritoncomm_kernels import Padded, count_entries
+
 
 def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:
     """Return this rank's proposal, int64 ``[P]``: P - 1 cuts that split ``indices`` evenly, then a valid flag.
@@ -25,6 +27,14 @@ def propose_cuts(indices: torch.Tensor, world_size: int) -> torch.Tensor:
         proposal[:-1] = indices[chunk_starts]
         proposal[-1] = 1
     return proposal
+
+
+def propose_cuts_padded(entries: Padded, world_size: int) -> torch.Tensor:
+    """Return :func:`propose_cuts` of the indices of one row with padding. Nothing waits for a GPU."""
+    count = count_entries(entries).long()
+    starts = torch.arange(1, world_size, device=count.device) * count // world_size
+    proposal = torch.cat([entries.indices[starts].long(), torch.ones_like(count)])
+    return proposal * (count >= world_size)
 
 
 def consensus_cuts(total: Sequence[int], numel: int) -> tuple[int, ...]:

@@ -39,15 +39,16 @@ class FactoredSecondMoment:
 
     def sums(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each row ``[sum(rows)]`` and of each column ``[sum(columns)]``, both fp64."""
-        largest = vector.values.abs().max().double().square() if len(vector) else torch.zeros((), dtype=torch.float64)
+        count = vector.values.numel()  # padding, with its value 0, counts too
+        largest = vector.values.abs().max().double().square() if count else torch.zeros((), dtype=torch.float64)
         # Squares are added as integer multiples of a unit. An integer sum does not depend on the order.
-        unit = (largest * 2.0 ** (len(vector).bit_length() - _BITS)).clamp_min(_TINY).to(vector.values.device)
+        unit = (largest * 2.0 ** (count.bit_length() - _BITS)).clamp_min(_TINY).to(vector.values.device)
         by_row, by_column = self._dense(vector, unit) if vector.is_full else self._sparse(vector, unit)
         return by_row * unit, by_column * unit
 
     def _sparse(self, vector: SparseVector, unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = _counted(vector.values, unit)
-        row, column = self._places(vector.indices)
+        row, column = self._places(vector.indices.clamp(min=0) if vector.is_padded else vector.indices)
         by_row = counts.new_zeros(sum(self.rows)).index_add_(0, row, counts)
         return by_row, counts.new_zeros(sum(self.columns)).index_add_(0, column, counts)
 
@@ -78,11 +79,15 @@ class FactoredSecondMoment:
         The values are rounded to powers of two and are at least 1. ``rows`` and ``columns`` are results of
         :meth:`sums`, or averages of such results.
         """
-        mean = math.fsum(rows.tolist()) / max(self.numel, 1)
+        sums = rows.tolist()  # a GPU is read once, not once for each matrix
+        mean = math.fsum(sums) / max(self.numel, 1)
+        starts = accumulate(self.rows, initial=0)
         out = torch.empty(self.numel, device=rows.device)
         parts = zip(torch.split(rows, self.rows), torch.split(columns, self.columns), strict=True)
-        for part, cut, (row, column) in zip(torch.split(out, self.sizes), self.cuts, parts, strict=True):
-            whole = max(math.fsum(row.tolist()) * max(cut[2], 1) * mean, _TINY)
+        for part, cut, start, (row, column) in zip(
+            torch.split(out, self.sizes), self.cuts, starts, parts, strict=False
+        ):
+            whole = max(math.fsum(sums[start : start + len(row)]) * max(cut[2], 1) * mean, _TINY)
             # The exponent of the root is half the binary exponent, rounded down. This is exact on every device.
             exponents = torch.frexp((row / whole)[:, None] * column + floor).exponent >> 1
             exponents += _BIAS - (math.frexp(floor)[1] >> 1)

@@ -20,6 +20,7 @@ class Verdict:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.int32, device=device)
+        self._sums_only = True  # False if the counter of sums may also hold the NaN and Inf of gradients
 
     def check_gradient(self, values: torch.Tensor) -> None:
         """Count the NaN and Inf of ``values``, which this rank has selected. A selection includes every NaN and Inf."""
@@ -28,6 +29,14 @@ class Verdict:
     def check_sums(self, values: torch.Tensor) -> None:
         """Count the NaN and Inf of ``values``, sums over ranks."""
         self._add(_SUMS, _non_finite(values))
+
+    def check_result(self, values: torch.Tensor) -> None:
+        """Count the NaN and Inf of ``values`` that hold sums, and the NaN and Inf of any rank's gradient.
+
+        The error names no ranks.
+        """
+        self._sums_only = False
+        self.check_sums(values)
 
     def check_messages(self, malformed: torch.Tensor) -> None:
         """Count received messages that are ``malformed`` (int32 ``[1]``)."""
@@ -59,7 +68,9 @@ class Verdict:
                 "of the vector, or a message is corrupt"
             )
         if any(row[_SUMS] for row in rows):
-            raise NonFiniteError("finite gradients overflow when summed; nothing was applied")
+            finite = "finite gradients overflow when summed"
+            found = finite if self._sums_only else "a gradient or a sum of gradients contains NaN or Inf"
+            raise NonFiniteError(f"{found}; nothing was applied")
         return [row[len(self._counts) :] for row in rows]
 
 
@@ -72,4 +83,5 @@ def with_verdict(forecast: Forecast, world_size: int, figures: int = 0) -> Forec
 
 def _non_finite(values: torch.Tensor) -> torch.Tensor:
     """Return the number of NaN and Inf, int32 ``[1]``."""
-    return (~values.isfinite()).sum(dtype=torch.int32).reshape(1)
+    # The difference of a NaN or Inf with itself is NaN. This takes half as many launches as isfinite.
+    return (values - values != 0).sum(dtype=torch.int32).reshape(1)

@@ -2,14 +2,19 @@
 
 A rank that detects a failure writes a report to the store of the default process group. It also closes its
 connections. Ranks that wait for it then fail at once instead of at the time-out. A rank without a report is lost or
-slow. All surviving ranks return the same list of missing ranks, as long as they reach the store.
+slow. If all ranks report, a rank is at fault if the messages that did not arrive all were to it or from it, or if it
+cannot read the reports of the others. All surviving ranks return the same list of missing ranks, as long as they reach
+the store.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -18,14 +23,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Seconds to wait for reports of ranks whose connection is closed, and of all others, which may still be computing.
-_CLOSED_SECONDS, _SILENT_SECONDS = 2.0, 5.0
+# Seconds to wait for reports of ranks whose connection is closed, and of all others, which may still be computing. No
+# rank waits longer for anything here: a store whose host is lost does not answer, and does not time out either.
+_CLOSED_SECONDS, _SILENT_SECONDS = 1.2, 1.3
+# Seconds in which a rank with a working connection says that it has read all reports.
+_READ_SECONDS = 0.6
 _PROBE_SECONDS = 0.05
 _PROBE_TAG = (1 << 31) - 1
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 # gloo's text for a connection that this process closed itself.
 _CLOSED_HERE = re.compile("application timeout", re.IGNORECASE)
-_LOST = re.compile(r"pair closure|closed by|reset by|read error|write error|broken pipe|refused", re.IGNORECASE)
+_LOST = re.compile(
+    r"pair closure|closed by|reset by|read error|write error|broken pipe|refused"  # gloo
+    r"|communicator was aborted|remote process exit",  # NCCL
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -33,27 +45,32 @@ class RankReport:
     """The report of one rank about a failed exchange.
 
     ``kind`` is "timeout", "lost", "protocol" or "error". ``where`` names step, round, phase and method, ``text`` is the
-    error message. ``peers`` are the ranks that it exchanged messages with, numbered as in the group.
+    error message. ``peers`` are the ranks that it exchanged messages with, numbered as in the group. ``waiting`` are
+    those whose message had not arrived, as far as known. ``at`` is the number of the step and of the round.
     """
 
     kind: str
     where: str
     text: str
     peers: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class FailureReport:
     """The reports of all ranks of a group about a failed exchange. Ranks are numbered as in the group.
 
-    ``missing`` are the ranks without a report in time. All ranks use the list of the first rank that finished
-    waiting. ``gone`` is True if the connections of the missing ranks were closed: they are lost and not only slow.
-    ``reports`` holds the reports by rank.
+    ``missing`` are the ranks without a report in time, or at fault by the reports of all. All ranks use the list of the
+    first rank that finished waiting. ``gone`` is True if the connections of the missing ranks were closed: they are
+    lost and not only slow. ``reports`` holds the reports by rank. ``silent_store`` is the address of the store if it
+    has not answered: then nothing is known about other ranks.
     """
 
     missing: list[int]
     gone: bool
     reports: dict[int, RankReport]
+    silent_store: str | None = None
 
     @property
     def timed_out(self) -> bool:
@@ -68,7 +85,12 @@ class FailureReport:
             for rank, report in sorted(self.reports.items())
             if rank != own and (mine is None or report.where != mine.where)
         ]
-        return "; ".join(others)
+        waiting = [
+            f"rank {rank} waited for {report.waiting}"
+            for rank, report in sorted(self.reports.items())
+            if report.waiting
+        ]
+        return "; ".join([*others, *waiting])
 
 
 def kind_of(error: BaseException) -> str:
@@ -79,39 +101,140 @@ def kind_of(error: BaseException) -> str:
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
-def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
+def has_arrived(work: Any) -> bool:
+    """Return True if the message of ``work``, a work of gloo, was complete before its connection failed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
+
+
+def collect(
+    group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport, patience: float = 0.0
+) -> FailureReport:
     """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
 
     ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
-    names the group in the store. Returns when all ranks have reported or the waiting time is over.
+    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Returns
+    when all ranks have reported or the waiting time is over.
     """
-    store = _store()
-    prefix = f"tritoncomm/{key}/"
-    if store is not None:
+    collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own)
+    deadline = time.monotonic() + _SILENT_SECONDS + patience
+    # On a thread of its own, because operations of a store never end if its host cannot be reached.
+    thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
+    thread.start()
+    collection.closed = cut_connections(group, rank, ranks)
+    collection.is_cut.set()
+    thread.join(deadline + _READ_SECONDS - time.monotonic())
+    return collection.result(has_ended=not thread.is_alive())
+
+
+class _Collection:
+    """Collects the reports of ``size`` ranks under ``prefix`` in ``store``. ``own`` is the report of ``rank``.
+
+    ``closed`` are the ranks whose connections were closed, known when ``is_cut`` is set.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, own: RankReport) -> None:
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._reports = {rank: own}
+        self._agreed: FailureReport | None = None
+        self.closed: set[int] = set()
+        self.is_cut = threading.Event()
+
+    def run(self, deadline: float) -> None:
+        """Write the own report and read those of the others until ``deadline``, a time of ``time.monotonic()``."""
+        store = self._store
+        if store is None:
+            return
         with suppress(RuntimeError):  # the process that hosted the store may have died
-            store.set(f"{prefix}{rank}", json.dumps(asdict(own)))
-    closed = cut_connections(group, rank, ranks)
-    reports = {rank: own}
-    started = time.monotonic()
-    while store is not None and len(reports) < len(ranks):
-        try:
-            for other in set(range(len(ranks))) - set(reports):
-                if store.check([f"{prefix}{other}"]):
-                    reports[other] = RankReport(**json.loads(store.get(f"{prefix}{other}")))
-        except RuntimeError:
-            store = None
-        waited, missing = time.monotonic() - started, set(range(len(ranks))) - set(reports)
-        if waited > (_CLOSED_SECONDS if missing <= closed else _SILENT_SECONDS):
-            break
-        time.sleep(0.005)
-    silent = set(range(len(ranks))) - set(reports)
-    if store is None:  # without the store, only ranks that cannot be reached are known to be missing
-        silent &= closed | set(own.peers)
-    found: list[Any] = [sorted(silent & closed) or sorted(silent), bool(silent & closed)]
-    if store is not None:  # a rank that finishes waiting later returns the same result
-        with suppress(RuntimeError):
-            found = json.loads(store.compare_set(f"{prefix}missing", "", json.dumps(found)))
-    return FailureReport(found[0], gone=found[1], reports=reports)
+            store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._reports[self._rank])))
+            self.is_cut.wait()
+            self._read(deadline)
+            missing, gone = self._found()
+            if len(self._reports) > 1 or self._size <= 2:  # noqa: PLR2004 - a rank that reads nothing may be cut off
+                # A rank that finishes waiting later returns the same result.
+                content = store.compare_set(f"{self._prefix}missing", "", json.dumps([missing, gone]))
+                missing, gone = json.loads(content)
+            self._agreed = FailureReport(missing, gone=gone, reports=dict(self._reports))
+
+    def result(self, *, has_ended: bool) -> FailureReport:
+        """Return what was agreed on, or what this rank alone knows. ``has_ended`` is False if the store is silent."""
+        if self._agreed is not None:
+            return self._agreed
+        reports = dict(self._reports)
+        if not has_ended:  # a connection may be closed because a rank is lost, or because it could not wait longer
+            return FailureReport([], gone=False, reports=reports, silent_store=_address(self._store))
+        # There is no store, or its process has died. Only ranks that cannot be reached are known to be missing.
+        found = self._silent() & (self.closed | set(reports[self._rank].peers))
+        return FailureReport(sorted(found & self.closed or found), gone=bool(found & self.closed), reports=reports)
+
+    def _silent(self) -> set[int]:
+        return set(range(self._size)) - set(self._reports)
+
+    def _read(self, deadline: float) -> None:
+        """Read the reports of the other ranks until all have reported, or it is not worth waiting longer."""
+        closed_deadline = time.monotonic() + _CLOSED_SECONDS
+        while self._silent():
+            for other in self._silent():
+                if self._store.check([f"{self._prefix}{other}"]):
+                    self._reports[other] = RankReport(**json.loads(self._store.get(f"{self._prefix}{other}")))
+            if time.monotonic() > (closed_deadline if self._silent() <= self.closed else deadline):
+                return
+            time.sleep(0.005)
+
+    def _found(self) -> tuple[list[int], bool]:
+        """Return the missing ranks, and whether they are lost and not only slow."""
+        silent = self._silent()
+        if silent & self.closed:
+            return sorted(silent & self.closed), True
+        waited_for = {other for report in self._reports.values() for other in report.waiting}
+        if silent:
+            return sorted(silent & waited_for) or sorted(silent), False
+        if any(report.kind in ("protocol", "error") for report in self._reports.values()):
+            return [], False  # their texts say what is wrong
+        at_fault = by_messages(self._reports)
+        return ([at_fault] if at_fault is not None else self._slow_readers()), False
+
+    def _slow_readers(self) -> list[int]:
+        """Return the ranks that do not read the reports of the others as fast as this rank, if they are the minority.
+
+        A collective does not say which rank it waits for. A rank may be able to write its report, though hardly
+        anything reaches it.
+        """
+        self._store.set(f"{self._prefix}read/{self._rank}", "")
+        unread = set(range(self._size)) - {self._rank}
+        end = time.monotonic() + 0.9 * _READ_SECONDS
+        while unread and time.monotonic() < end:
+            unread = {other for other in unread if not self._store.check([f"{self._prefix}read/{other}"])}
+            time.sleep(0.005)
+        return sorted(unread) if 2 * len(unread) < self._size else []
+
+
+def by_messages(reports: Mapping[int, RankReport]) -> int | None:
+    """Return the rank at fault by the ``reports`` of all ranks, or None if they do not say it.
+
+    A message was lost on its way, or is slow, if its receiver waits for a rank that is as far as the receiver: sends
+    come before waits. The rank at fault is an end of most such messages. Without one, the rank at fault is the one that
+    is behind all others, and that another rank waits for.
+    """
+    ends: Counter[int] = Counter()
+    for receiver, report in reports.items():
+        for sender in report.waiting:
+            if reports[sender].at >= report.at:
+                ends.update((receiver, sender))
+    if ends:
+        return _only(rank for rank, count in ends.items() if count == max(ends.values()))
+    least = min(report.at for report in reports.values())
+    behind = _only(rank for rank, report in reports.items() if report.at == least)
+    return behind if any(behind in report.waiting for report in reports.values()) else None
+
+
+def _only(found: Iterable[int]) -> int | None:
+    """Return the only element of ``found``, or None if there are several."""
+    several = list(found)
+    return several[0] if len(several) == 1 else None
 
 
 def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]) -> set[int]:
@@ -137,6 +260,13 @@ def cut_connections(group: dist.ProcessGroup | None, rank: int, ranks: list[int]
         with suppress(RuntimeError):
             probe.wait(timedelta(milliseconds=1))
     return closed
+
+
+def _address(store: Any) -> str:
+    """Return the address of the process that hosts ``store``, or an empty text."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if hasattr(store, "host") else ""
 
 
 def _store() -> Any:

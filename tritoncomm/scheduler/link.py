@@ -21,6 +21,7 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "
     include the overhead of the scheduler. The fastest of several measurements counts, because other load on the machine
     only slows them down. The slowest pair of ranks determines the result.
     """
+    device = torch.device(device)
     scheduler = ProcessGroupScheduler(group, device=device)
     rank, world_size = scheduler.rank, scheduler.world_size
 
@@ -33,6 +34,9 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "
         seconds = []
         for _ in range(_PROBES):
             scheduler.run(pattern(words))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                scheduler.meter.settle()
             seconds.append(scheduler.meter.waited)
         return min(seconds)
 

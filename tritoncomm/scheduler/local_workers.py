@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -53,12 +56,14 @@ def run_workers(
     timeout: timedelta = timedelta(minutes=5),
     limit: timedelta | None = None,
     grace: timedelta = timedelta(seconds=1),
+    prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Run ``function(rank, world_size, send, *args)`` in ``world_size`` processes. Return the results by rank.
 
     Each process has one thread. Its default process group is gloo over the loopback interface with the time-out
     ``timeout``. ``function`` must be importable by name. ``listen`` is called in this process with every object that a
-    worker passes to ``send``. The object must be picklable.
+    worker passes to ``send``. The object must be picklable. Each process calls ``prepare(rank)``, which must be
+    picklable, before it makes its process group.
 
     Raises :class:`WorkerError` when a worker fails. The other workers are stopped after ``grace``, and the message
     holds the traceback of the worker that failed first. Raises it also when workers still run after ``limit``.
@@ -82,7 +87,7 @@ def run_workers(
     with tempfile.TemporaryDirectory() as folder, _one_thread_per_worker():
         context = start_processes(  # type: ignore[no-untyped-call]
             _worker_main,
-            args=(function, world_size, str(Path(folder) / "store"), queue, timeout, args),
+            args=(function, world_size, str(Path(folder) / "store"), queue, timeout, prepare, args),
             nprocs=world_size,
             join=False,
             start_method=_START_METHOD,
@@ -137,13 +142,17 @@ def _worker_main(  # runs in the worker process
     store: str,
     queue: Any,
     timeout: timedelta,
+    prepare: Callable[[int], None] | None,
     args: tuple[Any, ...],
 ) -> None:
     def send(kind: str, content: Any) -> None:
         queue.put(pickle.dumps((rank, kind, content)))
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
+        if prepare is not None:
+            prepare(rank)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
@@ -157,6 +166,14 @@ def _worker_main(  # runs in the worker process
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """End this worker when the process that started it is gone. The operating system only tells the fork server."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    multiprocessing.connection.wait([launcher.sentinel])
+    os._exit(1)
 
 
 def _first_cause(errors: list[_Failure], exit_codes: Sequence[int | None]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tritoncomm.scheduler.cost import Traffic
+from tritoncomm.scheduler.span import Span
 
 
 @dataclass
@@ -13,7 +14,7 @@ class Meter:
     """Traffic and waiting time of one step on one rank. A scheduler fills it in.
 
     ``sent`` and ``received`` are totals. ``sent_by_phase``, ``received_by_phase`` and ``seconds`` (waiting time) are by
-    phase.
+    phase. On a GPU, ``spans`` are times that were not known yet when they were added. See :meth:`settle`.
     """
 
     sent: Traffic = Traffic()
@@ -21,6 +22,7 @@ class Meter:
     seconds: dict[str, float] = field(default_factory=dict)
     sent_by_phase: dict[str, Traffic] = field(default_factory=dict)
     received_by_phase: dict[str, Traffic] = field(default_factory=dict)
+    spans: list[tuple[str, Span]] = field(default_factory=list)
 
     def count(self, phase: str, sent: Traffic, received: Traffic) -> None:
         """Add traffic of ``phase``."""
@@ -35,10 +37,24 @@ class Meter:
             self.count(phase, sent, other.received_by_phase[phase])
         for phase, seconds in other.seconds.items():
             self.wait(phase, seconds)
+        self.spans += other.spans
 
     def wait(self, phase: str, seconds: float) -> None:
         """Add ``seconds`` of waiting for the network in ``phase``."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def time(self, phase: str, span: Span) -> None:
+        """Add the time of ``span``, which has ended, to the waiting time in ``phase``."""
+        if span.is_known:
+            self.wait(phase, span.seconds)
+        else:
+            self.spans.append((phase, span))
+
+    def settle(self) -> None:
+        """Add the times that are known by now. Those of the last step are known one step later."""
+        spans, self.spans = self.spans, []
+        for phase, span in spans:
+            self.time(phase, span)
 
     @property
     def waited(self) -> float:

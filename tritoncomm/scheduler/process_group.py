@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -19,8 +18,9 @@ from tritoncomm.errors import (
     PeerLostError,
     ProtocolMismatchError,
 )
-from tritoncomm.scheduler import cost, failure_report, tracing, wire
+from tritoncomm.scheduler import cost, failure_report, tracing, watcher, wire
 from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.rounds import (
     AllGather,
     AllReduce,
@@ -36,6 +36,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
 )
+from tritoncomm.scheduler.span import Span
 
 # Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
@@ -92,18 +93,29 @@ class ProcessGroupScheduler:
         self.meter = Meter()
         self.step = 0
         self._number = 0  # number of the operation within the step, called round in messages
+        # Number of wrong words in the headers of messages that a GPU has received since the last confirmation.
+        self._suspect = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._method = stamp.split(" ", 1)[0] or "unnamed"
         self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
+        self._waiting: list[int] = []  # peers of the messages that had not arrived when a wait failed
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._watcher = watcher.of(group, self.device, timeout)
+        self._is_nested = False  # watched and reported by the scheduler whose subgroup this is
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
+            if self.rank in ranks or needs_all_ranks():
+                members = tuple(self._global_ranks[r] for r in ranks)
+                subgroup = _subgroup(group or dist.group.WORLD, members, timeout, self._global_ranks)
             if self.rank in ranks:
-                subgroup = _subgroup(group or dist.group.WORLD, tuple(self._global_ranks[r] for r in ranks), timeout)
-                self._subgroups[ranks] = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
+                scheduler = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
+                if self._watcher is not None and subgroup is not None:
+                    self._watcher.groups.append(subgroup)
+                    scheduler._watcher, scheduler._is_nested = self._watcher, True
+                self._subgroups[ranks] = scheduler
 
     def check(self) -> None:
         """Raise the error of an earlier failed exchange, if any. Every further exchange in the group would fail too."""
@@ -144,8 +156,17 @@ class ProcessGroupScheduler:
         """
         assert self._stamp is not None
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
-        total = yield AllReduce("confirm", torch.tensor([signature], dtype=torch.int64, device=self.device))
-        if int(total) != signature * self.world_size:
+        words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
+        if not self._on_cpu:
+            words = torch.cat([words, self._suspect.long()])
+            self._suspect = torch.zeros_like(self._suspect)
+        total, *suspect = (yield AllReduce("confirm", words)).tolist()
+        if any(suspect):
+            raise ProtocolMismatchError(
+                f"step {self.step} of {self._method}: a rank has received a message of another step, phase, method or "
+                "length, or a corrupt one: run the same steps with the same settings on all ranks"
+            )
+        if total != signature * self.world_size:
             raise ProtocolMismatchError(
                 f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
                 "step or optimizer, or froze other parameters: step optimizers in the same order on all ranks, and "
@@ -175,21 +196,22 @@ class ProcessGroupScheduler:
         reply: Any = None
         op: Op = _START
         try:
-            op = pattern.send(None)
-            while True:
-                try:
-                    reply = self._perform(op)
-                except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
-                    op = pattern.throw(error)
-                else:
-                    op = pattern.send(reply)
+            with self._watcher or nullcontext():
+                op = pattern.send(None)
+                while True:
+                    try:
+                        reply = self._perform(op)
+                    except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
+                        op = pattern.throw(error)
+                    else:
+                        op = pattern.send(reply)
         except StopIteration as stop:
             result: Result = stop.value
             return result
         except NonFiniteError:  # raised on all ranks, so no rank waits for this one
             raise
         except Exception as error:
-            if self._failure is not None:
+            if self._failure is not None or self._is_nested:
                 raise
             raise self._failed(op, error) from error  # report it, so that no rank waits for this one
         finally:
@@ -197,38 +219,44 @@ class ProcessGroupScheduler:
 
     def _perform(self, op: Op) -> Any:
         self._number += 1
-        started = time.perf_counter()
+        if self._watcher is not None:
+            self._watcher.progress()
+        tracer = tracing.current()
+        if tracer is not None:
+            tracer.begin(self.device)
+        span = Span(self.device)
         try:
-            if isinstance(op, Round):
-                return self._wait(self._post(op))
-            if isinstance(op, Post):
-                return self._post(op.round)
-            if isinstance(op, Wait):
-                return self._wait(op.ticket)
-            if isinstance(op, InSubgroup):
-                return self._run_in_subgroup(op)
-            return self._collective(op)
+            return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
+            if self._is_nested:
+                raise
             raise self._failed(op, error) from error
         finally:
             if not isinstance(op, InSubgroup):  # a subgroup has counted its own time
-                seconds = time.perf_counter() - started
-                self.meter.wait(op.phase, seconds)
-                self._trace(op, seconds)
+                self.meter.time(op.phase, span.end())
+                if tracer is not None:
+                    self._trace(tracer, op, span)
 
-    def _trace(self, op: Op, seconds: float) -> None:
-        tracer = tracing.current()
-        if tracer is None:
-            return
-        started = tracing.now() - seconds
+    def _reply_to(self, op: Op) -> Any:
+        if isinstance(op, Round):
+            return self._wait(self._post(op))
+        if isinstance(op, Post):
+            return self._post(op.round)
+        if isinstance(op, Wait):
+            return self._wait(op.ticket)
+        if isinstance(op, InSubgroup):
+            return self._run_in_subgroup(op)
+        return self._collective(op)
+
+    def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:
         details = {"step": self.step, "round": self._number, "method": self._method, "kind": type(op).__name__}
-        tracer.phase(dist.get_rank(), op.phase, started, seconds, details)
+        found: list[tuple[int, int, bool]] = []
         round_ = op if isinstance(op, Round) else op.round if isinstance(op, Post) else None
         for sent, messages in ((True, round_.sends), (False, round_.receives)) if round_ is not None else ():
             for peer, content in messages.items():
                 words = content.numel() if isinstance(content, torch.Tensor) else content
-                size = cost.message(words).bytes
-                tracer.message(dist.get_rank(), self._global_ranks[peer], op.phase, started, size, sent=sent)
+                found.append((self._global_ranks[peer], cost.message(words).bytes, sent))
+        tracer.operation(dist.get_rank(), op.phase, span, details, found)
 
     def _run_in_subgroup(self, op: InSubgroup) -> Any:
         group = self._subgroups[op.ranks]
@@ -239,15 +267,20 @@ class ProcessGroupScheduler:
 
     def _failed(self, op: Op, error: Exception) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
+        if self._watcher is not None:
+            error = self._watcher.fail(error)
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         mismatch = isinstance(error, ProtocolMismatchError)
         kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
-        own = failure_report.RankReport(kind, where, str(error), _peers(op))
+        at, waiting = [self.step, self._number], self._waiting
+        own = failure_report.RankReport(kind, where, str(error), _peers(op), waiting, at)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
-        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
+        patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
+        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
         others = report.described(self.rank)
+        advice = watcher.advice() if self._watcher is not None else ""
         # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.
         message = f"exchange failed on rank {dist.get_rank()}, {where}{_peers_text(op)}: "
         mismatches = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
@@ -263,24 +296,29 @@ class ProcessGroupScheduler:
         else:
             missing = [self._global_ranks[rank] for rank in report.missing]
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
-            if report.timed_out:
-                problem = (
-                    "the other ranks stopped waiting for this rank"
-                    if dist.get_rank() in missing
-                    else f"no answer from {names} within the time-out"
-                )
+            if report.timed_out or report.silent_store is not None:
+                problem = f"no answer from {names} within the time-out"
+                if len(missing) == self.world_size - 1 > 1:
+                    problem += ", so this rank may be cut off"
+                elif dist.get_rank() in missing:
+                    problem = "the other ranks stopped waiting for this rank"
+                elif report.silent_store is not None:
+                    problem = (
+                        f"no answer from the store of the process group, {report.silent_store}: its host is lost, or "
+                        "this rank is cut off"
+                    )
                 raised = ExchangeTimeoutError(
                     f"{message}{problem} ({others or error}). "
                     "If a rank is only slow, increase the time-out. "
                     "To continue, call optimizer.reset_process_group() with a new process group, or restart from a "
-                    "checkpoint",
+                    f"checkpoint{advice and '. On NCCL, ' + advice}",
                     missing,
                 )
             else:
                 raised = PeerLostError(
                     f"{message}lost {names} ({others or error}). "
                     "To continue, call optimizer.reset_process_group() with a new process group of the remaining "
-                    "ranks, or restart from a checkpoint",
+                    f"ranks, or restart from a checkpoint{advice and '. On NCCL, ' + advice}",
                     missing,
                 )
         self._failure = raised
@@ -293,6 +331,7 @@ class ProcessGroupScheduler:
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
         operations: list[dist.P2POp] = []
+        peers: list[int] = []  # of the operations
         for peer, words in round_.receives.items():
             # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
             # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
@@ -300,13 +339,15 @@ class ProcessGroupScheduler:
             capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
             buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
             operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
+            peers += [peer] * (len(operations) - len(peers))
         for peer, payload in round_.sends.items():
-            sends.append(wire.framed(payload, frame))
+            sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
             operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
+            peers += [peer] * (len(operations) - len(peers))
         works = dist.batch_isend_irecv(operations) if operations else []
         self._count(round_)
         # Keep the sent messages until the wait, because the backend reads them in the background.
-        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends))
+        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
 
     def _operations(
         self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
@@ -329,21 +370,24 @@ class ProcessGroupScheduler:
         ]
 
     def _wait(self, ticket: Ticket) -> Inbox:
-        frame, works, buffers, words, _ = ticket.token
-        pending = list(works)  # wait for each exactly once, as gloo counts the waits
+        frame, works, buffers, words, _, peers = ticket.token
+        pending = list(zip(peers, works, strict=False))  # wait for each exactly once, as gloo counts the waits
         totals: dict[int, int] = {}
         if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
             at = 0
             for peer, buffer in buffers.items():
-                self._wait_for(pending.pop(at))
+                self._wait_for_one(*pending.pop(at), pending)
                 with self._naming_ranks(peer):
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
                 at += words[peer] > _FIRST_PART_WORDS
-        for work in pending:
-            self._wait_for(work)
+        while pending:
+            self._wait_for_one(*pending.pop(0), pending)
         inbox: Inbox = {}
         for peer, buffer in buffers.items():
             inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
+            if not self._on_cpu:
+                self._suspect += wire.check_on_device(buffer[: cost.HEADER_WORDS], inbox[peer], frame)
+                continue
             with self._naming_ranks(peer):
                 if peer not in totals:
                     totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
@@ -359,12 +403,20 @@ class ProcessGroupScheduler:
             raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
 
     @property
+    def _on_cpu(self) -> bool:
+        """True if messages are in host memory, and headers are checked when they arrive.
+
+        On a GPU, wrong headers are counted on the device. :meth:`confirmation` reports them.
+        """
+        return self.device.type == "cpu"
+
+    @property
     def _splits_messages(self) -> bool:
         """True if long messages are sent in two parts.
 
         This needs messages that are shorter than their buffers. gloo accepts them, NCCL does not.
         """
-        return self.device.type == "cpu"
+        return self._on_cpu
 
     def _collective(self, op: Collective) -> torch.Tensor:
         tensor = op.tensor.contiguous()
@@ -388,10 +440,21 @@ class ProcessGroupScheduler:
         return result
 
     def _wait_for(self, work: Any) -> None:
-        if self.timeout is None:
+        if self.timeout is None or self.device.type == "cuda":  # NCCL would poll. The watcher has the time-out
             work.wait()
         else:
             work.wait(self.timeout)
+
+    def _wait_for_one(self, peer: int, work: Any, others: Sequence[tuple[int, Any]]) -> None:
+        """Wait for a message to or from ``peer``. If that fails, note which ``others`` had not arrived either."""
+        try:
+            self._wait_for(work)
+        except RuntimeError:
+            if self._splits_messages:  # else a work may hold messages of several peers
+                self._waiting = sorted(
+                    {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
+                )
+            raise
 
     def _count(self, round_: Round) -> None:
         sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
@@ -413,12 +476,15 @@ def _peers_text(op: Op) -> str:
 
 
 def _subgroup(
-    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None
+    group: dist.ProcessGroup | None, members: tuple[int, ...], timeout: timedelta | None, callers: Sequence[int]
 ) -> dist.ProcessGroup | None:
-    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``."""
+    """Return the group of the global ranks ``members``. It is created once for all exchanges in ``group``.
+
+    See :func:`~tritoncomm.scheduler.new_group.new_group`.
+    """
     parent, subgroup = _subgroups.get((id(group), members), (None, None))
     if parent is not group or subgroup is None:
-        subgroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        subgroup = new_group(members, timeout, callers)
         _subgroups[id(group), members] = group, subgroup
     return subgroup
 

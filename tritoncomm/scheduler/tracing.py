@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from tritoncomm.scheduler.span import Span
 
 # Global to the process instead of a context variable, because exchanges may run on another thread. The last one is
 # active.
@@ -28,21 +31,73 @@ class Tracer:
         self.ranks: set[int] = set()
         self.simulated = False
         self._threads: dict[int, int] = {}
+        self._anchor: tuple[Span, float] | None = None  # a known span on the GPU, and the time of its start
+        self._unread: list[tuple[int, int, str, Span, Mapping[str, Any], Sequence[tuple[int, int, bool]]]] = []
+
+    def begin(self, device: torch.device) -> None:
+        """Relate the clock of ``device`` to the one of this tracer, before the first span on it."""
+        if device.type == "cuda" and self._anchor is None:
+            torch.cuda.synchronize(device)
+            at, anchor = now(), Span(device).end()
+            torch.cuda.synchronize(device)
+            self._anchor = anchor, at
+
+    def operation(
+        self,
+        rank: int,
+        name: str,
+        span: Span,
+        details: Mapping[str, Any],
+        messages: Sequence[tuple[int, int, bool]],
+    ) -> None:
+        """Add what :meth:`phase` and :meth:`message` add, of an operation of phase ``name`` on ``rank``.
+
+        ``span`` has ended. On a GPU, its time is read when the trace is written. ``messages`` are tuples of the peer,
+        the size in bytes, and whether the message is sent.
+        """
+        if self._anchor is not None:
+            self._unread.append((self._track(), rank, name, span, details, messages))
+            return
+        started = now() - span.seconds
+        self._add(self._track(), rank, name, started, span.seconds, details)
+        for peer, size, sent in messages:
+            self._add_message(self._track(), rank, peer, name, started, size, sent=sent)
+
+    def settle(self) -> None:
+        """Wait for the GPU, and read the times of all spans on it."""
+        if self._anchor is None or not self._unread:
+            return
+        torch.cuda.synchronize()
+        anchor, at = self._anchor
+        unread, self._unread = self._unread, []
+        for track, rank, name, span, details, messages in unread:
+            started = at + span.since(anchor)
+            self._add(track, rank, name, started, span.seconds, details)
+            for peer, size, sent in messages:
+                self._add_message(track, rank, peer, name, started, size, sent=sent)
 
     def phase(self, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]) -> None:
         """Add a span: ``rank`` was in phase ``name`` for ``seconds``, from time ``started`` (seconds)."""
+        self._add(self._track(), rank, name, started, seconds, details)
+
+    def _add(
+        self, track: int, rank: int, name: str, started: float, seconds: float, details: Mapping[str, Any]
+    ) -> None:
         self.ranks.add(rank)
         self.events.append(
             {"name": name, "cat": "exchange", "ph": "X", "ts": 1e6 * started, "dur": 1e6 * seconds}
-            | {"pid": rank, "tid": self._track(), "args": dict(details)}
+            | {"pid": rank, "tid": track, "args": dict(details)}
         )
 
     def message(self, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
         """Add a message of ``size`` bytes in phase ``name``, to or from ``peer``, started at time ``at`` (seconds)."""
+        self._add_message(self._track(), rank, peer, name, at, size, sent=sent)
+
+    def _add_message(self, track: int, rank: int, peer: int, name: str, at: float, size: int, *, sent: bool) -> None:
         direction = "to" if sent else "from"
         self.events.append(
             {"name": f"{direction} {peer}", "cat": "message", "ph": "i", "s": "t", "ts": 1e6 * at}
-            | {"pid": rank, "tid": self._track(), "args": {"phase": name, "bytes": size}}
+            | {"pid": rank, "tid": track, "args": {"phase": name, "bytes": size}}
         )
 
     def _track(self) -> int:
@@ -51,6 +106,7 @@ class Tracer:
 
     def write(self, file: Path) -> None:
         """Write all events so far to ``file`` as a JSON object in Chrome's trace format."""
+        self.settle()
         names = [
             {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
             for rank in sorted(self.ranks)

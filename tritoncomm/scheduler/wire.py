@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +21,13 @@ from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
-from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_sendable
+from tritoncomm_kernels.workspace import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
 _PADDING = -1
 _PHASE_BYTES = 8
+_CHECKSUM = 6  # position of the checksum in a header
 _COARSE_BITS = 3
 NO_VALUES = "none"  # the format of messages that hold indices alone
 _BITS = {**VALUE_BITS, NO_VALUES: 0}
@@ -185,16 +187,16 @@ class Section:
         """
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
-        entries = self.sendable(Selection.of(indices, values))
-        if not self.is_packed and self.values == NO_VALUES:
+        entries = Selection.of(indices, values)
+        if self.is_packed:
+            message = indices.new_empty(self.words)
+            return message, write_sendable(self.layout, self.low, entries, message, divisor=self.divisor)
+        entries = self.sendable(entries)
+        if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
-        if not self.is_packed:
-            sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
-            delivered = sent * self.divisor if self.rounds else sent
-            return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
-        message = indices.new_empty(self.words)
-        delivered = write_section(self.layout, self.low, entries.indices, entries.values, message, divisor=self.divisor)
-        return message, entries._replace(values=delivered)
+        sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
+        delivered = sent * self.divisor if self.rounds else sent
+        return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
     def unpack(self, section: torch.Tensor) -> Selection:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
@@ -239,7 +241,7 @@ class Encoding(NamedTuple):
 
     def section(self, low: int, high: int, room: int, *, divisor: int = 1) -> Section:
         """Return the section of at most ``room`` entries in ``[low, high)``."""
-        return Section(low, high, room, self.values, divisor, self.packed)
+        return _section(low, high, room, self.values, divisor, self.packed)
 
     def words(self, span: int, room: int) -> int:
         """Return the length in words of a section of at most ``room`` entries in a range of ``span`` coordinates."""
@@ -263,6 +265,11 @@ class Encoding(NamedTuple):
 
 
 PLAIN = Encoding()
+
+
+@lru_cache(maxsize=16384)  # a rank and its peers use the same sections, in many steps, and each computes its layout
+def _section(low: int, high: int, room: int, values: str, divisor: int, packed: bool | str) -> Section:
+    return Section(low, high, room, values, divisor, packed)
 
 
 class Sections:
@@ -442,6 +449,27 @@ def check_frame(header: torch.Tensor, frame: Frame, words: int) -> int:
         f"{'the same method and settings' if found[3] == expected[3] else 'a different method or settings'}: "
         "run the same steps with the same settings on all ranks"
     )
+
+
+def framed_on_device(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Do the same as :func:`framed` for a ``payload`` on a GPU, without waiting for it."""
+    header = _device_header(payload, frame)
+    return torch.cat([header, payload])
+
+
+def check_on_device(header: torch.Tensor, payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Return 0 if ``header`` is that of ``payload`` in ``frame``, and otherwise a larger number (int32 ``[1]``).
+
+    Both are on a GPU, and nothing waits for it.
+    """
+    return (header != _device_header(payload, frame)).sum(dtype=torch.int32).reshape(1)
+
+
+def _device_header(payload: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """Return the header with the checksum of ``payload``. Its CRC-32 is that of a header with the checksum 0."""
+    header = copied_to(torch.tensor(frame.header(payload.numel(), 0), dtype=torch.int32), payload.device)
+    header[_CHECKSUM : _CHECKSUM + 1] = payload.sum(dtype=torch.int64).to(torch.int32)
+    return header
 
 
 def check_payload(payload: torch.Tensor, total: int) -> None:

@@ -12,17 +12,18 @@ The arithmetic is in :mod:`tritoncomm_kernels.adam`. This module holds the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.bucket import FlatDelivery
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
 from tritoncomm.step.shared_buffer import share_buffers
-from tritoncomm_kernels import AdamControl, AdamMany, AdamStates, root_mean_squares
+from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
 # underestimated. The first 20 steps update it every time, because weights may start at zero.
@@ -74,6 +75,7 @@ class StalenessAwareAdam:
     bias_correction: bool = True
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
+    _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
 
@@ -117,10 +119,40 @@ class StalenessAwareAdam:
         given = None if values is None else {id(p): held for p, held in zip(parameters, values, strict=True)}
         before = list(self._prepared)
         self._prepared.clear()
+        for group, own, states, steps in self._counted(where):
+            self._update(group, own, states, steps, where, given, before)
+
+    @torch.no_grad()
+    def step_flat(self, delivery: FlatDelivery) -> None:
+        """Update the parameters from one list with padding. See :meth:`AwareStep.step_flat`."""
+        self.check_options()
+        start = {id(p): at for p, at in zip(delivery.parameters, delivery.starts, strict=True)}
+        for group, own, states, steps in self._counted(start):
+            ordered = sorted(zip(own, states, strict=True), key=lambda pair: start[id(pair[0])])
+            filled = [(parameter, state) for parameter, state in ordered if local(parameter).numel()]
+            if not filled:
+                continue
+            shards = local_shards([parameter for parameter, _ in filled])
+            columns = _columns([state for _, state in filled], amsgrad=group["amsgrad"])
+            starts = [start[id(parameter)] for parameter, _ in filled]
+            flat = self._flat.get(id(filled[0][0]))
+            if flat is None or not flat.holds(shards, columns, starts):
+                flat = self._flat[id(filled[0][0])] = AdamFlat(shards, columns, starts)
+            control, keep = self._settings(group, steps, shards[0].device)
+            gradients = [local_gradient(parameter) for parameter, _ in filled] if delivery.read_gradients else None
+            flat.update(delivery.entries, control, keep=keep, gradients=gradients)
+
+    def _counted(
+        self, exchanged: Container[int]
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]], int]]:
+        """Count a step in the states of the parameters whose ids are ``exchanged``.
+
+        Yields the parameter group, parameters, their states and their step. These parameters are updated together: they
+        are at the same step and on one device, as they usually are.
+        """
         for group in self.optimizer.param_groups:
-            own = [p for p in group["params"] if id(p) in where and p.grad is not None and p.numel()]
+            own = [p for p in group["params"] if id(p) in exchanged and p.grad is not None and p.numel()]
             states = [self._state(group, parameter) for parameter in own]
-            # Parameters are updated together if they are at the same step and on one device, as they usually are.
             alike: dict[tuple[float, torch.device], list[int]] = {}
             for i, (parameter, state) in enumerate(zip(own, states, strict=True)):
                 alike.setdefault((state["step"].item(), parameter.device), []).append(i)
@@ -128,7 +160,7 @@ class StalenessAwareAdam:
                 chosen = [own[i] for i in together], [states[i] for i in together]
                 self._renew_rms(*chosen, int(steps))
                 _count(chosen[1])
-                self._update(group, *chosen, int(steps) + 1, where, given, before)
+                yield group, *chosen, int(steps) + 1
 
     def _update(
         self,
@@ -156,15 +188,21 @@ class StalenessAwareAdam:
             share_buffers(states, names if group["amsgrad"] else names[:3])
             prepared = AdamMany(shards, _columns(states, amsgrad=group["amsgrad"]))
         self._prepared.append(prepared)
-        learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
-        decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+        control, keep = self._settings(group, steps, shards[0].device)
         prepared.update(
             gradients,
-            self._control(group, steps, shards[0].device, learning_rate, 0.0 if decoupled else decay),
+            control,
             [where[id(parameter)] for parameter in parameters],
-            keep=1 - learning_rate * decay if decoupled else 1.0,
+            keep=keep,
             values=None if values is None else [values[id(parameter)] for parameter in parameters],
         )
+
+    def _settings(self, group: dict[str, Any], steps: int, device: torch.device) -> tuple[AdamControl, float]:
+        """Return the settings of the update, and the factor of decoupled weight decay."""
+        learning_rate, decay = float(group["lr"]), float(group["weight_decay"])
+        decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+        control = self._control(group, steps, device, learning_rate, 0.0 if decoupled else decay)
+        return control, 1 - learning_rate * decay if decoupled else 1.0
 
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
         """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
@@ -212,6 +250,9 @@ class StalenessAwareAdam:
     def _state(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """Return the state of ``parameter``, complete except for ``param_rms``."""
         state: dict[str, Any] = self.optimizer.state[parameter]
+        for name in ("step", "last_aware"):  # a loaded state may have them on a GPU, where reading them takes a wait
+            if name in state and state[name].device.type != "cpu":
+                state[name] = state[name].cpu()
         last: torch.Tensor | None = state.get("last_delivered")
         if last is None or last.dtype != torch.int32 or not _same(state["last_aware"], state["step"]):
             self._repair(group, parameter, state)

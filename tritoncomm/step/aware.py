@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.bucket import FlatDelivery
 from tritoncomm.step.options import WrapOptions
 
 logger = logging.getLogger("tritoncomm")
@@ -65,6 +66,12 @@ class AwareStep(Protocol):
                 shard if it is a DTensor. None means all.
             values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
                 beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
+        """
+
+    def step_flat(self, delivery: FlatDelivery) -> None:
+        """Do the same as :meth:`step` for a delivery whose number of entries only the device knows.
+
+        Nothing waits for a GPU, and the number of kernel launches does not depend on the number of parameters.
         """
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
+from tritoncomm_kernels import Padded
 
 
 def split_by_size(
@@ -72,6 +73,22 @@ class Entries(NamedTuple):
     values: torch.Tensor
 
 
+class FlatDelivery(NamedTuple):
+    """Delivered entries of ``parameters``, as one list with padding.
+
+    Attributes:
+        parameters: The parameters. Parameter i covers the indices from ``starts[i]`` on.
+        starts: See above, ascending.
+        entries: The entries, with indices in the flat vector.
+        read_gradients: Whether to read ``.grad`` at the entries, because it may have changed, instead of their values.
+    """
+
+    parameters: Sequence[torch.Tensor]
+    starts: Sequence[int]
+    entries: Padded
+    read_gradients: bool
+
+
 class BucketLayout:
     """The position of each parameter in one flat fp32 vector, in the given order, without padding.
 
@@ -123,6 +140,7 @@ class BucketLayout:
 
         ``sparse``: accept sparse gradients.
         """
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if sparse and _is_sparse(parameter.grad):
                 part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
@@ -131,7 +149,8 @@ class BucketLayout:
             if gradient is None:
                 part.zero_()
             else:
-                part.copy_(gradient.reshape(-1))
+                copies.append((part, gradient.reshape(-1)))
+        _copy(copies)
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -163,6 +182,19 @@ class BucketLayout:
             else:
                 _write(entries, local(gradient.detach()))
 
+    def scatter_flat(self, flat: torch.Tensor) -> None:
+        """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
+            if not parameter.requires_grad:
+                parameter.grad = None
+                continue
+            if parameter.grad is None or not _writable(parameter.grad, parameter):
+                parameter.grad = _zeros(parameter)
+            held = local(parameter.grad.detach())
+            copies.append((held, part.view(held.shape)))
+        _copy(copies)
+
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
         return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
@@ -180,6 +212,15 @@ class BucketLayout:
         split = torch.split((indices - starts).long(), counts), torch.split(mean.values + 0.0, counts)
         pairs = zip(*split, lengths, strict=True)
         return [Entries(None if len(values) == length else at, values) for at, values, length in pairs]
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
+    if pairs and pairs[0][0].device.type == "cuda":
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        return
+    for target, source in pairs:
+        target.copy_(source)
 
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -73,8 +73,9 @@ class _Pass:
 class CommState(HookState):
     """The state of :func:`comm_hook`: the exchange of all buckets, and the residuals.
 
-    :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. Buckets are
-    exchanged on a separate thread, in parallel with the backward pass. Pickles and copies have the settings only. Save
+    :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. On the CPU,
+    buckets are exchanged on a separate thread, in parallel with the backward pass. On a GPU, they are exchanged at its
+    end: see :meth:`schedule`. Pickles and copies have the settings only. Save
     residuals with :meth:`state_dict`. A deep copy of a DDP module has no hook: register it.
 
     Args:
@@ -140,6 +141,8 @@ class CommState(HookState):
     def _start(self) -> None:
         # One thread exchanges the vectors in the order in which DDP passes buckets, which is the same on all ranks.
         self._thread: ThreadPoolExecutor | None = None
+        self._queued: list[Callable[[], None]] = []  # on a GPU, until the last bucket
+        self._device: torch.device | None = None
         self._pass = _Pass(1.0)
         self._keep_layout = False
         self._built: list[VectorExchange] = []  # in this pass
@@ -178,30 +181,29 @@ class CommState(HookState):
         return parameter.numel()
 
     def schedule(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Start the exchange of ``bucket`` on the thread of this state, and return a future of the averaged buffer."""
+        """Start the exchange of ``bucket``, and return a future of the averaged buffer.
+
+        On the CPU, buckets are exchanged on the thread of this state. On a GPU, all are exchanged in the call for the
+        last one. Operations of two threads in two process groups can reach NCCL in another order on each rank, and then
+        they never end: those of the exchange, and those of SyncBatchNorm or tensor parallelism in the backward pass.
+        """
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        self.is_registered = True
+        self.is_registered, self._device = True, buffer.device
         self._enter()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "tritoncomm")
-        scale = self.scale
+        first, last = bucket.index() == 0, bucket.is_last()
+        scale = self.scale if first else 1.0  # reading it waits for a GPU
         on_gpu = buffer.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
         ready = torch.cuda.current_stream(buffer.device).record_event() if on_gpu else None
-        first, last = bucket.index() == 0, bucket.is_last()
 
         def work() -> None:
             try:
                 if first:
                     self._begin(scale)
                 self._pass.waiting.append((set(map(id, parameters)), buffer, future))
-                if ready is None:
-                    self._arrive(parameters, buffer)
-                else:  # pragma: no cover - needs a GPU
-                    with torch.cuda.stream(self._stream(buffer.device)) as stream:
-                        stream.wait_event(ready)
-                        self._arrive(parameters, buffer)
-                        stream.synchronize()
+                if ready is not None:  # buckets may be filled on several streams
+                    torch.cuda.current_stream(buffer.device).wait_event(ready)
+                self._arrive(parameters, buffer)
             except BaseException as error:
                 self._failure = self._failure or error
             finally:  # DDP always waits for this future
@@ -209,10 +211,27 @@ class CommState(HookState):
                     self._finish()
                 self._release(last=last)
 
-        self._thread.submit(work)
+        self._submit(work, first=first, last=last, on_gpu=on_gpu)
         if last:  # DDP queues its own callback between the two
             at_end_of_backward(lambda: at_end_of_backward(self._raise_failure))
         return future
+
+    def _submit(self, work: Callable[[], None], *, first: bool, last: bool, on_gpu: bool) -> None:
+        if not on_gpu:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "tritoncomm")
+            self._thread.submit(work)
+            return
+        self._queued = [work] if first else [*self._queued, work]  # an earlier pass may not have reached its end
+        if last:
+            queued, self._queued = self._queued, []
+            for each in queued:
+                each()
+
+    @property
+    def device(self) -> torch.device | None:
+        """See :attr:`HookState.device`."""
+        return super().device if self._device is None else self._device
 
     def belongs_to(self, model: DistributedDataParallel) -> None:
         """Use the names of the parameters of ``model``, and its settings in messages."""
@@ -249,14 +268,22 @@ class CommState(HookState):
                 assert scheduler is not None
                 scheduler.fail(error)
             else:
-                setup_checks.propagate_error(str(error), exchange.options.group)
+                setup_checks.propagate_error(str(error), exchange.options.group, self.device)
 
     def _enter(self) -> None:
-        """Connect, and raise on all ranks if DDP calls the hook outside of a backward pass."""
+        """Connect, and raise an error if DDP calls the hook outside of a backward pass.
+
+        If ``join()`` of the model is known, every rank raises that error without a message from another one. The ranks
+        with a batch do in :meth:`_begin`. Otherwise, this rank reports it.
+        """
+        known = self.model is not None and joins(self.model)
         if current_backward() < 0:
             error = ConfigurationError(_JOINED)
-            self._report(error)
+            if not known:
+                self._report(error)
             raise error
+        if known:  # a rank without a batch does not connect
+            return
         try:
             self._connect()
         except ExchangeError as error:
@@ -390,7 +417,7 @@ class CommState(HookState):
         if self.exchange.options.group is None:
             if not dist.is_initialized():
                 raise ConfigurationError("torch.distributed is not initialized: call init_process_group first")
-            group, belongs_to = private_group(self.process_group, self.exchange.options.timeout)
+            group, belongs_to = private_group(self.process_group, self.exchange.options.timeout, self.device)
             belongs_to(self)
             self.exchange.options = replace(self.exchange.options, group=group)
 
@@ -416,7 +443,8 @@ class CommState(HookState):
     def _new_vector(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector for ``parameters`` after the ranks have been compared."""
         options, group = self.exchange.options, self.exchange.options.group
-        with setup_checks.propagate_errors(group):
+        device = parameters[0].device
+        with setup_checks.propagate_errors(group, device):
             vector = self.new_vector(parameters)
         fields = {
             "version": __version__,
@@ -426,13 +454,8 @@ class CommState(HookState):
             "parameter names": vector.names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
-        setup_checks.compare(fields, group)
+        setup_checks.compare(fields, group, device)
         return vector
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:  # pragma: no cover - needs a GPU
-        if not hasattr(self, "_side_stream"):
-            self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._side_stream
 
     @torch.no_grad()
     def flush(self) -> list[Any]:

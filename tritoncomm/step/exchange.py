@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,11 +18,13 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, fits_dtype
+from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
+from tritoncomm_kernels import Padded
 
 logger = logging.getLogger("tritoncomm")
 
@@ -37,16 +38,32 @@ class Delivered:
 
     @cached_property
     def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``."""
-        return self.layout.split(self.mean)
+        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters.
+
+        The host waits for the number of entries of a mean with padding.
+        """
+        mean, device = self.mean.trimmed(), self.layout.device
+        if mean.values.device != device:  # of parameters that FSDP has offloaded
+            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
+        return self.layout.split(mean)
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the mean has padding, and is on the device of the parameters. See :meth:`flat`."""
+        return self.mean.is_padded and self.mean.values.device == self.layout.device
+
+    def flat(self, *, read_gradients: bool) -> FlatDelivery:
+        """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
+        entries = Padded(self.mean.indices, self.mean.values)
+        return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
 
 class _Begun(NamedTuple):
-    """A vector whose mean is known, but not committed, and the time that its exchange took."""
+    """A vector whose mean is known, but not committed, and the time of its exchange."""
 
     vector: VectorExchange
     mean: SparseVector
-    seconds: float
+    span: Span
 
 
 class GradientExchange:
@@ -129,7 +146,8 @@ class GradientExchange:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         if self.vectors:
             first = self.vectors[0]
-            log_choice(first.recipe, first.rank, first.world_size, [vector.part for vector in self.vectors])
+            parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
+            log_choice(first.recipe, first.rank, first.world_size, parts, packings)
 
     def average(
         self,
@@ -162,7 +180,7 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
         (vector,) = self.vectors
-        started, zeroed = time.perf_counter(), 0
+        span, zeroed = Span(vector.device), 0
         try:
             vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
         except ConfigurationError as error:
@@ -182,17 +200,19 @@ class GradientExchange:
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        except ConfigurationError:
+        except (ConfigurationError, ExchangeError):
             self.rollback()
             raise
         for delivered in self.delivered or ():  # one
-            self._write_gradients(delivered, scale if kept else None)
-            vector.measure(delivered.mean, time.perf_counter() - started)
+            self._write_gradients(vector, delivered, scale if kept else None)
+            vector.measure(delivered.mean, span.end())
 
     @staticmethod
-    def _write_gradients(delivered: Delivered, scale: float | None) -> None:
+    def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
         """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
-        if scale is None:
+        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
+            delivered.layout.scatter_flat(vector.write(delivered.mean))
+        elif scale is None:
             delivered.layout.scatter(delivered.entries)
         elif scale != 1.0:
             delivered.layout.multiply(1.0 / scale)
@@ -222,7 +242,7 @@ class GradientExchange:
                 they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        started, mean = time.perf_counter(), None
+        span, mean = Span(vector.device), None
         if vector.scheduler is not None:
             vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
         self.pending = []
@@ -231,13 +251,13 @@ class GradientExchange:
             _check_range(mean, vector.layout, scale, dtype)
             if into_flat:
                 vector.write(mean)
-            self._begun.append(_Begun(vector, mean, time.perf_counter() - started))
+            self._begun.append(_Begun(vector, mean, span.end()))
         except NonFiniteError as error:
             if mean is None:
                 self._at_fault = self._at_fault or listed(vector.non_finite())
             else:
                 vector.feedback.rollback()
-            vector.measure(None, time.perf_counter() - started)
+            vector.measure(None, span.end())
             self._rejected = error
             if self.verdict is None:
                 raise self._reject(vector) from None
@@ -269,9 +289,9 @@ class GradientExchange:
         except BaseException:
             self.rollback()
             raise
-        for vector, mean, seconds in begun:
+        for vector, mean, span in begun:
             vector.feedback.commit()
-            vector.measure(mean, seconds)
+            vector.measure(mean, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
         self.steps += 1
         self._deliver([Delivered(step.mean, step.vector.layout) for step in begun])
@@ -302,18 +322,19 @@ class GradientExchange:
 
     def rollback(self) -> None:
         """Restore the methods' states from before this step. Residuals have not changed."""
-        for vector, _, seconds in self._begun:
+        for vector, _, span in self._begun:
             vector.feedback.rollback()
-            vector.measure(None, seconds)
+            vector.measure(None, span)
         self._begun = []
 
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
-        for vector, mean, _ in self.pending:
-            vector.feedback.resume()
-            vector.layout.scatter(vector.layout.split(mean))
+        for step in self.pending:
+            step.vector.feedback.resume()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
+        for delivered in self.delivered:
+            delivered.layout.scatter(delivered.entries)
         self.pending = []
 
     def flush(self) -> list[Delivered]:
@@ -347,7 +368,9 @@ class GradientExchange:
         gathered = [self._at_fault]
         if self.verdict is not None or (vector is not None and vector.scheduler is not None):
             group = self.verdict.group if self.verdict is not None else self.options.group
-            gathered = [fields["at fault"] for fields in setup_checks.gather({"at fault": self._at_fault}, group)]
+            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
+            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
+            gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
         if not at_fault:
             return error
@@ -361,7 +384,7 @@ class GradientExchange:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
         numel = sum(vector.layout.numel for vector in self.vectors)
-        delivered = sum(vector.last["density_delivered"] * vector.layout.numel for vector in self.vectors)
+        delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
         return summed([vector.last for vector in self.vectors]) | {
             "density": self.options.recipe.density,
             "density_delivered": delivered / max(numel, 1),
@@ -379,7 +402,8 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """
-    everybody, belongs_to = private_group(None, options.timeout)
+    device = torch.device(device)
+    everybody, belongs_to = private_group(None, options.timeout, device)
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler

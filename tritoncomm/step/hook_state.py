@@ -91,6 +91,11 @@ class HookState(ABC):
         found = ((name, parameter()) for name, parameter in self._named.values())
         return {name: parameter for name, parameter in found if parameter is not None}
 
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the exchange. None if it is not known yet."""
+        return next((parameter.device for parameter in self.parameters.values()), None)
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of ``parameter``. A parameter without a name gets one: a number in the order of this call."""
         if id(parameter) not in self._named:
@@ -252,9 +257,9 @@ class HookState(ABC):
             ConfigurationError: The density is not in (0, 1]. Nothing has changed.
             ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
-        with setup_checks.propagate_errors(self.process_group):
+        with setup_checks.propagate_errors(self.process_group, self.device):
             recipe = with_density(self.recipe, density)
-        setup_checks.compare({"density": density}, self.process_group)
+        setup_checks.compare({"density": density}, self.process_group, self.device)
         self._build_loaded()
         self.exchange.options = self.exchange.options.with_recipe(recipe)
         before = self._replace_vectors()
@@ -296,12 +301,12 @@ class HookState(ABC):
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
-        with setup_checks.propagate_errors(self.process_group):
+        with setup_checks.propagate_errors(self.process_group, self.device):
             one_of("residuals", residuals, ("restore", "reset"))
             wrapped = {"tritoncomm": state}
             state = for_this_rank(wrapped, self.process_group, reset=residuals == "reset")["tritoncomm"]
             self.check_loadable(state)
-        setup_checks.compare({"steps": state["steps"]}, self.process_group)
+        setup_checks.compare({"steps": state["steps"]}, self.process_group, self.device)
         self.load_checked(state)
 
     def check_loadable(self, state: Mapping[str, Any]) -> None:

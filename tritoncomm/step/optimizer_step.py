@@ -120,10 +120,18 @@ class OptimizerStep:
         if clip and self._max_grad_norm is not None:
             self.grad_norm = self._clip(self._max_grad_norm)
             untouched = False
-        pairs = [pair for each in delivered for pair in zip(each.layout.parameters, each.entries, strict=True)]
-        indices = [entries.indices for _, entries in pairs]
-        values = [entries.values for _, entries in pairs] if untouched else None
-        self._apply([parameter for parameter, _ in pairs], indices, values)
+
+        def aware(rule: AwareStep, readable: bool) -> None:
+            listed = [each for each in delivered if not each.is_flat]
+            pairs = [pair for each in listed for pair in zip(each.layout.parameters, each.entries, strict=True)]
+            if pairs:
+                values = [entries.values for _, entries in pairs] if untouched and readable else None
+                rule.step([parameter for parameter, _ in pairs], [entries.indices for _, entries in pairs], values)
+            for each in delivered:
+                if each.is_flat:
+                    rule.step_flat(each.flat(read_gradients=not (untouched and readable)))
+
+        self._apply(aware)
 
     def _clip(self, max_norm: float) -> float:
         """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
@@ -161,15 +169,14 @@ class OptimizerStep:
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
         every = list(parameters)
-        self._apply(every, [None] * len(every), None)
+        self._apply(lambda rule, _: rule.step(every, [None] * len(every)))
 
     @without_compile
-    def _apply(
-        self,
-        parameters: Sequence[torch.Tensor],
-        indices: Sequence[torch.Tensor | None],
-        values: Sequence[torch.Tensor] | None,
-    ) -> None:
+    def _apply(self, aware: Callable[[AwareStep, bool], None]) -> None:
+        """Take the optimizer's own step, or ``aware``.
+
+        The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
+        """
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer.
         mark_stepped(self.optimizer)
@@ -178,7 +185,7 @@ class OptimizerStep:
         if self._aware is None or self.alone:
             _step_below_hooks(self.optimizer)
         else:
-            self._aware.step(parameters, indices, None if before else values)
+            aware(self._aware, not before)
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:

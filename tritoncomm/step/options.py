@@ -26,12 +26,12 @@ from tritoncomm.algorithms import (
     recipe,
     with_suggestions,
 )
-from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.step import setup_checks
+from tritoncomm.step.packing import Packing, describe
 
 logger = logging.getLogger("tritoncomm")
 
@@ -225,26 +225,13 @@ def with_density(chosen: Recipe, density: float) -> Recipe:
     return replace(chosen, density=density)
 
 
-def with_packing(chosen: Recipe, device: torch.device) -> Recipe:
-    """Return ``chosen`` with ``packed="auto"`` resolved for vectors on ``device``.
-
-    Packing takes a GPU microseconds. A CPU packs some 3 Gbit/s per core, so it packs only if values are rounded.
-    """
-    inner = getattr(chosen, "recipe", None)
-    if inner is not None:
-        return replace(chosen, recipe=with_packing(inner, device))  # type: ignore[call-arg]
-    if isinstance(chosen, IndexRecipe) and chosen.packed == "auto" and device.type == "cuda":
-        return replace(chosen, packed=True)
-    return chosen
-
-
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
     inner = getattr(chosen, "recipe", None)
     if inner is not None:
         return replace(chosen, recipe=without_encoding(inner))  # type: ignore[call-arg]
     names = {field.name for field in dataclasses.fields(chosen)}
-    plain = {"values": "fp32", "packed": "auto"}
+    plain = {"values": "fp32", "packed": "auto", "static": "auto"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
         return replace(chosen, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
@@ -269,7 +256,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
 
 
-def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple[Algorithm, int]]) -> None:
+def log_choice(
+    recipe: Recipe,
+    rank: int,
+    world_size: int,
+    parts: Sequence[tuple[Algorithm, int]],
+    packings: Sequence[Packing] = (),
+) -> None:
     """Log on rank 0 which method is used, and how many bytes it is predicted to save.
 
     The level is WARNING if nothing is saved and the density is not 1.
@@ -280,6 +273,7 @@ def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple
         world_size: Number of ranks in the group.
         parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
             belong to small tensors, which are sent dense.
+        packings: How the messages of these vectors travel. The line says whether they are packed, and why.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
@@ -295,6 +289,8 @@ def log_choice(recipe: Recipe, rank: int, world_size: int, parts: Sequence[tuple
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
+    if how := describe(packings):
+        text += f"; {how}"
     logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
 
 

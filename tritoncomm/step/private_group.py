@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from tritoncomm.scheduler.new_group import new_group
 from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import setup_checks
 from tritoncomm.step.torch_internals import number_of_groups
@@ -20,7 +22,7 @@ _world: dist.ProcessGroup | None = None
 
 
 def private_group(
-    group: dist.ProcessGroup | None, timeout: timedelta | None
+    group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device | None = None
 ) -> tuple[dist.ProcessGroup, Callable[[object], None]]:
     """Return a group of the ranks of ``group`` that nothing else uses. All of its ranks call this together.
 
@@ -30,12 +32,14 @@ def private_group(
     Args:
         group: Process group with the same ranks. None is the default group.
         timeout: Time-out of the new group. None is the default of torch.
+        device: Device of the exchange. See :func:`~tritoncomm.step.setup_checks.gather`.
 
     Returns:
         The group, and a function. Call it with the owner: the group is free when the owner is garbage.
 
     Raises:
         ConfigMismatchError: Ranks of a part of the default group have different numbers of process groups.
+        ConfigurationError: All ranks of the default group would have to take part.
         ExchangeError: A rank was lost or did not take part.
     """
     global _world  # noqa: PLW0603 - there is one default group
@@ -45,9 +49,9 @@ def private_group(
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
-    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group)]
+    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group, device)]
     common = set.intersection(*offered)
-    chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout)
+    chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout, device)
 
     def belongs_to(owner: object) -> None:
         weakref.finalize(owner, free.__setitem__, chosen.group_name, chosen).atexit = False
@@ -55,10 +59,14 @@ def private_group(
     return chosen, belongs_to
 
 
-def _new_group(group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
+def _new_group(
+    group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device | None
+) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
         return everybody
-    setup_checks.compare({"number of process groups of this rank, which must be equal": number_of_groups()}, group)
-    some: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    numbers = {"number of process groups of this rank, which must be equal": number_of_groups()}
+    setup_checks.compare(numbers, group, device)
+    some = new_group(ranks, timeout, ranks)
+    assert some is not None
     return some

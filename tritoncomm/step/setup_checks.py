@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.shards import local
@@ -28,14 +29,16 @@ logger = logging.getLogger("tritoncomm")
 _ERROR = "error"  # key of the error that a rank reports to the others
 
 
-def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
     """Gather ``fields`` (small, picklable) of all ranks, and raise on all ranks if any value differs.
+
+    ``device`` is the one of the exchange. See :func:`gather`.
 
     Raises:
         ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
             the fields, their values and the ranks.
     """
-    gathered = gather(dict(fields), group)
+    gathered = gather(dict(fields), group, device)
     errors = {rank: entry[_ERROR] for rank, entry in enumerate(gathered) if _ERROR in entry}
     if errors:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
@@ -49,31 +52,54 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def propagate_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it."""
+def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
+    """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it.
+
+    ``device`` is the current device in the body. See :func:`gather`.
+    """
     try:
-        yield
+        with on_device(device):
+            yield
     except (ConfigMismatchError, ExchangeError):  # all ranks raise these
         raise
     except Exception as error:
         if is_distributed():
-            propagate_error(str(error), group)
+            propagate_error(str(error), group, device)
         raise
 
 
-def propagate_error(reason: str, group: dist.ProcessGroup | None) -> None:
+def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
     """Take part in the :func:`compare` of the other ranks with the ``reason`` why this rank cannot start."""
-    gather({_ERROR: reason}, group)
+    gather({_ERROR: reason}, group, device)
 
 
-def gather(fields: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """Return ``fields`` (small, picklable) of every rank, ordered by rank."""
+def gather(
+    fields: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> list[dict[str, Any]]:
+    """Return ``fields`` (small, picklable) of every rank, ordered by rank.
+
+    NCCL sends objects from the current CUDA device, which is GPU 0 on every rank of a program that has not set it. They
+    are therefore sent from ``device``, the one of the exchange. None is the current device. On a GPU, the wait for a
+    lost rank ends after the time-out of ``group``.
+    """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(gathered, fields, group=group)
+        with on_device(device), watcher.of(group, device) or nullcontext():
+            dist.all_gather_object(gathered, fields, group=group)
     except RuntimeError as error:
         raise ExchangeError(f"configuration check failed, a rank was lost or did not take part: {error}") from error
     return gathered
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the current one if it is a GPU."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
+    """Return the device of the first parameter of ``optimizer``, or None if there is none."""
+    parameters = (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+    return next((parameter.device for parameter in parameters), None)
 
 
 def parameter_fields(
@@ -138,15 +164,15 @@ def compare_setup(
         "steps": steps,
         "broadcast_parameters": broadcast,
     }
-    names = dict(named_parameters(optimizer))
+    names, device = dict(named_parameters(optimizer)), device_of(optimizer)
     fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
     if not broadcast:
-        compare(fields, group)
+        compare(fields, group, device)
         return
     fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in names]
-    compare(fields, group)
+    compare(fields, group, device)
     _broadcast(list(names), group)
-    compare({"parameters": "broadcast"}, group)  # a rank on which this has failed reports it here
+    compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
 
 
 @torch.no_grad()
@@ -156,8 +182,9 @@ def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | No
     shards = [local(parameter.detach()) for parameter in parameters]
     received = [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
     try:
-        for values in filter(torch.numel, received):
-            dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
+        with watcher.of(group, received[0].device if received else None) or nullcontext():
+            for values in filter(torch.numel, received):
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     except RuntimeError as error:
         raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
     for shard, values in zip(shards, received, strict=True):
@@ -196,7 +223,12 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def check_not_reduced(mean: SparseVector, layout: BucketLayout, group: dist.ProcessGroup | None) -> None:
+def check_not_reduced(
+    mean: SparseVector,
+    layout: BucketLayout,
+    group: dist.ProcessGroup | None,
+    equal_on_all_ranks: Callable[[int], bool] | None = None,
+) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
 
     Averaged gradients are equal on all ranks, so their mean is this rank's gradient. Only then does this look for a DDP
@@ -207,11 +239,16 @@ def check_not_reduced(mean: SparseVector, layout: BucketLayout, group: dist.Proc
         mean: The mean of the first exchange, which is without residual.
         layout: Position of each parameter in the flat vector. Every ``.grad`` is the gradient of this rank.
         group: Process group of the exchange.
+        equal_on_all_ranks: Function that returns True if all ranks pass the same number. It is needed if the exchange
+            rounds values, because a rounded mean differs from equal gradients. Default: None, nothing is rounded.
     """
     if not is_distributed() or dist.get_world_size(group) == 1 or not mean.values.any():
         return
-    own = layout.gather(torch.empty(layout.numel, device=mean.values.device))
-    if not torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0):
+    mean, own = mean.trimmed(), layout.gather(torch.empty(layout.numel, device=mean.values.device))
+    if equal_on_all_ranks is not None and not mean.is_full:
+        if not equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64))):
+            return
+    elif not torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0):
         return
     wanted = {id(parameter) for parameter in layout.parameters}
     found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))

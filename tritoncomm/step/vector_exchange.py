@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, R
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.scheduler.span import Span
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import with_packing, without_encoding
+from tritoncomm.step.options import without_encoding
+from tritoncomm.step.packing import resolve, rounds
 
 logger = logging.getLogger("tritoncomm")
 
@@ -36,6 +38,8 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
+        device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
+            keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
@@ -48,6 +52,7 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
+    device: torch.device | None = None
     flattened: bool | None = None
     by_update: bool = False
     alone: bool = False
@@ -55,6 +60,14 @@ class ExchangeOptions:
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""
         return replace(self, recipe=recipe)
+
+
+class _Times(NamedTuple):
+    """Where the time of one step went: ``meter`` has the waiting, ``whole`` is None if there was no step."""
+
+    meter: Meter
+    selecting: list[Span]
+    whole: Span | None
 
 
 class VectorExchange:
@@ -71,9 +84,11 @@ class VectorExchange:
 
     Attributes:
         layout: Position of each parameter in the flat vector.
+        device: Device of the exchange.
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step.
     """
@@ -87,21 +102,25 @@ class VectorExchange:
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
-        self.flat = torch.zeros(self.layout.numel, device=self.layout.device)
+        self.device = options.device or self.layout.device
+        self.flat = torch.zeros(self.layout.numel, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
+        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
-            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.layout.device, stamp, subgroups)
+            self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
-        self.measure(None, 0.0)
+        self._last_mean: SparseVector | None = None
+        self._latest = self._before = _Times(self.meter, [], None)
+        self.measure(None, None)
 
     @property
     def is_bare(self) -> bool:
@@ -129,6 +148,11 @@ class VectorExchange:
         """The algorithm and the number of values that are sent dense, for ``log_choice``."""
         return self.feedback.algorithm, self.dense_numel
 
+    @property
+    def rounds(self) -> bool:
+        """True if values are rounded on the wire in steps that are not dense, so that a mean is not exact."""
+        return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
+
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
         if self.scheduler is not None:
@@ -136,13 +160,12 @@ class VectorExchange:
 
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
-        recipe = self.recipe
+        recipe = self.packing.recipe
         if self.options.by_update:
             shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
             recipe = Preconditioned(recipe=recipe, shapes=shapes)
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
-        packing = with_packing(whole, self.layout.device)
-        return ErrorFeedback(packing.build(self.layout.numel), self.layout.device)
+        return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def begin(self, *, dense: bool = False) -> SparseVector:
         """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
@@ -168,6 +191,20 @@ class VectorExchange:
             self._run(self.scheduler.confirmation(trained), new_step=False)
             meter.add(self.meter)
             self.meter = meter
+
+    def equal_on_all_ranks(self, figure: int) -> bool:
+        """Return True if all ranks pass the same ``figure``. They call this between :meth:`begin` and the commit."""
+
+        def gathering() -> Pattern[bool]:
+            own = torch.tensor([figure], device=self.flat.device)
+            everybody = yield AllGather("compare", own)
+            return bool((everybody == own).all())
+
+        meter = self.meter
+        equal: bool = self._run(gathering(), new_step=False)
+        meter.add(self.meter)
+        self.meter = meter
+        return equal
 
     def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
         if self.scheduler is None:
@@ -206,21 +243,35 @@ class VectorExchange:
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
-    def measure(self, mean: SparseVector | None, seconds: float) -> None:
-        """Record the metrics of a step that took ``seconds``. ``mean`` is None if the step was rejected."""
+    def density_delivered(self) -> float:
+        """Return the share of coordinates that the last step delivered, 0.0 if it was rejected."""
+        return self._last_mean.density if self._last_mean is not None else 0.0
+
+    def measure(self, mean: SparseVector | None, span: Span | None) -> None:
+        """Record the metrics of a step with the time ``span``. ``mean`` is None if the step was rejected.
+
+        On a GPU, the times are those of the step before: the GPU may still be at work on this one.
+        """
+        self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
-        selecting = accumulator.seconds if accumulator else 0.0
+        times = _Times(meter, accumulator.spans if accumulator else [], span)
+        if self.device.type == "cuda":
+            if self._latest.meter is not meter:  # not the same step again
+                self._before = self._latest
+            self._latest, times = times, self._before
+        times.meter.settle()
+        selecting, waited = sum(each.seconds for each in times.selecting), times.meter.waited
+        whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
-            "density_delivered": mean.density if mean else 0.0,
             "selected": float(accumulator.selected) if accumulator else 0.0,
             "bytes_sent": float(meter.sent.bytes),
             "bytes_received": float(meter.received.bytes),
             "messages_sent": float(meter.sent.messages),
             "seconds_select": selecting,
-            "seconds_exchange": meter.waited,
-            "seconds_apply": max(0.0, seconds - selecting - meter.waited),
-            **{f"seconds_{phase.replace(' ', '_')}": waited for phase, waited in meter.seconds.items()},
+            "seconds_exchange": waited,
+            "seconds_apply": max(0.0, whole - selecting - waited),
+            **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
 

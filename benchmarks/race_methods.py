@@ -1,0 +1,304 @@
+"""The contenders of ``race.py``: dense DDP, its compressing hooks, DiLoCo, and this library's methods and doors."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.demo import train as demo_run
+from tritoncomm.demo.model import ByteGPT
+from tritoncomm.scheduler import tracing
+
+DOORS = ("wrap", "ddp", "fsdp")
+ONE_BUCKET = 1e6  # megabytes
+NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method and its settings. The text ``"oktopk:door=ddp,density=0.03"`` describes one."""
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Contender:
+        """Return what ``text`` describes. Raises :class:`ValueError` for a malformed text."""
+        name, _, rest = text.partition(":")
+        settings = []
+        for part in rest.split(",") if rest else []:
+            key, equals, value = part.partition("=")
+            if not (key and equals and value):
+                raise ValueError(f"{text!r} is not a contender: write NAME or NAME:KEY=VALUE,KEY=VALUE")
+            settings.append((key, _literal(value)))
+        if name not in (*RIVALS, *tritoncomm.algorithms(), "auto"):
+            raise ValueError(f"{name!r} is no contender: choose from {', '.join([*RIVALS, *tritoncomm.algorithms()])}")
+        found = cls(name, tuple(settings))
+        door = found.get("door", "wrap")
+        if door not in DOORS:
+            raise ValueError(f"door={door} is unknown: choose from {', '.join(DOORS)}")
+        return found
+
+    def get(self, key: str, otherwise: Any) -> Any:
+        """Return the setting ``key``."""
+        return dict(self.settings).get(key, otherwise)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a method of this library."""
+        return self.name not in RIVALS
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of first steps of ``steps`` that averages leave out: the dense ones. DiLoCo has none."""
+        return 0 if self.name == "diloco" else int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
+
+    @property
+    def period(self) -> int:
+        """The number of steps after which the work of steps repeats, as far as it does not depend on the data."""
+        return int(self.get("steps", DILOCO_STEPS)) if self.name == "diloco" else 1
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class Watch:
+    """Notes when backward has computed the last gradient of a step. The times are those of timelines."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.last = 0.0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: torch.Tensor) -> None:
+        self.last = tracing.now()
+
+
+class Trained:
+    """A model that one contender trains: here dense, by ``DistributedDataParallel`` with or without a hook.
+
+    ``hidden`` is the share of the seconds of exchange that backward did not wait for, over all steps so far. ``parts``
+    splits the last step, whose times are those of its start, the return of ``backward()`` and its end. The buckets are
+    those of torch by default, whose first one is small.
+    """
+
+    def __init__(self, plain: nn.Module, optimizer: NewOptimizer, bucket_megabytes: float | None = None) -> None:
+        self._watch = Watch(plain)
+        self.model: nn.Module = DistributedDataParallel(plain, bucket_cap_mb=bucket_megabytes)
+        self.optimizer = optimizer(plain)
+
+    def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
+        """Return the seconds of the last step by part."""
+        computed = min(max(self._watch.last, began), returned)
+        return {
+            "compute": computed - began, "select": 0.0, "exchange": returned - computed, "apply": ended - returned,
+        }  # fmt: skip
+
+    @property
+    def hidden(self) -> float | None:
+        """See the class. DDP's own timers measure it. None if there was nothing to hide."""
+        timers = self.model._get_ddp_logging_data()  # noqa: SLF001 - DDP has no public timers
+        busy = timers.get("avg_backward_comm_time", 0)
+        return timers["avg_backward_compute_comm_overlap_time"] / busy if busy else None
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """Context in which the model has the parameters that all ranks agree on."""
+        yield self.model
+
+
+def dense(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, _: int) -> Trained:
+    """Train with DDP and no hook. ``bucket_mb`` is the size of its buckets."""
+    trained = Trained(plain, optimizer, contender.get("bucket_mb", None))
+    trained.model._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001 - DDP has no public timers
+    return trained
+
+
+def fp16(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> Trained:
+    """Train with torch's hook that sends gradients in fp16."""
+    trained = dense(plain, optimizer, contender, warmup)
+    trained.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return trained
+
+
+def powersgd(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> Trained:
+    """Train with torch's PowerSGD hook of ``rank``, after ``warmup`` dense steps.
+
+    Its all-reduces start each other in callbacks. With several buckets on gloo, they start in another order on each
+    rank: four workers waited forever, two aborted. The default is therefore one bucket.
+    """
+    megabytes = contender.get("bucket_mb", ONE_BUCKET)
+    trained = dense(plain, optimizer, Contender("dense", (("bucket_mb", megabytes),)), warmup)
+    state = powerSGD_hook.PowerSGDState(
+        None, contender.get("rank", 1), start_powerSGD_iter=max(2, warmup), min_compression_rate=2
+    )
+    trained.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return trained
+
+
+DILOCO_STEPS = 30
+
+
+class DiLoCo(Trained):
+    """DiLoCo: each rank trains alone for ``steps`` steps. The mean change is then an outer step with Nesterov momentum.
+
+    The defaults are those of the paper: an outer rate ``lr`` of 0.7, and ``momentum`` of 0.9. With ``lr=1,momentum=0``
+    it averages the parameters. The optimizer's state stays local.
+    """
+
+    def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
+        self.model = plain
+        self.optimizer = optimizer(plain)
+        self._every = int(contender.get("steps", DILOCO_STEPS))
+        self._anchor = [parameter.detach().clone() for parameter in plain.parameters()]
+        momentum = contender.get("momentum", 0.9)
+        self._outer = torch.optim.SGD(
+            self._anchor, lr=contender.get("lr", 0.7), momentum=momentum, nesterov=momentum > 0
+        )
+        self._steps, self._waited = 0, 0.0
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _after_step(self) -> None:
+        self._steps += 1
+        self._waited = 0.0
+        if self._steps % self._every == 0:
+            self._merge()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        own = list(self.model.parameters())
+        change = torch.cat([(a - x).reshape(-1) for a, x in zip(self._anchor, own, strict=True)])
+        started = tracing.now()
+        dist.all_reduce(change)
+        self._waited = tracing.now() - started
+        change /= dist.get_world_size()
+        for anchor, part in zip(self._anchor, change.split([a.numel() for a in self._anchor]), strict=True):
+            anchor.grad = part.view_as(anchor)
+        self._outer.step()
+        for parameter, anchor in zip(own, self._anchor, strict=True):
+            parameter.copy_(anchor)
+
+    def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
+        """See :class:`Trained`."""
+        return {
+            "compute": returned - began, "select": 0.0, "exchange": self._waited,
+            "apply": ended - returned - self._waited,
+        }  # fmt: skip
+
+    @property
+    def hidden(self) -> float | None:
+        """Nothing is hidden."""
+        return 0.0
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """Context in which the model has the parameters of the last merge."""
+        own = [parameter.detach().clone() for parameter in self.model.parameters()]
+        with torch.no_grad():
+            for parameter, anchor in zip(self.model.parameters(), self._anchor, strict=True):
+                parameter.copy_(anchor)
+            yield self.model
+            for parameter, saved in zip(self.model.parameters(), own, strict=True):
+                parameter.copy_(saved)
+
+
+class Wrapped(Trained):
+    """Train with a wrapped optimizer and a plain module. ``step()`` exchanges."""
+
+    def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
+        self.model, arguments = self._opened(plain, contender)
+        arguments |= {key: value for key, value in contender.settings if key not in ("door", "bucket_mb")}
+        arguments["warmup_steps"] = warmup
+        self.optimizer: Any = tritoncomm.wrap(optimizer(plain), contender.name, **arguments)
+
+    def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
+        return plain, {}
+
+    def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
+        """See :class:`Trained`."""
+        metrics = self.optimizer.metrics()
+        select, exchange = metrics["seconds_select"], metrics["seconds_exchange"]
+        return {
+            "compute": returned - began, "select": select, "exchange": exchange,
+            "apply": max(0.0, ended - returned - select - exchange),
+        }  # fmt: skip
+
+    @property
+    def hidden(self) -> float | None:
+        """Nothing is hidden: the exchange follows backward."""
+        return 0.0
+
+
+class Hooked(Wrapped):
+    """Train with a hook of this library, which exchanges during backward.
+
+    The phases of the timeline say what was hidden. With DDP a thread exchanges: what lies before the last gradient of
+    backward is hidden. With FSDP a phase is hidden if it does not run on the thread of backward.
+    """
+
+    def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
+        self._door = contender.get("door", "wrap")
+        self._watch = Watch(plain) if self._door == "ddp" else None
+        super().__init__(plain, optimizer, contender, warmup)
+        self._thread = threading.get_ident()
+        self._read, self._busy, self._beside = 0, 0.0, 0.0
+
+    def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
+        if self._door == "ddp":
+            model = DistributedDataParallel(plain, bucket_cap_mb=contender.get("bucket_mb", None))
+            return model, {"model": model}
+        return demo_run.opened(self._door, plain, dist.get_world_size(), {})
+
+    def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
+        """See :class:`Trained`. Selection is a part of compute or of exchange here, as it runs beside backward."""
+        tracer = tracing.current()
+        assert tracer is not None
+        new, self._read = tracer.events[self._read :], len(tracer.events)
+        own_track = tracer._threads.get(self._thread)  # noqa: SLF001 - names of tracks are numbers
+        computed = returned if self._watch is None else min(max(self._watch.last, began), returned)
+        waited = 0.0
+        for event in new:
+            if event["ph"] != "X":
+                continue
+            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+            self._busy += seconds
+            if event["tid"] != own_track:
+                self._beside += min(max(0.0, computed - start), seconds)
+            elif start < returned:
+                waited += seconds
+        exchange = returned - computed if self._watch is not None else waited
+        return {
+            "compute": returned - began - exchange, "select": 0.0, "exchange": exchange, "apply": ended - returned,
+        }  # fmt: skip
+
+    @property
+    def hidden(self) -> float | None:
+        """See :class:`Trained`."""
+        return self._beside / self._busy if self._busy else None
+
+
+RIVALS: dict[str, Callable[..., Trained]] = {"dense": dense, "fp16": fp16, "powersgd": powersgd, "diloco": DiLoCo}
+
+
+def trained(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> Trained:
+    """Return ``plain`` and the optimizer that ``optimizer(model)`` makes, as ``contender`` trains them.
+
+    Methods with dense steps at the start take ``warmup`` of them.
+    """
+    if not contender.is_ours:
+        return RIVALS[contender.name](plain, optimizer, contender, warmup)
+    kind = Wrapped if contender.get("door", "wrap") == "wrap" else Hooked
+    return kind(plain, optimizer, contender, warmup)

@@ -1,0 +1,137 @@
+"""Adam update of the entries of one flat list, whose number and whose parameters only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
+from tritoncomm_kernels.adam_many import AdamStates
+from tritoncomm_kernels.checks import GRADIENT_DTYPES
+from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.workspace import copied_to
+
+
+class AdamFlat:
+    """Adam updates of the same ``parameters`` with the same ``states``, step after step, from flat lists of entries.
+
+    Parameter i covers the indices from ``starts[i]`` on. ``starts`` ascend, and the ranges do not overlap. Entries
+    outside all ranges are ignored. The bits are those of one :func:`tritoncomm_kernels.adam_update` per parameter. On a
+    GPU nothing waits for the host, and the number of launches does not depend on the number of parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> None:
+        self.parameters = list(parameters)
+        self.states = states
+        self.starts = list(starts)
+        columns = [self.parameters, *map(list, states.columns())]
+        if any(len(column) != len(starts) for column in columns):
+            raise ValueError(f"states must have one tensor in each field for each of {len(starts)} parameters")
+        self._columns = columns
+        self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        together: dict[torch.dtype, list[int]] = {}
+        for position, parameter in enumerate(self.parameters):
+            floats = (parameter, states.first[position], states.second[position])
+            if any(held.dtype != parameter.dtype or not held.is_contiguous() for held in floats):
+                continue
+            if parameter.dtype in GRADIENT_DTYPES:
+                together.setdefault(parameter.dtype, []).append(position)
+        self._together = together
+
+    def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> bool:
+        """Return True if these are the tensors of this object, in the same memory."""
+        columns = [parameters, *states.columns()]
+        addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
+        return self.starts == list(starts) and self._addresses == addresses
+
+    def update(
+        self,
+        entries: Padded,
+        control: AdamControl,
+        *,
+        keep: float = 1.0,
+        gradients: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Multiply the parameters by ``keep``, then apply one Adam step to ``entries`` (``[room]``), in place.
+
+        The gradient of an entry is its value, rounded to the dtype of its parameter. If ``gradients`` are given, one
+        per parameter, it is read from there instead.
+        """
+        if keep != 1:
+            _scale(self.parameters, keep)
+        left = set(range(len(self.parameters)))
+        if entries.room and self.parameters and triton_runs(self.parameters[0]):
+            for dtype, positions in self._together.items():
+                own = None if gradients is None else [gradients[i] for i in positions]
+                if own is None or all(each.dtype == dtype and each.is_contiguous() for each in own):
+                    self._launch(entries, control, dtype, positions, own)
+                    left -= set(positions)
+        if left and entries.room:
+            self._one_by_one(entries, control, sorted(left), gradients)
+
+    def _launch(
+        self,
+        entries: Padded,
+        control: AdamControl,
+        dtype: torch.dtype,
+        positions: list[int],
+        gradients: Sequence[torch.Tensor] | None,
+    ) -> None:
+        module, device = kernel("adam_flat_triton"), entries.indices.device
+        torch.autograd.graph.increment_version([self.parameters[i] for i in positions])
+        table = self._tables.get(dtype)
+        if table is None or gradients is not None:
+            table = copied_to(torch.from_numpy(self._table(module.COLUMNS, positions, gradients)), device)
+        if gradients is None:
+            self._tables[dtype] = table
+        module.update(
+            entries.indices, entries.values.to(dtype) if gradients is None else None, table, control.scalars,
+            beta_tables(control.betas, torch.float32, device), dtype, amsgrad=self.states.maximum is not None,
+            maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+        )  # fmt: skip
+
+    def _table(self, columns: int, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> np.ndarray:
+        """Return the addresses, the starts and the lengths of the parameters at ``positions``."""
+        parameters, first, second, last, param_rms, *maximum = self._addresses
+        table = np.zeros((len(positions), columns), np.int64)
+        for column, addresses in zip((0, 2, 3, 4, 5, 6), (parameters, first, second, last, param_rms, *maximum)):  # noqa: B905 - there may be no maximum
+            table[:, column] = [addresses[i] for i in positions]
+        table[:, 1] = 0 if gradients is None else [each.data_ptr() for each in gradients]
+        table[:, 7] = [self.starts[i] for i in positions]
+        table[:, 8] = [self.parameters[i].numel() for i in positions]
+        return table
+
+    def _one_by_one(
+        self,
+        entries: Padded,
+        control: AdamControl,
+        positions: Sequence[int],
+        gradients: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Update the parameters at ``positions``: the reference."""
+        found = entries.trimmed()
+        for position in positions:
+            parameter, start = self.parameters[position], self.starts[position]
+            bounds = found.indices.new_tensor([start, start + parameter.numel()])
+            low, high = torch.searchsorted(found.indices, bounds).tolist()
+            at = (found.indices[low:high] - start).long()
+            if gradients is None:
+                dense = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+                dense[at] = found.values[low:high].to(parameter.dtype)
+                gradient = dense.view(parameter.shape)
+            else:
+                gradient = gradients[position]
+            adam_update(parameter, gradient, self.states.at(position), control, at)
+
+
+def _scale(parameters: list[torch.Tensor], keep: float) -> None:
+    """Multiply all ``parameters``. fp16 is multiplied one by one, because ``_foreach_mul_`` would round the factor."""
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        for parameter in parameters:
+            parameter.mul_(keep)
+    else:
+        torch._foreach_mul_(parameters, keep)

@@ -1,0 +1,145 @@
+"""Kernels of :mod:`tritoncomm_kernels.adam_flat`: an entry of a flat list finds its parameter by halving.
+
+Like the kernels in :mod:`tritoncomm_kernels.adam_triton`, the first sums the distance that each tensor would move, and
+the second computes the moves again and applies them. Both are launched once, however many parameters there are.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam_triton import _step
+from tritoncomm_kernels.dispatch import on_device_of
+
+# int64 numbers per tensor: addresses of parameter, gradient, moments, last, param_rms and maximum; start, elements.
+COLUMNS = 9
+BLOCK, WARPS = 128, 4
+
+
+@triton.jit
+def _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the lanes of this program, the tensor of each entry, its coordinate there, and a mask of entries."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices_ptr + lane, mask=lane < capacity, other=-1).to(tl.int64)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + tensors
+    while steps > 0:  # number of tensors that start at the entry or before it
+        middle = low + (high - low) // 2
+        unknown = low < high
+        start = tl.load(table_ptr + middle.to(tl.int64) * COLUMNS + 7, mask=unknown, other=0)
+        low = tl.where(unknown & (start <= index), middle + 1, low)
+        high = tl.where(unknown & (start > index), middle, high)
+        steps -= 1
+    held = (index >= 0) & (low > 0)
+    tensor = tl.where(held, low - 1, 0)
+    row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
+    at = index - tl.load(row_ptr + 7, mask=held, other=0)
+    inside = held & (at < tl.load(row_ptr + 8, mask=held, other=0))
+    return lane, tensor, row_ptr, tl.where(inside, at, 0), inside
+
+
+@triton.jit
+def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
+    return tl.load(row_ptr + column, mask=inside, other=0).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit(do_not_specialize=["capacity", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
+def length_flat_kernel(
+    indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,
+):  # fmt: skip
+    """Sum the squared distances that the entries of each tensor would move, in integers. Nothing is updated.
+
+    With ``COMPACT``, ``delivered_ptr`` has the gradient of each entry. Otherwise it is read from the tensor's gradient.
+    """
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK)
+    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
+    _, _, _, move, factor = _step(
+        _address(row_ptr, 0, inside, DTYPE), gradient_ptr,
+        _address(row_ptr, 2, inside, DTYPE), _address(row_ptr, 3, inside, DTYPE), _address(row_ptr, 6, inside, DTYPE),
+        _address(row_ptr, 4, inside, tl.int32),
+        control_ptr, tables_ptr, at, inside, 0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
+    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    square = distance * distance
+    square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
+    tl.atomic_add(total_ptr + tensor, square.to(tl.int64), mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["capacity", "tensors", "steps"], do_not_specialize_on_alignment=["indices_ptr"])
+def adam_flat_kernel(
+    indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
+    DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,
+):  # fmt: skip
+    """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK)
+    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
+    parameter_ptr = _address(row_ptr, 0, inside, DTYPE)
+    first_ptr = _address(row_ptr, 2, inside, DTYPE)
+    second_ptr = _address(row_ptr, 3, inside, DTYPE)
+    last_ptr = _address(row_ptr, 4, inside, tl.int32)
+    maximum_ptr = _address(row_ptr, 6, inside, DTYPE)
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    first, second, largest, move, factor = _step(
+        parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
+        0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
+    )  # fmt: skip
+    tl.debug_barrier()  # the stores may use other threads than the loads
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    if AMSGRAD:
+        tl.store(maximum_ptr + at, largest, mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    rms = tl.load(_address(row_ptr, 5, inside, tl.float32), mask=inside, other=0.0)
+    reach = tl.load(control_ptr + 8).to(tl.float32) * rms
+    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+    total = tl.load(total_ptr + tensor, mask=inside, other=0).to(tl.float32)
+    length = tl.sqrt_rn(tl.div_rn(total, tl.load(row_ptr + 8, mask=inside, other=1).to(tl.float32)))
+    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+
+
+def update(
+    indices: torch.Tensor,
+    delivered: torch.Tensor | None,
+    table: torch.Tensor,
+    control: torch.Tensor,
+    tables: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    amsgrad: bool,
+    maximize: bool,
+    coupled: bool,
+    limited: bool,
+    block: int = BLOCK,
+) -> None:
+    """Launch the kernels on checked, non-empty arguments. ``delivered`` is in ``dtype``, or None to read gradients."""
+    tensors = table.shape[0]
+    total = torch.zeros(tensors, dtype=torch.int64, device=indices.device)
+    grid = (triton.cdiv(indices.numel(), block),)
+    lists = indices, indices if delivered is None else delivered
+    arguments = *lists, table, control, tables, total, indices.numel(), tensors, tensors.bit_length()
+    options: dict[str, Any] = {
+        "DTYPE": {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype],
+        "AMSGRAD": amsgrad,
+        "MAXIMIZE": maximize,
+        "COUPLED": coupled,
+        "POWERS": tables.numel() // 4,
+        "COLUMNS": COLUMNS,
+        "BLOCK": block,
+        "COMPACT": delivered is not None,
+        "num_warps": WARPS,
+        "enable_fp_fusion": False,
+    }
+    with on_device_of(indices):
+        if limited:  # without a limit the distance is not needed
+            length_flat_kernel[grid](*arguments, LARGEST_SQUARE=LARGEST_SQUARE, **options)
+        adam_flat_kernel[grid](*arguments, FINE=FINE, **options)

@@ -1,0 +1,94 @@
+"""Forecasts of ordinary steps and the papers' formulas, beside the traffic of simulated steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+from tritoncomm import OkTopk, Recipe, SimulatedWorld, SparDL, algorithms, recipe
+from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
+from tritoncomm.planning.synthetic_gradients import LayeredGradients
+from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Traffic
+
+STEPS = 6
+CLOSE = 1.5  # the factor by which forecasts may differ from a step
+SIZES = [(20_000, 4, 0.01), (20_000, 16, 0.02), (20_000, 3, 0.05)]  # values, workers, density
+# Their number of entries is not k: it follows from a fit, from a constant threshold, or from one that adapts.
+FLOATING = ("gaussiank", "sidco", "hard_threshold", "exdyna", "micro")
+
+
+def recipes() -> Iterator[Recipe]:
+    """Yield every method that sends indices, in each format of messages."""
+    for name in algorithms():
+        method = recipe(name) if name != "random_block" else None
+        if isinstance(method, IndexRecipe):
+            yield from (method, replace(method, packed=True))
+            if method.has_static_form:
+                yield replace(method, static=True)
+        if isinstance(method, EntryRecipe):
+            yield from (replace(method, values=values) for values in ("4bit", "8bit"))
+    yield OkTopk(strict_volume=True, values="4bit")
+    yield SparDL(teams=2, values="4bit")
+
+
+def busiest(recipe: Recipe, world_size: int, numel: int) -> tuple[Traffic, Traffic, float]:
+    """Return what the busiest rank sends and receives in ordinary steps, and the entries of a step."""
+    world = SimulatedWorld(recipe, world_size, numel)
+    sources = [LayeredGradients(numel, rank) for rank in range(world_size)]
+    sent, received, entries = [], [], []
+    for step in range(STEPS):
+        means = world.step(torch.stack([gradients.at(step) for gradients in sources]))
+        report = world.workers[0].algorithm.report
+        if step > 2 and not (report.get("reevaluated") or report.get("repartitioned")):
+            sent.append(max(world.traffic, key=lambda traffic: traffic.bytes))
+            received.append(max(world.received, key=lambda traffic: traffic.bytes))
+            selected = fmean(worker.accumulator.selected for worker in world.workers)
+            entries.append(len(means[0]) if recipe.name in ("exdyna", "micro") else selected)
+    assert len(sent) > 1
+    return *(
+        Traffic(*(round(fmean(column)) for column in zip(*rows, strict=True))) for rows in (sent, received)
+    ), fmean(entries)
+
+
+@pytest.mark.parametrize("chosen", list(recipes()), ids=repr)
+def test_forecasts_of_ordinary_steps(chosen: Recipe) -> None:
+    """The forecast and the formula of an ordinary step are within a factor of 1.5 of what the busiest rank moves.
+
+    Formulas do not count the headers of messages. That of gTop-k adds both directions.
+    """
+    for numel, world_size, density in SIZES:
+        method = replace(chosen, density=density)
+        if world_size == 3 and isinstance(method, SparDL) and method.teams == 2:
+            continue
+        sent, received, entries = busiest(method, world_size, numel)
+        if method.name in FLOATING and method.static is not True:
+            method = replace(method, density=entries / numel)
+        forecast = method.build(numel).ordinary_traffic(world_size)
+        for measured, expected in ((sent, forecast.sent), (received, forecast.received)):
+            assert measured.bytes / CLOSE <= expected.bytes <= measured.bytes * CLOSE, (numel, world_size)
+            assert measured.messages / CLOSE <= expected.messages <= measured.messages * CLOSE
+        formula = method.formula(numel, world_size)
+        moved = received.plus(sent) if method.name == "gtopk" else received
+        assert formula.low / CLOSE <= moved.bytes / WORD <= CLOSE * formula.high + HEADER_WORDS * moved.messages
+        assert formula.high <= 3.5 * formula.low or method.name == "topk_dsa"  # or the range would say nothing
+
+
+def test_forecast_of_oktopk_is_not_its_bound() -> None:
+    """Ok-Topk's forecast follows the paper: at most 6k(P-1)/P words. Its bound covers the worst split of entries."""
+    numel, world_size = 1_000_000, 8
+    algorithm = OkTopk(density=0.01).build(numel)
+    ordinary, bound = algorithm.ordinary_traffic(world_size), algorithm.predicted_traffic(world_size)
+    k = numel // 100
+    assert 4 * k * 7 / 8 <= ordinary.received.bytes / WORD <= 6 * k * 7 / 8
+    assert bound.received.bytes > 3 * ordinary.received.bytes
+    generator, world = torch.Generator().manual_seed(0), SimulatedWorld(OkTopk(density=0.2, values="4bit"), 8, 2000)
+    first = world.predicted_traffic[0].phases["split-and-reduce"].received
+    for _ in range(4):
+        world.step(torch.randn(8, 2000, generator=generator))
+    later = world.predicted_traffic[0].phases["split-and-reduce"].received
+    assert later.bytes < 0.8 * first.bytes  # the regions are known, and have no room for all entries
+    for phase, flow in ordinary.phases.items():
+        assert bound.allows(phase, flow.sent, flow.received), phase

@@ -1,0 +1,238 @@
+"""The static form of all methods that have it: what it delivers, what it sends, and what has no room."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tritoncomm import (
+    ConfigurationError,
+    ExDyna,
+    MiCRO,
+    NonFiniteError,
+    ProtocolMismatchError,
+    Recipe,
+    SimulatedWorld,
+    SparDL,
+    TopkAllgather,
+)
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.exdyna import ExDynaState
+from tritoncomm.algorithms.spardl_teams import Place
+from tritoncomm.scheduler.cost import Flow
+from tritoncomm.scheduler.rounds import AllGather, Op
+from tritoncomm.scheduler.wire import PLAIN
+
+import laws
+from recipes import under_test
+
+AMPLE = 1000.0  # capacity of ExDyna that no step reaches
+STATIC = [name for name, recipe in under_test(0.1).items() if isinstance(recipe, IndexRecipe) and recipe.static is True]
+# Recipes and world sizes. In most of them neither blocks nor budgets have the same size.
+SAME = [
+    (TopkAllgather(density=0.05), 5),
+    (TopkAllgather(density=0.05, packed=True), 8),
+    (TopkAllgather(density=0.05, values="4bit"), 3),
+    *((SparDL(density=0.05), world_size) for world_size in (1, 2, 3, 5, 6, 8, 17)),
+    (SparDL(density=0.05, packed=True), 7),
+    (SparDL(density=0.05, values="4bit"), 7),
+    (SparDL(density=0.05, teams=2), 6),
+    (SparDL(density=0.05, teams=2, sag="bruck"), 6),
+    (SparDL(density=0.05, teams=3, packed=True), 12),
+    (SparDL(density=0.05, teams=3, values="4bit"), 6),
+    (SparDL(density=0.05, teams=4), 12),
+    (SparDL(density=0.05, teams=8), 8),
+    (SparDL(density=0.05, teams=8, values="2bit", packed="always"), 16),
+    (SparDL(density=0.05, residuals="partial"), 6),
+    (SparDL(density=0.05, residuals="local", teams=2), 6),
+    *((ExDyna(density=0.05, capacity=AMPLE), world_size) for world_size in (1, 2, 3, 8)),
+    (ExDyna(density=0.05, capacity=AMPLE, packed=True), 5),
+    (ExDyna(density=0.05, capacity=AMPLE, rebalance="pair_ratio", threshold_rule="ref"), 4),
+    (MiCRO(density=0.05, capacity=AMPLE), 7),
+]
+
+
+def named(entry: tuple[Recipe, int]) -> str:
+    """Return a name for the test report."""
+    recipe, world_size = entry
+    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    changed = [f"{f.name}={fields[f.name]}" for f in dataclasses.fields(recipe) if fields[f.name] != f.default]
+    return f"{recipe.name}-{world_size}-{','.join(changed[1:])}"
+
+
+def heavy(world_size: int, numel: int, seed: int) -> torch.Tensor:
+    """Return gradients with heavy tails, whose sums are not zero."""
+    return next(laws.Case(world_size, numel, ("random",), seed=seed, exact=False).gradients())
+
+
+@pytest.mark.parametrize("entry", SAME, ids=named)
+@pytest.mark.parametrize("numel", [1003, 4000])
+def test_same_as_the_exact_form(entry: tuple[IndexRecipe, int], numel: int) -> None:
+    """With room for all entries, both forms deliver the same bits, and keep the same residuals and states."""
+    recipe, world_size = entry
+    exact, static = (
+        SimulatedWorld(dataclasses.replace(recipe, static=static), world_size, numel) for static in (False, True)
+    )
+    for step in range(6):
+        gradients = heavy(world_size, numel, step)
+        expected, means = exact.step(gradients), static.step(gradients)
+        assert len(means[0]) > 0
+        assert all(laws.same_vector(mean, expected[0]) for mean in means)
+        assert laws.same_bits(static.residuals, exact.residuals)
+        for one, other in zip(static.workers, exact.workers, strict=True):
+            assert one.algorithm.state == other.algorithm.state
+            assert one.accumulator.selected == other.accumulator.selected
+            assert one.algorithm.report.items() <= other.algorithm.report.items()
+
+
+@pytest.mark.parametrize("name", [name for name in STATIC if "oktopk" not in name])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 8, 12])
+def test_traffic_is_predicted_exactly(name: str, world_size: int) -> None:
+    """Every phase of every rank has the predicted traffic in both directions, whatever the gradients are.
+
+    Ok-Topk has the same test for its steps that reuse thresholds. Others depend on counts.
+    """
+    recipe = under_test(0.05)[name]
+    case = laws.fitted(laws.Case(world_size, 1003, ("zero", "random", "one-region", "ties", "one-entry")), recipe)
+    world = laws.world_of(recipe, case)
+    for gradients in case.gradients():
+        forecasts = world.predicted_traffic
+        world.step(gradients)
+        for meter, forecast in zip(world.scheduler.meters, forecasts, strict=True):
+            measured = {
+                phase: Flow(sent, meter.received_by_phase[phase]) for phase, sent in meter.sent_by_phase.items()
+            }
+            assert measured == {phase: flow for phase, flow in forecast.phases.items() if flow.sent.messages}
+
+
+def test_every_method_with_a_static_form_is_tested() -> None:
+    """No method that claims to have the form is missing here."""
+    tested = {under_test(0.1)[name].name for name in STATIC}
+    assert tested == {
+        recipe.name for recipe in under_test(0.1).values() if isinstance(recipe, IndexRecipe) and recipe.can_be_static()
+    }
+
+
+@pytest.mark.parametrize("capacity", [1.0, 1.5])
+def test_entries_without_room_stay(capacity: float) -> None:
+    """If more entries pass than a rank has room for, it delivers its largest ones. The rest stays in the residuals."""
+    world_size, numel, density = 4, 800, 0.05
+    recipe = ExDyna(density=density, capacity=capacity, lift=1.0, threshold_rule="off", static=True)
+    world = SimulatedWorld(recipe, world_size, numel)
+    blocks = (7, 7, 6, 5)
+    for worker in world.workers:
+        worker.algorithm.state = ExDynaState(world_size=4, threshold=0.01, settled=True, blocks=blocks)
+    gradients = heavy(world_size, numel, 0)
+    gradients[2:, :] = 0  # two partitions with too many entries, two without any
+    mean = world.step(gradients)[0]
+    algorithm = world.workers[0].algorithm
+    room = -(-int(capacity * numel * density) // world_size)
+    assert len(mean) == 2 * room
+    for rank, (start, stop) in enumerate(itertools.pairwise(algorithm.bounds(algorithm.layout(4), blocks))):
+        order = gradients[rank, start:stop].abs().argsort(descending=True, stable=True)[:room].sort().values + start
+        delivered = mean.indices[(mean.indices >= start) & (mean.indices < stop)]
+        assert delivered.tolist() == (order.tolist() if rank < 2 else [])
+    left = gradients.clone()
+    left[:, mean.indices.long()] = 0
+    assert torch.equal(world.residuals, left)
+    # The counts of the threshold and of the borders include the entries without room.
+    passed = sum(
+        int((gradients[r, slice(*bounds)].abs() >= 0.01).sum()) for r, bounds in enumerate(((0, 224), (224, 448)))
+    )
+    assert algorithm.report["passed"] == passed > 4 * room
+
+
+def test_concentrated_gradients_are_delivered() -> None:
+    """If all gradients lie in 1/32 of the vector, borders move until the fixed room of all ranks is used."""
+    numel, world_size = 16_384, 8
+    world = SimulatedWorld(ExDyna(density=0.01, static=True), world_size, numel)
+    generator = torch.Generator().manual_seed(0)
+    delivered = []
+    for _ in range(130):
+        gradients = torch.zeros(world_size, numel)
+        gradients[:, : numel // 32] = torch.randn(world_size, numel // 32, generator=generator)
+        delivered.append(len(world.step(gradients)[0]) / (numel * 0.01))
+    assert sum(delivered[80:]) / 50 > 0.6
+
+
+def test_segments() -> None:
+    """A bag that wraps around is selected at once. Its gap has no budget."""
+    place = Place(5, 1, 7, [0, 10, 20, 30, 40, 50, 60, 71], [1, 2, 3, 4, 5, 6, 7], PLAIN)
+    assert place.segments([2, 3]) == ([20, 30, 40], [3, 4], None)
+    assert place.segments([0, 1, 5, 6]) == ([0, 10, 20, 50, 60, 71], [1, 2, 0, 6, 7], 2)
+    assert place.segments(list(range(7))) == (place.cuts, place.budgets, None)
+
+
+def changed(world: SimulatedWorld, gradients: torch.Tensor, source: int, place: int, word: int) -> None:
+    """Run a step in which one word of one rank's message in the last all-gather of entries is another."""
+
+    def change(_: int, ops: Sequence[Op]) -> None:
+        if isinstance(ops[0], AllGather) and ops[0].phase in ("indices", "all-gather"):
+            ops[source].tensor[place] = word
+
+    world.step(gradients, before_round=change)
+
+
+@pytest.mark.parametrize("word", [-7, 2, 1003])
+def test_disordered_indices_are_rejected(word: int) -> None:
+    """ExDyna rejects indices outside of the vector, and indices that do not ascend in partition order."""
+    world = SimulatedWorld(ExDyna(density=0.05, static=True), 3, 1003)
+    before = world.residuals
+    with pytest.raises(ProtocolMismatchError, match=r"ranks \[0, 1, 2\] received malformed messages"):
+        changed(world, heavy(3, 1003, 0), 2, 0, word)
+    assert laws.same_bits(world.residuals, before)
+    assert [str(error) for error in world.scheduler.raised.values()] == [str(world.scheduler.raised[0])] * 3
+
+
+@pytest.mark.parametrize("wrong", [-1, 1004])
+def test_counts_out_of_range_are_rejected(wrong: int) -> None:
+    """ExDyna rejects a number of passed entries that no rank can have. The next borders would depend on it."""
+    world = SimulatedWorld(ExDyna(density=0.05, static=True), 3, 1003)
+
+    def change(_: int, ops: Sequence[Op]) -> None:
+        if ops[0].phase == "verdict":
+            ops[1].tensor[3] = wrong
+
+    with pytest.raises(ProtocolMismatchError, match=rf"received counts \[{wrong}\] from ranks \[1\]"):
+        world.step(heavy(3, 1003, 0), before_round=change)
+    assert world.workers[0].algorithm.state == ExDynaState()
+
+
+def test_an_index_of_the_next_block_is_rejected() -> None:
+    """SparDL rejects the first index of the next block, although it is in the span of a wider block."""
+    numel, world_size = 1003, 5  # blocks of 200, 201, 200, 201 and 201
+    world = SimulatedWorld(SparDL(density=0.05, static=True), world_size, numel)
+    with pytest.raises(ProtocolMismatchError, match="malformed"):
+        changed(world, heavy(world_size, numel, 0), 0, 9, 200)
+    changed(world, heavy(world_size, numel, 0), 0, 9, 199)
+
+
+def test_errors_of_spardl_do_not_claim_that_gradients_are_finite() -> None:
+    """A NaN of a rank that SparDL cannot name is not reported as an overflow."""
+    world = SimulatedWorld(SparDL(density=0.05, static=True), 4, 400)
+    gradients = heavy(4, 400, 0)
+    gradients[2, 17] = torch.nan
+    with pytest.raises(NonFiniteError, match="a gradient or a sum of gradients contains NaN or Inf"):
+        world.step(gradients)
+
+
+def test_truncated_entries_that_overflow_are_rejected() -> None:
+    """A step is rejected if what a rank keeps of truncated entries exceeds fp32, although all sums are in its range."""
+    # Ranks 0 and 1 truncate coordinate 1, of which rank 0 has kept its own part. Rank 2 delivers coordinate 1.
+    gradients = torch.tensor([[3.3e38, 3e38, 0, 0], [0, 3.2e38, 0, 0], [0, 3.4e38, 0, 0], [0, 0, 1.0, 0]])
+    for static in (False, True):
+        world = SimulatedWorld(SparDL(density=0.25, teams=4, static=static), 4, 4)
+        with pytest.raises(NonFiniteError):
+            world.step(gradients)
+        assert world.step(gradients / 2)[0].indices.tolist() == [1]
+
+
+def test_paper_mode_is_not_static() -> None:
+    """ExDyna has the form in robust mode only."""
+    with pytest.raises(ConfigurationError, match="static"):
+        ExDyna(mode="paper", static=True)
+    assert not ExDyna(mode="paper").can_be_static()
+    assert ExDyna().can_be_static()

@@ -1,0 +1,160 @@
+"""Worker processes of tests/distributed/test_bad_network.py: hosts on a network that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from helpers import flat, residual
+from torch import nn
+from tritoncomm import ExchangeError
+from tritoncomm.scheduler import failure_report
+
+import laws
+
+PORT = 29400
+LONG = timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the workers do. ``members`` of them train. The process with the number ``store`` hosts the store.
+
+    ``signals`` is a folder. The test creates a file in it when it has changed the network. ``seconds`` is the time-out.
+    """
+
+    members: int
+    store: int
+    signals: str
+    algo: str = "oktopk"
+    returns: bool = False
+    seconds: float = 2.0
+
+
+def address(host: int) -> str:
+    """Return the address of a host."""
+    return f"10.77.0.{host + 1}"
+
+
+def wait_for(plan: Plan, name: str) -> None:
+    """Wait until the test has created the file ``name``."""
+    while not (Path(plan.signals) / name).exists():
+        time.sleep(0.01)
+
+
+def host(rank: int, world_size: int, send, plan: Plan) -> None:
+    """Train, or host the store, or both."""
+    dist.barrier()
+    dist.destroy_process_group()  # the one of run_workers: its store is a file, which no network failure can reach
+    server = dist.TCPStore(address(rank), PORT, is_master=True, wait_for_workers=False) if rank == plan.store else None
+    try:
+        if rank < plan.members:
+            store = dist.TCPStore(address(plan.store), PORT, is_master=False, timeout=LONG)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=plan.members, timeout=LONG)
+            train(rank, plan, send)
+    except BaseException:
+        send((rank, "failed", (), 0.0, traceback.format_exc()))
+    finally:
+        Path(plan.signals, f"{rank} ended").touch()
+    for member in range(plan.members if server is not None else 0):
+        wait_for(plan, f"{member} ended")
+    os._exit(0)  # the default group is broken
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the loss of a batch that depends on rank and step."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
+    """Take two steps, then one on the bad network, and three with the ranks that are left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = tritoncomm.wrap(inner, plan.algo, dense_below=0, density=0.05, timeout=timedelta(seconds=plan.seconds))
+    for number in range(2):
+        step(optimizer, model, rank, number)
+    dist.barrier()
+    if rank == 0:
+        send("now")
+    wait_for(plan, "now")
+    collecting = timed_collect()
+    before, owed = flat(model), residual(optimizer)
+    try:
+        step(optimizer, model, rank, 2)
+        send((rank, "no error"))
+        peers, caught = (), False
+    except ExchangeError as error:
+        caught = True
+        send((rank, type(error).__name__, error.peers, collecting[0], str(error)))
+        peers = error.peers
+        assert flat(model) == before
+        assert laws.same_bits(residual(optimizer), owed)
+    left = [member for member in range(plan.members) if member not in peers]
+    if not caught or (rank in left and len(left) == plan.members - 1):
+        go_on(optimizer, model, rank, plan, send, left, owed)
+    elif plan.returns:  # this one is cut off
+        came_back(optimizer, model, rank, plan, send)
+
+
+def timed_collect() -> list[float]:
+    """Return a list to which the seconds are added that this rank waits for the reports of others."""
+    collect, seconds = failure_report.collect, []
+
+    def timed(*arguments: Any) -> failure_report.FailureReport:
+        started = time.monotonic()
+        try:
+            return collect(*arguments)
+        finally:
+            seconds.append(time.monotonic() - started)
+
+    failure_report.collect = timed
+    return seconds
+
+
+def step(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, rank: int, number: int) -> None:
+    """Take one step."""
+    optimizer.zero_grad()
+    loss_of(model, rank, number).backward()
+    optimizer.step()
+
+
+def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], owed: torch.Tensor) -> None:
+    """Regroup, if a rank was given up, and take three steps. Nothing that was owed is lost."""
+    if len(left) < plan.members:
+        group = dist.new_group(left, timeout=LONG, use_local_synchronization=True)
+        before = optimizer.metrics()["steps"]
+        optimizer.reset_process_group(group)
+        if optimizer.metrics()["steps"] == before:
+            assert torch.allclose(residual(optimizer), owed * (len(left) / plan.members), atol=1e-7)
+    for number in range(3, 6):
+        step(optimizer, model, rank, number)
+        if number == 4 and plan.returns:
+            if rank == left[0]:
+                send("went on")
+            wait_for(plan, "returned")
+    group = optimizer.process_group
+    parameters: list[Any] = [None] * len(left)
+    dist.all_gather_object(parameters, flat(model), group=group)
+    assert all(other == parameters[0] for other in parameters)
+    send((rank, "went on"))
+
+
+def came_back(optimizer, model, rank: int, plan: Plan, send) -> None:
+    """A host that was given up returns, and takes a step as if nothing had happened."""
+    wait_for(plan, "back")
+    try:
+        step(optimizer, model, rank, 2)
+    except ExchangeError as error:
+        send((rank, "again", error.peers, 0.0, str(error)))
+    Path(plan.signals, "returned").touch()

@@ -1,0 +1,111 @@
+"""What a worker does in the tests of the static form behind the front doors."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import tritoncomm
+from helpers import flat, loss_of, residual, tiny_model
+from torch import nn
+from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
+from tritoncomm.algorithms import Hierarchical, Warmup
+from tritoncomm.step.packing import resolve
+
+STEPS = 8
+
+
+def trained(rank: int, recipe: Recipe, make: object, *, door: str = "wrap", **options: object) -> tuple[list, dict]:
+    """Train some steps, with a checkpoint in the middle, and return the bits of parameters, residual and state."""
+    model = tiny_model()
+    del model.unused, model.frozen  # DDP wants every parameter to be used
+    inner = make([p for p in model.parameters() if p.requires_grad])
+    wrapped = nn.parallel.DistributedDataParallel(model) if door == "ddp" else None
+    where = {"model": wrapped} if wrapped is not None else {}
+    optimizer = tritoncomm.wrap(inner, algo=recipe, dense_below=30, **where, **options)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+        loss_of(wrapped or model, rank, step).backward()
+        if step == 2 and door == "wrap":
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    kept = residual(optimizer).view(torch.int32).tolist() if door == "wrap" else []
+    states = [value.flatten().tolist() for p in inner.state.values() for value in p.values()]
+    return [flat(model), kept, states], optimizer.metrics()
+
+
+def equals_exact_form(rank: int, world_size: int, send) -> None:
+    """Both forms of a recipe train alike to the bit, with both steps of Adam, with clipping, and through a state."""
+    recipes = [partial(TopkAllgather, density=0.1), partial(TopkAllgather, density=0.1, values="4bit")]
+    makes = [
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+        lambda p: torch.optim.Adam([{"params": p[:2]}, {"params": p[2:], "lr": 1e-3}], lr=1e-2, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    ]
+    for recipe in recipes:
+        for make in makes:
+            for options in ({}, {"max_grad_norm": 0.2}):
+                for door in ("wrap", "ddp"):
+                    static, metrics = trained(
+                        rank, recipe(static=True), make, door=door, select_by="gradient", **options
+                    )
+                    exact, others = trained(
+                        rank, recipe(static=False), make, door=door, select_by="gradient", **options
+                    )
+                    assert static == exact, (recipe, make, options, door)
+                    assert metrics["density_delivered"] == others["density_delivered"]
+
+
+def selection_by_update(rank: int, world_size: int, send) -> None:
+    """A static form trains with selection by update, small tensors in 8 bits and a warm-up. Replicas stay equal."""
+    for recipe in (TopkAllgather(density=0.1, static=True, values="4bit"),):
+        bits, _ = trained(
+            rank, recipe, lambda p: torch.optim.AdamW(p, lr=1e-2), select_by="update", small="8bit", warmup_steps=2
+        )
+        everybody = [None] * world_size
+        torch.distributed.all_gather_object(everybody, (bits[0], bits[2]))
+        assert all(other == everybody[0] for other in everybody)
+
+
+def rejected(rank: int, world_size: int, send) -> None:
+    """A NaN on one rank is named on all, nothing changes, and training goes on. A flush leaves no residual."""
+    model = tiny_model()
+    recipe = TopkAllgather(density=0.1, static=True)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = tritoncomm.wrap(inner, algo=recipe, dense_below=30, on_nonfinite="raise")
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        before = flat(model), residual(optimizer)
+        if step == 2:
+            if rank == 1:
+                model[0].weight.grad[3, 2] = float("nan")
+            with pytest.raises(NonFiniteError, match="rank 1") as caught:
+                optimizer.step()
+            assert list(caught.value.ranks) == [1]
+            assert flat(model) == before[0]
+            assert torch.equal(residual(optimizer), before[1])
+        else:
+            optimizer.step()
+            assert flat(model) != before[0]
+    optimizer.flush()
+    assert not residual(optimizer).any()
+
+
+def resolved_for_gpus(rank: int, world_size: int, send) -> None:
+    """For a GPU, methods that have a static form use it unless the user asks for something else."""
+    for recipe in (TopkAllgather(), OkTopk(), SparDL()):
+        assert resolve(recipe, 1000, 3, "cuda").recipe.static is type(recipe).has_static_form
+        assert resolve(recipe, 1000, 3, "cpu").recipe.static == "auto"
+    assert resolve(Warmup(recipe=TopkAllgather(), steps=2), 1000, 3, "cuda").recipe.recipe.static is True
+    assert resolve(TopkAllgather(static=False), 1000, 3, "cuda").recipe.static is False
+    nodes = Hierarchical(recipe=TopkAllgather(), node_size=2)
+    assert resolve(nodes, 1000, 4, "cuda").recipe.recipe.static == "auto"
+    with pytest.raises(ConfigurationError, match="static=True"):
+        Hierarchical(recipe=TopkAllgather(static=True), node_size=2)

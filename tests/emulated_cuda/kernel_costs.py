@@ -1,0 +1,350 @@
+"""What the kernels of ``tritoncomm_kernels`` cost on a GPU: launches and host synchronizations of the Triton route.
+
+On the emulated GPU a kernel computes with its reference, on CPU values, and is charged by this table. Its internals are
+not counted. The workspace is taken to have been used before, so that no buffer is allocated.
+``tests/kernels/test_triton_costs.py`` compares the table with what the Triton route does in Triton's interpreter.
+
+Operations of the package that are not in the table consist of torch operators, which are counted one by one. A new
+kernel needs a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import tritoncomm_kernels
+from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
+from emulated_cuda.streams import current_stream
+from tritoncomm_kernels import section_rows, sections
+
+SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
+_RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
+
+
+class Cost(NamedTuple):
+    """Kernel launches and host synchronizations of one call."""
+
+    launches: int
+    syncs: int = 0
+
+
+FREE = Cost(0)
+
+
+def _expand(numel: int) -> int:
+    return 2 if numel > SCANNED_FROM else 1
+
+
+def _mark_and_expand(numel: int) -> int:
+    """Flags to 0, mark, expand."""
+    return 2 + _expand(numel)
+
+
+def _select(out: torch.Tensor, found: int) -> Cost:
+    """The key, flags, mark, the sum of the counts, expand. The host reads the sum to allocate the entries."""
+    return Cost(2 + _mark_and_expand(out.numel()), 1) if out.numel() else FREE
+
+
+def _top_k(numel: int, k: int, *, adds: bool) -> Cost:
+    """Mark and expand the candidates, radix select. The host reads the number of entries, which zeros make smaller."""
+    if not numel:
+        return FREE
+    return Cost(_mark_and_expand(numel) + _RADIX, 1) if k else Cost(int(adds))
+
+
+def _largest(selected: Any, k: int) -> Cost:
+    """Radix select over the entries. The host reads their number, then two index operations gather the indices."""
+    return Cost(_RADIX + 1, 1) if len(selected.values) > k > 0 else FREE
+
+
+def _merge(lists: Sequence[Any], numel: int) -> Cost:
+    """Two clears, a mark per list, count, scan, zeros, union, an addition per list. The host reads the union's size."""
+    return Cost(6 + 2 * sum(indices.numel() > 0 for indices, _ in lists), 1) if numel else FREE
+
+
+def _kth(values: torch.Tensor, k: int) -> Cost:
+    """A top-k with 13 new buffers and a guess to fill in, then the smallest key of its values. The host reads both."""
+    if not values.numel() or not k:
+        return FREE
+    return Cost(13 + 1 + _top_k(values.numel(), k, adds=False).launches + 2, 2)
+
+
+def _segments(bounds: Sequence[int], budgets: Sequence[int]) -> Cost:
+    """A top-k and a shift of the indices per segment, and two concatenations. The host reads each number of entries."""
+    parts = [_top_k(b - a, k, adds=False) for a, b, k in zip(bounds, bounds[1:], budgets, strict=False)]
+    return Cost(sum(part.launches for part in parts) + len(parts) + 2, sum(part.syncs for part in parts))
+
+
+def _sendable(values: torch.Tensor, keep: Any) -> Cost:
+    """Extents and limit. The host reads the answer; if not all values are sendable, four operators find which are."""
+    return Cost(2 + (0 if keep is None else 4), 1) if values.numel() else FREE
+
+
+def _write(layout: Any, indices: torch.Tensor) -> Cost:
+    """High part and planes, after two passes for the header of quantized values. An empty section is cleared."""
+    if not layout.room:
+        return FREE
+    return Cost(2 + 2 * layout.quantized) if indices.numel() else Cost(1)
+
+
+def _read(layout: Any) -> Cost:
+    """Count, positions, join. The host reads the verdict."""
+    return Cost(3, 1) if layout.room else FREE
+
+
+def _adam(parameter: torch.Tensor, indices: torch.Tensor | None, limited: bool) -> Cost:
+    """The total, the length of the change if it is limited, the update."""
+    empty = not parameter.numel() or (indices is not None and not indices.numel())
+    return FREE if empty else Cost(2 + limited)
+
+
+def _top_k_padded(numel: int, k: int) -> Cost:
+    """Padding for indices and values, and :func:`_top_k` without a read."""
+    return Cost(2 + _top_k(numel, k, adds=True).launches) if numel else Cost(4)
+
+
+def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
+    """One row is placed. Of several, the borders of the tiles are found, then they are added."""
+    if not out.numel() or not indices.numel():
+        return FREE
+    return Cost(2 if indices.dim() > 1 and indices.shape[0] > 1 else 1)
+
+
+def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
+    """The counts, of rounded values after extents and with what is kept; the header of codes; high part and planes."""
+    if not values.numel() or not layout.room:
+        return Cost(1)
+    return Cost((1 if layout.bits in {0, 32} else 3) + layout.quantized + 2)
+
+
+# By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.
+# The arguments are CPU tensors here.
+_N = tritoncomm_kernels
+_TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = {
+    # One kernel.
+    _N.accumulate: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
+    _N.mark: (lambda result, a: Cost(1 if a["out"].numel() else 2), ("out", "marks")),
+    _N.mark_momentum: (lambda result, a: Cost(1 if a["residual"].numel() else 2), ("velocity", "residual", "marks")),
+    _N.expand: (
+        lambda result, a: Cost(_expand(a["values"].numel())),
+        ("values", "indices", "out", "found", "clear_also"),
+    ),
+    _N.gather: (lambda result, a: Cost(int(a["indices"].numel() > 0)), ("values", "out", "invalid")),
+    _N.rebalance: (lambda result, a: Cost(1), ("blocks", "first", "span")),
+    # Selection.
+    _N.select: (lambda result, a: _select(a["values"], result.found), ("values",)),
+    _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.found), ("out",)),
+    _N.top_k: (lambda result, a: _top_k(a["values"].numel(), a["k"], adds=False), ()),
+    _N.accumulate_top_k: (lambda result, a: _top_k(a["out"].numel(), a["k"], adds=True), ("out",)),
+    _N.top_k_into: (
+        # The host reads nothing.
+        lambda result, a: Cost(_top_k(a["out"].numel(), a["indices"].numel(), adds=True).launches),
+        ("out", "indices", "values", "taken"),
+    ),
+    _N.top_k_segments: (lambda result, a: _segments(a["bounds"], a["budgets"]), ()),
+    _N.kth_magnitude: (lambda result, a: _kth(a["values"], a["k"]), ()),
+    _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
+    # Lists.
+    _N.merge: (lambda result, a: _merge(a["lists"], a["numel"]), ()),
+    _N.sum_lists: (lambda result, a: Cost(2 if a["indices"].numel() else 1), ("out", "invalid")),  # borders, sums
+    _N.decompress: (
+        # The count is filled in, borders, sums.
+        lambda result, a: Cost(3 if a["indices"].numel() and a["out"].numel() else 1),
+        ("out",),
+    ),
+    # Sections.
+    sections.sendable_together: (lambda result, a: _sendable(a["values"], result), ()),
+    sections.write_section: (lambda result, a: _write(a["layout"], a["indices"]), ("out",)),
+    sections.read_section: (lambda result, a: _read(a["layout"]), ()),
+    # Lists and messages of a fixed length. The host reads nothing.
+    _N.top_k_padded: (lambda result, a: _top_k_padded(a["out"].numel(), a["k"]), ("out",)),
+    _N.top_k_rows: (
+        # The histograms are cleared; a histogram for each of 4 digits, count, emit.
+        lambda result, a: Cost(7 if result.indices.numel() else 0),
+        (),
+    ),
+    _N.joined: (lambda result, a: Cost(2 if result.indices.numel() else 0), ()),  # count, join
+    _N.merge_rows: (
+        # The mask is cleared, padding, mark, count, scan, union, borders, sums.
+        lambda result, a: Cost(8 if result.indices.numel() else 0),
+        (),
+    ),
+    _N.add_rows: (lambda result, a: _add_rows(a["out"], a["rows"].indices), ("out",)),
+    _N.set_at: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
+    _N.values_at: (lambda result, a: Cost(1), ()),
+    _N.sum_rows: (lambda result, a: Cost(int(a["rows"].numel() > 0)), ()),
+    section_rows.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
+    section_rows.read_rows: (
+        # Counts, positions, join, refusal.
+        lambda result, a: Cost(4 if a["messages"].numel() and a["layout"].room else 1),
+        (),
+    ),
+    # Adam.
+    _N.adam_update: (
+        lambda result, a: _adam(a["parameter"], a["indices"], a["control"].limited),
+        ("parameter", "state"),
+    ),
+}
+
+
+def declared() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return what replaces each operation of the table while ranks have emulated GPUs."""
+    return {kernel: _charged(kernel, cost, writes) for kernel, (cost, writes) in _TABLE.items()}
+
+
+def cost_of(kernel: Callable[..., Any], result: Any, arguments: dict[str, Any]) -> Cost:
+    """Return the cost of a call by the table. ``arguments`` are all of its arguments, by name."""
+    return _TABLE[kernel][0](result, arguments)
+
+
+def _charged(
+    kernel: Callable[..., Any], cost: Callable[[Any, dict[str, Any]], Cost], writes: tuple[str, ...]
+) -> Callable[..., Any]:
+    signature = inspect.signature(kernel)
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        tensors = [*_tensors([*given.arguments.values()], CudaTensor)]
+        if not tensors:
+            return kernel(*args, **kwargs)
+        given.apply_defaults()
+        enter(kernel.__name__, given.arguments, writes)
+        inner = inspect.BoundArguments(
+            signature, collections.OrderedDict((name, inner_of(value)) for name, value in given.arguments.items())
+        )
+        out = kernel(*inner.args, **inner.kwargs)
+        _charge(kernel.__name__, tensors[0].gpu, cost(out, inner.arguments))
+        stream = current_stream()
+        return wrapped(out, tensors, tensors[0], stream, stream.clock)
+
+    return run
+
+
+def enter(name: str, arguments: Mapping[str, Any], writes: Sequence[str]) -> None:
+    """Check that all tensors are on one GPU, and order the kernel on the current stream."""
+    tensors = [tensor for value in arguments.values() for tensor in _tensors(value, torch.Tensor)]
+    check_devices(name, tensors)
+    stream = current_stream()
+    at = stream.enqueue()
+    for key, value in arguments.items():
+        for tensor in _tensors(value, CudaTensor):
+            tensor.memory.touch(stream, at, functools.partial(extent, tensor.inner), name, write=key in writes)
+
+
+def _charge(name: str, gpu: Gpu, cost: Cost) -> None:
+    gpu.launched(name, cost.launches)
+    for _ in range(cost.syncs):
+        gpu.synchronized(f"kernel {name}")
+
+
+def _tensors(value: Any, kind: type) -> Iterator[Any]:
+    """Return the tensors of a type in an argument: a tensor, a sequence, or a dataclass."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each, kind)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name), kind)
+
+
+def inner_of(value: Any) -> Any:
+    """Return an argument with CPU tensors in place of those on a GPU."""
+    if isinstance(value, CudaTensor):
+        return value.inner
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(inner_of, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(inner_of, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: inner_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+class AdamMany(tritoncomm_kernels.AdamMany):
+    """Stands for the original, whose Triton route has one copy to the device and two kernels per dtype."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates) -> None:
+        self._on_gpu = any(True for _ in _tensors(parameters, CudaTensor))
+        self._arguments = {"parameters": parameters, "states": states}
+        super().__init__(inner_of(list(parameters)), inner_of(states))
+
+    def holds(self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates) -> bool:
+        if not self._on_gpu:
+            return super().holds(parameters, states)
+        held = [*_tensors([self._arguments["parameters"], self._arguments["states"]], CudaTensor)]
+        now = [*_tensors([parameters, states], CudaTensor)]
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (held, now)]
+        return len(held) == len(now) and addresses[0] == addresses[1]
+
+    def update(self, gradients: Any, control: Any, indices: Any, *, keep: float = 1.0, values: Any = None) -> None:
+        given = {"gradients": gradients, "control": control, "indices": indices, "values": values}
+        if self._on_gpu:
+            enter("AdamMany.update", {**self._arguments, **given}, ("parameters", "states"))
+        super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
+        if self._on_gpu:
+            gpu = next(_tensors(self._arguments["parameters"], CudaTensor)).gpu
+            for cost in self.costs(control, indices, keep, values):
+                _charge("AdamMany.update", gpu, cost)
+
+    def costs(self, control: Any, indices: Any, keep: float, values: Any) -> Iterator[Cost]:
+        """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
+
+        Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
+        it is limited, the update. The host waits for the copy of the table of addresses, which is in pageable memory.
+        """
+        for group in self._groups:
+            converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
+            yield Cost(2 + (keep != 1) + converted + control.limited, 1)
+        for i in self._others:
+            yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
+
+
+class AdamFlat(tritoncomm_kernels.AdamFlat):
+    """Stands for the original, whose Triton route has two kernels per dtype."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates, starts: Sequence[int]
+    ) -> None:
+        self._arguments = {"parameters": parameters, "states": states}
+        super().__init__(inner_of(list(parameters)), inner_of(states), starts)
+
+    def holds(
+        self, parameters: Sequence[torch.Tensor], states: tritoncomm_kernels.AdamStates, starts: Sequence[int]
+    ) -> bool:
+        return super().holds(inner_of(list(parameters)), inner_of(states), starts)
+
+    def update(self, entries: Any, control: Any, *, keep: float = 1.0, gradients: Any = None) -> None:
+        given = {"entries": entries, "control": control, "gradients": gradients}
+        on_gpu = [*_tensors([self._arguments["parameters"]], CudaTensor)]
+        if on_gpu:
+            enter("AdamFlat.update", {**self._arguments, **given}, ("parameters", "states"))
+        super().update(**{name: inner_of(value) for name, value in given.items()}, keep=keep)
+        for cost in self.costs(entries, control, keep, gradients) if on_gpu else ():
+            _charge("AdamFlat.update", on_gpu[0].gpu, cost)
+
+    def costs(self, entries: Any, control: Any, keep: float, gradients: Any) -> Iterator[Cost]:
+        """Return the cost of the decay, of each group of tensors of one dtype, and of each other tensor.
+
+        Of a group: the copy of the table of addresses, from pinned memory, if gradients are read; the conversion of
+        values to half precision; the totals, the length of the change if it is limited, the update. The others are
+        updated by torch operators, and the host reads where their entries are.
+        """
+        single = any(parameter.dtype == torch.float16 for parameter in self.parameters)
+        yield Cost((len(self.parameters) if single else 1) if keep != 1 else 0)
+        if not entries.room:
+            return
+        for dtype in self._together:
+            yield Cost(2 + (dtype != torch.float32 and gradients is None) + control.limited)
+        others = len(self.parameters) - sum(map(len, self._together.values()))
+        yield Cost(10 * others, 2 * others + (others > 0))

@@ -1,0 +1,334 @@
+"""Ranks as threads of one process, each with an emulated GPU and process groups of :mod:`emulated_cuda.nccl`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import tritoncomm  # noqa: F401 - its modules are patched
+from tritoncomm.scheduler import process_group, tracing
+from tritoncomm.step import hook_state, private_group
+
+from emulated_cuda import kernel_costs, nccl, streams
+from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
+from tritoncomm_kernels import padded
+
+# Factories that take ``device=``. The last ones copy from the host.
+_FACTORIES = (
+    "empty", "empty_strided", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye",
+    "linspace", "scalar_tensor",
+)  # fmt: skip
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+_UPLOADS = ("tensor", "as_tensor", "asarray")
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
+# Module state of the library that belongs to a process, and here to a rank: each rank has its own.
+_STATE = (
+    (process_group, "_exchange_ids"),
+    (process_group, "_broken"),
+    (process_group, "_subgroups"),
+    (private_group, "_free"),
+    (hook_state, "_states"),
+    (tracing, "_tracers"),
+    (padded, "_constants"),
+)
+_installing = threading.RLock()
+
+
+class RankError(RuntimeError):
+    """A rank raised an exception, which is the cause. The message names the rank."""
+
+
+def run(
+    function: Callable[[int], Any],
+    world_size: int,
+    *,
+    seed: int | None = 0,
+    timeout: timedelta = timedelta(seconds=20),
+    bind_device: bool = False,
+    errors: bool = False,
+    backend: str = nccl.BACKEND,
+    network: nccl.Network | None = None,
+) -> list[Any]:
+    """Run ``function(rank)`` on ``world_size`` ranks, and return the results by rank.
+
+    Each rank is a thread with a :class:`~emulated_cuda.device.Gpu` (:func:`current_gpu`). Its default process group is
+    an emulated NCCL. Threads that a rank starts belong to it.
+
+    Args:
+        function: Function of the rank.
+        world_size: Number of ranks.
+        seed: Seed of random delays. None is without delays.
+        timeout: Time-out of the process groups.
+        bind_device: Whether the default group is bound to its device, as by ``init_process_group(device_id=...)``.
+        errors: Whether to return exceptions as results, and to let the other ranks go on. If False, the others are
+            stopped, and :class:`RankError` is raised.
+        backend: Backend of the default group. "gloo" runs the same function on CPU tensors, for comparison. Sums are in
+            rank order then, too.
+        network: Further settings. Default: None, those of ``seed``.
+    """
+    network = network or nccl.Network(world_size, seed)
+    store = dist.HashStore()
+    results: list[Any] = [None] * world_size
+    raised: list[tuple[int, BaseException]] = []
+
+    def main(rank: int) -> None:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            if bind_device:
+                dist.group.WORLD.bound_device_id = torch.device("cuda", streams.current_device())
+            results[rank] = function(rank)
+        except BaseException as error:
+            results[rank] = error
+            raised.append((rank, error))
+            if not errors:
+                network.stop(error)
+
+    with installed(network):
+        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world_size)]
+        for rank, thread in enumerate(threads):
+            thread.emulated_gpu = Gpu(f"rank {rank}")
+            thread.emulated_rank = rank
+            thread.start()
+        for thread in threads:
+            thread.join(4 * network.limit)
+        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck:
+        raise RankError(f"ranks {stuck} did not end")
+    if raised and not errors:
+        rank, error = raised[0]
+        raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
+    return results
+
+
+@contextmanager
+def alone() -> Iterator[Gpu]:
+    """Give this thread an emulated GPU, without process groups."""
+    thread = threading.current_thread()
+    with installed(nccl.Network(1)):
+        thread.emulated_gpu, thread.emulated_rank = Gpu("this thread"), 0
+        try:
+            yield current_gpu()
+        finally:
+            del thread.emulated_gpu, thread.emulated_rank
+
+
+@contextmanager
+def installed(network: nccl.Network) -> Iterator[None]:
+    """Patch torch and the library for the ranks of ``network``, and restore everything afterwards."""
+    plugins = dist.Backend._plugins
+    with _installing, _patches() as patch:
+        if nccl.BACKEND.upper() not in plugins:
+            dist.Backend.register_backend(nccl.BACKEND, _refuse, extended_api=True, devices=["cuda"])
+        maker = dist.Backend._BackendPlugin(lambda options, _: nccl.create(network, options), True)
+        patch(mock.patch.dict(plugins, {nccl.BACKEND.upper(): maker}))
+        patch(mock.patch.object(dist.distributed_c10d, "_world", _PerRank(_World)))
+        for module, name in _STATE:
+            patch(mock.patch.object(module, name, _PerRank(type(getattr(module, name)))))
+        patch(mock.patch.object(threading.Thread, "start", _start))
+        patch(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group replaces it
+        for name, value in _cuda().items():
+            patch(mock.patch.object(torch.cuda, name, value))
+        patch(mock.patch.object(torch.futures, "Future", streams.Future))
+        for name in _FACTORIES + _LIKE + _UPLOADS:
+            patch(mock.patch.object(torch, name, _factory(getattr(torch, name), copies=name in _UPLOADS)))
+        for name, value in _methods().items():
+            patch(mock.patch.object(torch.Tensor, name, value))
+        patch(mock.patch.object(dist, "all_reduce", _all_reduce))
+        if "torch.distributed.tensor" in sys.modules:  # a DTensor asks C++ for the device of its shard
+            sharded = sys.modules["torch.distributed.tensor"].DTensor
+            patch(mock.patch.object(sharded, "device", property(lambda self: self._local_tensor.device)))
+            patch(mock.patch.object(sharded, "is_cuda", property(lambda self: self._local_tensor.is_cuda)))
+        replacements = kernel_costs.declared()
+        replacements |= {made.__base__: made for made in (kernel_costs.AdamMany, kernel_costs.AdamFlat)}
+        for module, name, value in _uses(replacements):
+            patch(mock.patch.object(module, name, value))
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+@contextmanager
+def _patches() -> Iterator[Callable[[Any], None]]:
+    entered: list[Any] = []
+
+    def patch(each: Any) -> None:
+        each.start() if hasattr(each, "start") else each.__enter__()
+        entered.append(each)
+
+    try:
+        yield patch
+    finally:
+        for each in reversed(entered):
+            each.stop()
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("the emulated NCCL is used outside of emulated_cuda.ranks")
+
+
+def _uses(replacements: dict[Any, Any]) -> list[tuple[Any, str, Any]]:
+    """Return where the operations are used: module, name and replacement."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("tritoncomm", "tritoncomm_kernels") and module is not None:
+            for key, value in list(vars(module).items()):
+                if isinstance(value, type | type(_refuse)) and value in replacements:
+                    found.append((module, key, replacements[value]))
+    return found
+
+
+def _start(self: threading.Thread) -> None:
+    """Start a thread. It belongs to the rank of the thread that starts it."""
+    parent = threading.current_thread()
+    if hasattr(parent, "emulated_gpu") and not hasattr(self, "emulated_gpu"):
+        self.emulated_gpu, self.emulated_rank = parent.emulated_gpu, parent.emulated_rank
+    _THREAD_START(self)
+
+
+_THREAD_START = threading.Thread.start
+_ALL_REDUCE = dist.all_reduce
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Sum in rank order on gloo, too, which adds in another order."""
+    if isinstance(tensor, CudaTensor) or op != dist.ReduceOp.SUM:
+        return _ALL_REDUCE(tensor, op, group=group, async_op=async_op)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    tensor.copy_(functools.reduce(torch.add, gathered))
+    return mock.Mock() if async_op else None
+
+
+class _World(types.SimpleNamespace):
+    """The process groups of a rank: torch's own class stores them in variables of its module."""
+
+    def __init__(self) -> None:
+        names = "pg_map pg_names pg_group_ranks pg_backend_config tags_to_pg pg_to_tag pg_coalesce_state"
+        super().__init__(default_pg=None, group_count=0, comms=[], **{name: {} for name in names.split()})
+
+
+class _PerRank:
+    """Stands for an object of which each rank has its own. It is made at its first use in a rank."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        vars(self).update(_make=make, _made={}, _lock=threading.Lock())
+
+    def _own(self) -> Any:
+        rank = getattr(threading.current_thread(), "emulated_rank", -1)
+        with self._lock:
+            if rank not in self._made:
+                self._made[rank] = self._make()
+        return self._made[rank]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own(), name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own()[key] = value
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._own()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return streams.current_device() if index is None else index
+
+
+def _factory(make: Callable[..., torch.Tensor], *, copies: bool) -> Callable[..., torch.Tensor]:
+    """Return a factory that makes tensors on the emulated GPU, and pinned ones."""
+
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+        if not _is_cuda(device):
+            made = make(*args, **kwargs)
+            return current_gpu().pin(made) if pinned else made
+        kwargs["device"] = torch.device("cpu")
+        gradient = kwargs.pop("requires_grad", False)
+        made = make(*args, **kwargs)
+        if isinstance(made, CudaTensor):
+            return made
+        gpu = current_gpu()
+        if copies:
+            return upload(made, make.__name__, gpu, index=_index(device)).requires_grad_(gradient)
+        if not make.__name__.startswith("empty"):
+            gpu.launched(make.__name__)
+        return written(CudaTensor(made, gpu, index=_index(device)), make.__name__).requires_grad_(gradient)
+
+    return create
+
+
+def _methods() -> dict[str, Any]:
+    """Return replacements for methods of CPU tensors."""
+    original_to, original_pinned = torch.Tensor.to, torch.Tensor.is_pinned
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device, dtype, non_blocking, _, _ = parse_to(*args, **kwargs)
+        if not _is_cuda(device):
+            return original_to(self, *args, **kwargs)
+        converted = self if dtype is None else original_to(self, dtype)
+        gpu = current_gpu()
+        if non_blocking and gpu.is_pinned(self):
+            gpu.pin(converted)
+        made = upload(converted, "to", gpu, non_blocking=non_blocking, index=_index(device))
+        return made.requires_grad_(self.requires_grad)
+
+    def cuda(self: torch.Tensor, device: Any = "cuda", non_blocking: bool = False, **_: Any) -> torch.Tensor:
+        return to(self, device or "cuda", non_blocking=non_blocking)
+
+    def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        return current_gpu().pin(self.clone())
+
+    def is_pinned(self: torch.Tensor, *_: Any) -> bool:
+        gpu = getattr(threading.current_thread(), "emulated_gpu", None)
+        return original_pinned(self) if gpu is None else gpu.is_pinned(self)
+
+    return {"to": to, "cuda": cuda, "pin_memory": pin_memory, "is_pinned": is_pinned}
+
+
+def _cuda() -> dict[str, Any]:
+    """Return replacements for functions of ``torch.cuda``."""
+    return {
+        "Stream": streams.Stream,
+        "Event": streams.Event,
+        "StreamContext": streams.StreamContext,
+        "stream": streams.stream,
+        "current_stream": streams.current_stream,
+        "set_stream": streams.set_stream,
+        "default_stream": lambda device=None: current_gpu().default_stream,
+        "device": streams.OnDevice,
+        "get_device_capability": lambda device=None: (8, 0),
+        "current_device": streams.current_device,
+        "set_device": streams.set_device,
+        "synchronize": lambda device=None: current_gpu().synchronized("device synchronize"),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+    }

@@ -1,0 +1,301 @@
+"""Emulated CUDA streams, events, and the order in which work on them may touch memory.
+
+Work runs at once, in the thread that enqueues it. What is emulated is the order that a GPU would guarantee: each stream
+has a clock, and knows up to which time of every other stream it has waited. Work that touches memory which another
+stream writes, without having waited for it, raises :class:`RaceError`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from emulated_cuda.device import Gpu
+
+
+class RaceError(BaseException):
+    """Work was enqueued on a stream that has not waited for other work on the same memory.
+
+    Not an ``Exception``, because a real GPU raises nothing: nobody must handle it.
+    """
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``. ``seen[s]`` is the time of stream s for which this stream has waited."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, gpu: Gpu | None = None, name: str = "") -> None:
+        from emulated_cuda.device import current_gpu  # noqa: PLC0415 - the two modules need each other
+
+        self.gpu = gpu or current_gpu()
+        self._device = torch.device("cuda", current_device() if device is None else torch.device(device).index or 0)
+        self.name = name or f"stream {self.gpu.next_number()}"
+        self.clock = 0
+        self.seen: dict[Stream, int] = {}
+        self._host = -1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the stream."""
+        return self._device
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number that identifies the stream."""
+        return id(self)
+
+    def enqueue(self) -> int:
+        """Return the time of new work. It runs after everything for which the host has waited."""
+        self.clock += 1
+        if self._host != self.gpu.host_version:
+            self._host = self.gpu.host_version
+            self.wait_for(self.gpu.host_seen)
+        return self.clock
+
+    def wait_for(self, seen: dict[Stream, int]) -> None:
+        """Let work that is enqueued from now on run after these times of other streams."""
+        for stream, at in seen.items():
+            if stream is not self and self.seen.get(stream, 0) < at:
+                self.seen[stream] = at
+
+    def wait_event(self, event: Event) -> None:
+        """Let work that is enqueued from now on run after ``event``."""
+        if event.stream is not None:
+            self.wait_for(event.seen)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let work that is enqueued from now on run after all work on ``stream``."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record ``event``, or a new one."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work on this stream. Counts as a synchronization."""
+        self.gpu.synchronized("stream synchronize", self)
+
+    def query(self) -> bool:
+        """Return True if the host is known to have waited for all work on this stream."""
+        return self.gpu.host_seen.get(self, 0) >= self.clock
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.gpu}>"
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self.enable_timing = enable_timing
+        self.stream: Stream | None = None
+        self.seen: dict[Stream, int] = {}
+        self.recorded_at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Record the work that is on ``stream`` now, of the current stream by default."""
+        self.stream = stream or current_stream()
+        self.seen = {**self.stream.seen, self.stream: self.stream.enqueue()}
+        self.recorded_at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let ``stream``, by default the current one, wait for the event."""
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event. Counts as a synchronization."""
+        if self.stream is not None:
+            self.stream.gpu.synchronized("event synchronize", self.stream, self.seen)
+
+    def query(self) -> bool:
+        """Return True if the host is known to have waited for the event. A real event may be complete earlier."""
+        return self.stream is None or self.stream.gpu.host_seen.get(self.stream, 0) >= self.seen[self.stream]
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return milliseconds. Both events must be complete: without a wait of the host, this is an error here."""
+        for event in (self, end):
+            if not event.enable_timing or event.stream is None:
+                raise RuntimeError("Both events must be recorded and created with enable_timing=True")
+            if not event.query():
+                raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * (end.recorded_at - self.recorded_at)
+
+
+_EVERYTHING = (0, 1 << 62)  # the bytes of an access, as long as only one stream uses the memory
+
+
+class Memory:
+    """The memory of a tensor and its views: which stream wrote and read it, and when."""
+
+    __slots__ = ("reads", "writes")
+
+    def __init__(self) -> None:
+        # By stream: time, first byte and end of what it touched. Several accesses are joined into one range.
+        self.writes: dict[Stream, tuple[int, int, int]] = {}
+        self.reads: dict[Stream, tuple[int, int, int]] = {}
+
+    def touch(self, stream: Stream, at: int, extent: Callable[[], tuple[int, int]], what: str, *, write: bool) -> None:
+        """Note an access of ``stream`` at time ``at``, or raise :class:`RaceError`.
+
+        A read must come after all writes of other streams to the same bytes, and a write also after all reads.
+        """
+        held = self.writes if write else self.reads
+        low, high = _EVERYTHING
+        if any(other is not stream for other in self.writes) or any(other is not stream for other in self.reads):
+            bounds = extent()
+            self._check(stream, bounds, self.writes, "writes", what)
+            if write:
+                self._check(stream, bounds, self.reads, "reads", what)
+            before = held.get(stream, (at, *bounds))
+            low, high = min(bounds[0], before[1]), max(bounds[1], before[2])
+        held[stream] = (at, low, high)
+
+    @staticmethod
+    def _check(
+        stream: Stream, bounds: tuple[int, int], held: dict[Stream, tuple[int, int, int]], verb: str, what: str
+    ) -> None:
+        for other, (at, low, high) in list(held.items()):
+            if other is stream:
+                continue
+            if stream.seen.get(other, 0) >= at:
+                del held[other]  # everybody who waits for this access waits for that one, too
+            elif low < bounds[1] and bounds[0] < high:
+                raise RaceError(
+                    f"{what} on {stream} uses memory that {other} {verb}: wait for its work or event on this stream"
+                )
+
+
+_local = threading.local()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Stand for ``torch.cuda.current_stream``. Each thread has its own, the default stream of its GPU at first."""
+    from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
+
+    gpu = current_gpu()
+    chosen: Stream | None = getattr(_local, "stream", None)
+    return chosen if chosen is not None and chosen.gpu is gpu else gpu.default_stream
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Stand for ``torch.cuda.set_stream``."""
+    if stream is not None:
+        _local.stream = stream
+
+
+class StreamContext:
+    """Stands for ``torch.cuda.StreamContext``. Entering returns None, as the original does."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._before = current_stream()
+        set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        set_stream(self._before)
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """Stand for ``torch.cuda.stream``."""
+    return StreamContext(stream)
+
+
+class Future:
+    """Stands for ``torch.futures.Future(devices=[...])``: waiting orders the current stream after the result."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Future], Any]] = []
+        self._lock = threading.Lock()
+        self._devices = devices
+
+    def set_result(self, result: Any) -> None:
+        """Set the result. It is ready after the work that is on the current stream now."""
+        self._result, self._error = result, None
+        self._finish()
+
+    def set_exception(self, error: Exception) -> None:
+        """Set an exception that :meth:`wait` raises."""
+        self._result, self._error = None, error
+        self._finish()
+
+    def _finish(self) -> None:
+        self._ready = current_stream().record_event() if self._devices else None
+        with self._lock:
+            self._done.set()
+        for callback in self._callbacks:
+            callback(self)
+
+    def done(self) -> bool:
+        """Return True if there is a result."""
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """Return the result. The current stream waits for it, the host only until it is set."""
+        self._done.wait()
+        return self.value()
+
+    def value(self) -> Any:
+        """Return the result, or raise the exception."""
+        if self._ready is not None:
+            self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def then(self, callback: Callable[[Future], Any]) -> Future:
+        """Return a future of what ``callback`` returns for this one."""
+        following = Future(devices=self._devices)
+
+        def run(done: Future) -> None:
+            try:
+                following.set_result(callback(done))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(run)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
+        """Call ``callback`` with this future when it has a result."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def __class_getitem__(cls, item: Any) -> type[Future]:
+        return cls
+
+
+def current_device() -> int:
+    """Stand for ``torch.cuda.current_device``. A new thread begins with device 0, whatever its parent has set."""
+    return int(getattr(_local, "device", 0))
+
+
+def set_device(device: Any) -> None:
+    """Stand for ``torch.cuda.set_device``."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    _local.device = current_device() if index is None else index
+
+
+class OnDevice:
+    """Stands for ``torch.cuda.device``."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self._before)

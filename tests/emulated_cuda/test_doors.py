@@ -1,0 +1,239 @@
+"""The front doors on emulated GPUs, bit for bit as on CPU tensors.
+
+What is compared with the simulation itself: :func:`test_wrap_equals_the_simulation`. The others are compared with the
+same door on CPU tensors and gloo, whose exchanges the tests of the laws compare with the simulation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm import SimulatedWorld, checkpoint, fsdp
+from tritoncomm.planning.doctor import diagnose
+from tritoncomm.step.ddp_state import CommState, comm_hook
+
+from depth import DEEP
+from emulated_cuda import doors, ranks
+from emulated_cuda.device import CudaTensor, current_gpu, values_of
+
+SIZES = (1, 2, 3, 4, 8) if DEEP else (2, 3)
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+# The form of the messages is given, because it depends on the device otherwise.
+SHORT = {"repartition_every": 2, "reevaluate_every": 3}
+METHODS = {
+    "oktopk": {"algo": "oktopk", "static": False, **SHORT},
+    "oktopk-static": {"algo": "oktopk", "static": True, **SHORT},
+    "oktopk-4bit": {"algo": "oktopk", "static": False, "values": "4bit", "packed": "always", "small": "8bit"},
+    "oktopk-static-4bit": {"algo": "oktopk", "static": True, "values": "4bit", "packed": "always", "small": "8bit"},
+    "spardl": {"algo": "spardl", "static": False},
+    "spardl-static": {"algo": "spardl", "static": True},
+    "exdyna": {"algo": "exdyna", "static": False},
+    "exdyna-static": {"algo": "exdyna", "static": True},
+    "topk_allgather-static": {"algo": "topk_allgather", "static": True, "broadcast_parameters": True},
+}
+
+
+def _wrapped(model: torch.nn.Module, optimizer: str, **fields: Any) -> tritoncomm.SparseOptimizer:
+    settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
+    return tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), settings.pop("algo"), **settings)
+
+
+def _train(rank: int, device: str, optimizer: str, steps: int = 4, **fields: Any) -> list[Any]:
+    model = doors.model_on(device)
+    wrapped = _wrapped(model, optimizer, **fields)
+    seen = []
+    for step in range(steps):
+        wrapped.zero_grad()
+        doors.loss_of(model, rank, step, device).backward()
+        wrapped.step()
+        seen.append(doors.bits([*model.parameters(), wrapped._vector.feedback.residual]))
+    return seen
+
+
+def _cases() -> list[tuple[str, str, int]]:
+    """Return all cases in a deep run, and otherwise each method with both optimizers, one at each world size."""
+    every = itertools.product(enumerate(METHODS), enumerate(OPTIMIZERS), enumerate(SIZES))
+    return [(method, optimizer, size) for (i, method), (j, optimizer), (k, size) in every if DEEP or (i + j + k) % 2]
+
+
+@pytest.mark.parametrize(("method", "optimizer", "world_size"), _cases())
+def test_wrap(method: str, optimizer: str, world_size: int) -> None:
+    """Parameters and residuals of all ranks are the same after every step, with the aware step and without."""
+    on_gpu, on_cpu = doors.on_both(
+        lambda rank, device: _train(rank, device, optimizer, **METHODS[method]), world_size, seed=world_size
+    )
+    assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_wrap_equals_the_simulation(world_size: int) -> None:
+    """SGD steps by the means that the simulation computes from the same gradients."""
+    recipe = tritoncomm.SparDL(density=0.2)
+
+    def train(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = doors.model_on("cuda")
+        wrapped = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=1.0), recipe, dense_below=0)
+        given, means = [], []
+        for step in range(3):
+            wrapped.zero_grad()
+            doors.loss_of(model, rank, step, "cuda").backward()
+            given.append(torch.cat([values_of(p.grad).reshape(-1) for p in model.parameters()]))
+            wrapped.step()
+            means.append(torch.cat([values_of(p.grad).reshape(-1) for p in model.parameters()]))
+        return given, means
+
+    found = ranks.run(train, world_size, seed=world_size)
+    world = SimulatedWorld(recipe, world_size, found[0][0][0].numel())
+    for step in range(3):
+        for rank, mean in enumerate(world.step(torch.stack([given[step] for given, _ in found]))):
+            assert torch.equal(found[rank][1][step], mean.to_dense())
+
+
+def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> list[Any]:
+    model = doors.model_on(device)
+    settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
+    state = CommState(None, settings.pop("algo"), **settings)
+    state.name(dict(model.named_parameters()))
+    reducer = doors.PythonReducer(model, state, comm_hook)
+    stepper = OPTIMIZERS["sgd"](model.parameters())
+    if optimizer is not None:
+        stepper = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()))
+    seen = []
+    for step in range(4):
+        stepper.zero_grad()
+        doors.loss_of(model, rank, step, device).backward()
+        stepper.step()
+        residuals = [vector.feedback.residual for vector in state.exchange.vectors]
+        seen.append(doors.bits([*model.parameters(), *residuals]))
+    assert reducer is not None
+    return seen
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+@pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
+def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
+    """The hook exchanges buckets during the backward pass, driven by a reducer in Python."""
+    if world_size == 1 and optimizer == "adamw":
+        optimizer = "sgd"  # a single worker takes torch's own step, whose square roots are rounded otherwise on a CPU
+    on_gpu, on_cpu = doors.on_both(
+        lambda rank, device: _train_ddp(rank, device, optimizer, **METHODS[method]), world_size, seed=world_size
+    )
+    assert on_gpu == on_cpu
+
+
+def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
+    world_size = dist.get_world_size()
+    shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
+    mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    model = doors.model_on(device)
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    replicas = mesh["replicate"].get_group()
+    state = fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+    wrapped = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), model=model, process_group=replicas)
+    seen = []
+    for step in range(4):
+        wrapped.zero_grad()
+        doors.loss_of(model, rank, step, device).backward()
+        wrapped.step()
+        residuals = [vector.feedback.residual for vector in state.exchange.vectors]
+        seen.append(doors.bits([*(parameter.to_local() for parameter in model.parameters()), *residuals]))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8] if DEEP else [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fsdp_hook(optimizer: str, world_size: int) -> None:
+    """FSDP2 itself runs on emulated GPUs, with its streams and collectives, and the hook exchanges its shards."""
+    on_gpu, on_cpu = doors.on_both(
+        lambda rank, device: _train_fsdp(rank, device, optimizer, **METHODS["oktopk-static"]),
+        world_size,
+        seed=world_size,
+    )
+    assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_checkpoint(optimizer: str, tmp_path: Path) -> None:
+    """A run that is loaded from a checkpoint continues to the bit, on GPUs and on CPUs, whoever has saved it."""
+
+    def train(rank: int, device: str, folder: Path, *, load: Path | None = None) -> tuple[list[Any], bool]:
+        model = doors.model_on(device)
+        wrapped = _wrapped(model, optimizer, **METHODS["oktopk"])
+        if load is not None:
+            checkpoint.load(wrapped, load)
+            for parameter, saved in zip(model.parameters(), torch.load(load / "model.pt"), strict=True):
+                parameter.data.copy_(saved.to(parameter.device))
+        for step in range(3) if load is None else range(3, 6):
+            wrapped.zero_grad()
+            doors.loss_of(model, rank, step, device).backward()
+            wrapped.step()
+        checkpoint.save(wrapped, folder)
+        if rank == 0:
+            torch.save([values_of(parameter) for parameter in model.parameters()], folder / "model.pt")
+        state = [each for held in wrapped.optimizer.state.values() for each in held.values()]
+        moved = all(isinstance(each, CudaTensor) == (device == "cuda") for each in state if each.dim())
+        return doors.bits([*model.parameters(), wrapped._vector.feedback.residual]), moved
+
+    first = {device: tmp_path / device for device in ("cuda", "cpu")}
+    list(doors.on_both(lambda rank, device: train(rank, device, first[device]), 2))
+    seen = [
+        result
+        for saved in first.values()
+        for result in doors.on_both(
+            lambda rank, device, saved=saved: train(rank, device, tmp_path / "x", load=saved), 2
+        )
+    ]
+    assert all(result == seen[0] for result in seen)
+    assert all(moved for result in seen for _, moved in result)
+
+
+def test_doctor() -> None:
+    """The doctor measures on GPUs, and all ranks get the same result."""
+
+    def main(rank: int) -> Any:
+        found = diagnose(3000, lambda density: tritoncomm.OkTopk(density=density), 0.05, device="cuda:0")
+        assert current_gpu().syncs
+        return found.as_dict()
+
+    first, *others = ranks.run(main, 3)
+    assert first["measured"]
+    assert set(first["sparse_seconds"]) == {"0.001", "0.01", "0.05", "0.2"}
+    assert all(other == first for other in others)
+
+
+def test_trace(tmp_path: Path) -> None:
+    """Every rank writes a timeline with its phases, and its messages are received by the peer."""
+
+    def main(rank: int) -> None:
+        with tritoncomm.trace(tmp_path / "trace.json"):
+            _train(rank, "cuda", "sgd", **METHODS["oktopk"])
+        dist.barrier()
+
+    ranks.run(main, 3)
+    sent, received = [], []
+    for rank in range(3):
+        events = json.loads((tmp_path / f"trace-rank-{rank}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        assert {"counts", "confirm"} <= {event["name"] for event in events if event["ph"] == "X"}
+        for event in (event for event in events if event["ph"] == "i"):
+            direction, peer = event["name"].split()
+            pair = (rank, int(peer)) if direction == "to" else (int(peer), rank)
+            (sent if direction == "to" else received).append((*pair, event["args"]["bytes"]))
+    assert sent
+    assert sorted(sent) == sorted(received)

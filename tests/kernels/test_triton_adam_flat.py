@@ -1,0 +1,91 @@
+"""The Adam update of a flat list: kernel and reference against one update per parameter, bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, kernels_from, seeds
+
+import tritoncomm_kernels as kernels
+from tritoncomm_kernels import Padded, Selection
+
+SIZES = st.lists(st.sampled_from([0, 1, 33, 256, 700]), min_size=1, max_size=4)
+
+
+def drawn_list(sizes: list[int], gap: int, share: float, seed: int) -> tuple[list[int], Padded]:
+    """Return the start of each parameter, with gaps between them, and a list of entries with padding."""
+    starts, at = [], gap
+    for size in sizes:
+        starts.append(at)
+        at += size + gap
+    generator = torch.Generator().manual_seed(seed)
+    chosen = (torch.rand(max(at, 1), generator=generator) < share).nonzero().squeeze(1)
+    values = drawn("heavy", len(chosen), seed)
+    return starts, Padded.of(Selection.of(chosen.int(), values), len(chosen) + seed % 3)
+
+
+def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject, *, kernel: bool) -> None:
+    """Compare the reference, and on ``device`` the ``kernel``, with one update per parameter."""
+    maximize, steps = data.draw(st.booleans()), data.draw(st.sampled_from([1, 30, 1_000_000]))
+    decay, keep = data.draw(st.sampled_from([0.0, 0.1])), data.draw(st.sampled_from([1.0, 0.999]))
+    change = data.draw(st.sampled_from([0.0, 0.2, math.inf]))
+    rms = [data.draw(st.sampled_from([0.0, 0.01, 3.0, math.inf, math.nan])) for _ in sizes]
+    half = torch.float16 if device == "cpu" else torch.bfloat16  # the interpreter has no bf16
+    dtype, compact = data.draw(st.sampled_from([torch.float32, half])), data.draw(st.booleans())
+    starts, entries = drawn_list(
+        sizes, data.draw(st.sampled_from([0, 5])), data.draw(st.sampled_from([0.0, 0.4, 1.0])), seed
+    )
+    generator = torch.Generator().manual_seed(seed)
+    lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
+
+    def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+        floats = [[drawn("heavy", n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(5)]
+        floats[3:] = [[values.abs() for values in column] for column in floats[3:]]
+        floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
+        parameters, gradients, first, second, maximum = floats
+        last = [guarded.of(held) for held in lasts]
+        param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
+        states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
+        control = kernels.AdamControl.of(
+            steps=steps, learning_rate=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_catch_up=20,
+            max_relative_update=change, device=torch.device(guarded.device), coupled_decay=decay, maximize=maximize,
+        )  # fmt: skip
+        listed = Padded(guarded.of(entries.indices), guarded.of(entries.values))
+        if flat:
+            kernels.AdamFlat(parameters, states, starts).update(
+                listed, control, keep=keep, gradients=None if compact else gradients
+            )
+        else:
+            for i, parameter in enumerate(parameters):
+                parameter.mul_(keep)
+                inside = (entries.indices >= starts[i]) & (entries.indices < starts[i] + sizes[i])
+                at = (entries.indices[inside] - starts[i]).long()
+                dense = torch.zeros(sizes[i], dtype=dtype)
+                dense[at] = entries.values[inside].to(dtype)
+                kernels.adam_update(parameter, dense if compact else gradients[i], states.at(i), control, at)
+        return [bits(tensor) for column in (parameters, first, second, maximum, last) for tensor in column]
+
+    with kernels_from("torch"):
+        found = call(Guarded("cpu"))
+        assert call(Guarded("cpu"), flat=False) == found
+    if kernel:
+        assert agree(call, device) == found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(SIZES, seeds, st.booleans(), st.data())
+@cases(25)
+def test_adam_flat(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:
+    """The kernel equals the reference, with gaps between parameters, padding, and gradients from either source."""
+    check(device, sizes, seed, amsgrad, data, kernel=True)
+
+
+@given(SIZES, seeds, st.booleans(), st.data())
+@cases(40)
+def test_reference(sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:
+    """The reference equals one update per parameter."""
+    check("cpu", sizes, seed, amsgrad, data, kernel=False)

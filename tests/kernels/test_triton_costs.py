@@ -1,0 +1,309 @@
+"""The table of what kernels cost on a GPU (``emulated_cuda/kernel_costs.py``) is what the Triton route does.
+
+The route runs in Triton's interpreter. Counted are the launches of kernels, the torch operators that would be launches,
+and the reads of values by the host.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, kernels_from
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritoncomm_kernels as kernels
+from emulated_cuda import kernel_costs
+from emulated_cuda.device import operator_of
+from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
+N = 9000
+
+
+class _Count(TorchDispatchMode):
+    """Counts launches and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.syncs = 0
+        self.muted = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.muted:
+            plan = operator_of(func)
+            self.launches += plan.computes
+            self.syncs += plan.sync[1] if plan.sync else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[_Count]:
+    """Count what the body does."""
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - Triton is optional
+
+    run, tolist = InterpretedFunction.run, torch.Tensor.tolist
+
+    with _Count() as count:
+
+        def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            count.launches += 1
+            count.muted = True
+            try:
+                return run(self, *args, **kwargs)
+            finally:
+                count.muted = False
+
+        def read(self: torch.Tensor) -> Any:
+            count.syncs += 1
+            return tolist(self)
+
+        with mock.patch.object(InterpretedFunction, "run", launch), mock.patch.object(torch.Tensor, "tolist", read):
+            yield count
+
+
+def vector(n: int = N, seed: int = 0) -> torch.Tensor:
+    """Return ``n`` values."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def entries(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``count`` ascending indices and their values."""
+    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(seed))[:count]
+    return chosen.sort().values.to(torch.int32), vector(count, seed)
+
+
+def _marks() -> kernels.Marks:
+    return kernels.Marks.empty(N, torch.device("cpu"))
+
+
+def _section(bits: int, count: int) -> dict[str, Any]:
+    layout = Layout.of(300, N, bits)
+    indices, values = entries(count)
+    return {"layout": layout, "low": 0, "indices": indices, "values": values, "out": torch.zeros(layout.words).int()}
+
+
+def _written(bits: int, count: int) -> dict[str, Any]:
+    section = _section(bits, count)
+    write_section(**section)
+    return {"layout": section["layout"], "low": 0, "section": section["out"]}
+
+
+def _control(**fields: Any) -> kernels.AdamControl:
+    settings = {"steps": 3, "learning_rate": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8, "max_catch_up": 20.0}
+    return kernels.AdamControl.of(**settings, device=torch.device("cpu"), **fields)
+
+
+def _adam(indices: torch.Tensor | None = None, **fields: Any) -> dict[str, Any]:
+    state = kernels.AdamState(vector(), vector().abs(), torch.zeros(N, dtype=torch.int32), torch.tensor(1.0))
+    given = {"parameter": vector(), "gradient": vector(), "state": state, "indices": indices}
+    return {**given, "control": _control(**fields)}
+
+
+def _into(k: int = 90) -> dict[str, torch.Tensor]:
+    return {
+        "indices": torch.zeros(k, dtype=torch.int32),
+        "values": torch.zeros(k),
+        "taken": torch.zeros(1, dtype=torch.int64),
+    }
+
+
+def _rows() -> kernels.Padded:
+    found = [kernels.Padded.of(kernels.Selection.of(*entries(count, count)), 60) for count in (60, 20)]
+    return kernels.Padded(torch.stack([each.indices for each in found]), torch.stack([each.values for each in found]))
+
+
+def _ints(*content: int) -> torch.Tensor:
+    return torch.tensor(content, dtype=torch.int32)
+
+
+def _sections(bits: int) -> dict[str, Any]:
+    return {"layout": Layout.of(60, N, bits), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
+
+
+LISTS = [entries(200, 1), entries(0, 2), entries(300, 3)]
+SHARED = vector()
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "accumulate": (kernels.accumulate, lambda: {"residual": vector(), "gradient": vector(), "out": vector()}),
+    "accumulate empty": (kernels.accumulate, lambda: dict.fromkeys(("residual", "gradient", "out"), vector(0))),
+    "mark": (
+        kernels.mark,
+        lambda: {"residual": SHARED, "gradient": None, "out": SHARED, "threshold": torch.ones(1), "marks": _marks()},
+    ),
+    "mark_momentum": (
+        kernels.mark_momentum,
+        lambda: {
+            "gradient": vector(), "velocity": vector(), "residual": vector(), "threshold": torch.ones(1),
+            "marks": _marks(), "momentum": 0.9,
+        },
+    ),
+    "expand": (
+        kernels.expand,
+        lambda: {
+            "values": vector(), "marks": _marks(), "indices": torch.zeros(90, dtype=torch.int32),
+            "out": torch.zeros(90), "found": torch.zeros(1, dtype=torch.int64),
+        },
+    ),
+    "gather": (
+        kernels.gather,
+        lambda: {
+            "values": vector(), "indices": entries(90)[0], "out": torch.zeros(90),
+            "count": torch.full((1,), 90), "invalid": torch.zeros(1, dtype=torch.int32),
+        },
+    ),
+    "rebalance": (
+        kernels.rebalance,
+        lambda: {
+            **{name: torch.full((4,), 5, dtype=torch.int32) for name in ("blocks", "first", "counts")},
+            "iteration": torch.zeros(1, dtype=torch.int32), "span": torch.zeros(2, dtype=torch.int32),
+            "rank": 0, "block": 4, "numel": 80, "min_blocks": 1,
+        },
+    ),
+    "select": (kernels.select, lambda: {"values": vector(), "threshold": 1.0}),
+    "select nothing": (kernels.select, lambda: {"values": vector(), "threshold": 100.0}),
+    "select from nothing": (kernels.select, lambda: {"values": vector(0), "threshold": 1.0}),
+    "accumulate_and_select": (
+        kernels.accumulate_and_select,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "threshold": 1.0},
+    ),
+    "top_k": (kernels.top_k, lambda: {"values": vector(), "k": 90}),
+    "top_k 0": (kernels.top_k, lambda: {"values": vector(), "k": 0}),
+    "top_k of nothing": (kernels.top_k, lambda: {"values": vector(0), "k": 3}),
+    "accumulate_top_k": (
+        kernels.accumulate_top_k,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
+    ),
+    "accumulate_top_k 0": (
+        kernels.accumulate_top_k,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 0},
+    ),
+    "top_k_into": (
+        kernels.top_k_into,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "warm": True, **_into()},
+    ),
+    "top_k_segments": (
+        kernels.top_k_segments,
+        lambda: {"values": vector(), "bounds": [0, 3000, 3000, N], "budgets": [20, 0, 30]},
+    ),
+    "kth_magnitude": (kernels.kth_magnitude, lambda: {"values": vector(), "k": 90}),
+    "largest": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(500)), "k": 90}),
+    "largest of few": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(50)), "k": 90}),
+    "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
+    "sum_lists": (
+        kernels.sum_lists,
+        lambda: {
+            "indices": entries(200)[0].view(2, 100), "values": vector(200).view(2, 100),
+            "counts": torch.full((2,), 100, dtype=torch.int32), "out": vector(),
+        },
+    ),
+    "decompress": (
+        kernels.decompress,
+        lambda: dict(zip(("out", "indices", "values"), (vector(), *entries(90)), strict=True)),
+    ),
+    "sendable_together": (sendable_together, lambda: {"values": vector().abs() + 1, "bits": 4}),
+    "sendable_together not": (sendable_together, lambda: {"values": vector() ** 9, "bits": 4}),
+    "write fp32": (write_section, lambda: _section(32, 200)),
+    "write 4bit": (write_section, lambda: _section(4, 200)),
+    "write nothing": (write_section, lambda: _section(4, 0)),
+    "read fp32": (read_section, lambda: _written(32, 200)),
+    "read 4bit": (read_section, lambda: _written(4, 200)),
+    "top_k_padded": (
+        kernels.top_k_padded,
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "k": 90},
+    ),
+    "top_k_rows": (
+        kernels.top_k_rows,
+        lambda: {"values": vector(), "bounds": _ints(0, 4000, N), "budgets": _ints(9, 9), "room": 9},
+    ),
+    "top_k_rows of nothing": (
+        kernels.top_k_rows,
+        lambda: {"values": vector(), "bounds": _ints(0), "budgets": _ints(), "room": 9},
+    ),
+    "joined": (kernels.joined, lambda: {"rows": _rows()}),
+    "merge_rows": (kernels.merge_rows, lambda: {"rows": _rows(), "numel": N}),
+    "add_rows": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows()}),
+    "add_rows of one": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows().row(0)}),
+    "set_at": (kernels.set_at, lambda: {"out": vector(), "entries": _rows().row(1)}),
+    "values_at": (kernels.values_at, lambda: {"values": vector(), "indices": _rows().indices}),
+    "sum_rows": (kernels.sum_rows, lambda: {"rows": vector().view(3, -1)}),
+    **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 16, 32)},
+    "read_rows": (
+        read_rows,
+        lambda: {
+            "layout": (given := _sections(4))["layout"], "lows": given["lows"], "messages": write_rows(**given)[0],
+        },
+    ),
+    "adam": (kernels.adam_update, _adam),
+    "adam of some": (kernels.adam_update, lambda: _adam(torch.arange(50))),
+    "adam without limit": (kernels.adam_update, lambda: _adam(max_relative_update=float("inf"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton_route_costs_what_the_table_says(name: str) -> None:
+    """Launches and synchronizations are equal, with a workspace that has been used before if the kernel takes one."""
+    kernel, make = CASES[name]
+    if kernel in {write_rows, read_rows}:
+        pytest.importorskip("tritoncomm_kernels.section_rows_triton")
+    takes = "workspace" in inspect.signature(kernel).parameters
+    extra = {"workspace": kernels.Workspace()} if takes else {}
+    with kernels_from("triton"):
+        kernel(**make() | extra)  # allocates the workspace, and fills caches
+        given = inspect.signature(kernel).bind(**make() | extra)
+        given.apply_defaults()
+        with counting() as count:
+            result = kernel(*given.args, **given.kwargs)
+    assert (count.launches, count.syncs) == kernel_costs.cost_of(kernel, result, given.arguments)
+
+
+def test_every_row_has_a_case() -> None:
+    """No row of the table is without a case here."""
+    assert {kernel for kernel, _ in CASES.values()} == set(kernel_costs.declared())
+
+
+@pytest.mark.parametrize(("keep", "half", "limited"), [(1.0, False, True), (0.9, False, False), (0.9, True, True)])
+def test_adam_of_many_tensors_costs_what_the_table_says(keep: float, half: bool, limited: bool) -> None:
+    """Launches are equal. The copy of the table of addresses is no copy here, so its synchronization is not seen."""
+    dtype = torch.bfloat16 if half else torch.float32
+    parameters = [vector(n).to(dtype) for n in (40, 700)]
+    states = kernels.AdamStates(
+        *([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)),
+        [torch.zeros_like(parameter, dtype=torch.int32) for parameter in parameters],
+        [torch.tensor(1.0) for _ in parameters],
+    )
+    many = kernel_costs.AdamMany(parameters, states)
+    control = _control(**({} if limited else {"max_relative_update": float("inf")}))
+    values = [vector(3) for _ in parameters]
+    arguments = [torch.zeros_like(parameter) for parameter in parameters], control, [torch.arange(3)] * 2
+    with kernels_from("triton"):
+        many.update(*arguments, keep=keep, values=values)
+        with counting() as count:
+            many.update(*arguments, keep=keep, values=values)
+    assert [count.launches] == [cost.launches for cost in many.costs(control, arguments[2], keep, values)]
+
+
+@pytest.mark.parametrize(("keep", "half", "limited"), [(1.0, False, True), (0.9, False, False), (0.9, True, True)])
+def test_adam_of_a_flat_list_costs_what_the_table_says(keep: float, half: bool, limited: bool) -> None:
+    """Launches are equal, and the host reads nothing."""
+    dtype = torch.bfloat16 if half else torch.float32
+    parameters = [vector(n).to(dtype) for n in (40, 700)]
+    states = kernels.AdamStates(
+        *([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)),
+        [torch.zeros_like(parameter, dtype=torch.int32) for parameter in parameters],
+        [torch.tensor(1.0) for _ in parameters],
+    )
+    flat = kernel_costs.AdamFlat(parameters, states, [0, 40])
+    control = _control(**({} if limited else {"max_relative_update": float("inf")}))
+    entries = kernels.Padded(_ints(3, 41, 50, -1), vector(4))
+    with kernels_from("triton"):
+        flat.update(entries, control, keep=keep)
+        with counting() as count:
+            flat.update(entries, control, keep=keep)
+    costs = [*flat.costs(entries, control, keep, None)]
+    assert (count.launches, count.syncs) == (sum(cost.launches for cost in costs), sum(cost.syncs for cost in costs))

@@ -1,0 +1,200 @@
+"""Replay recorded steps of one rank with damaged messages, without the other ranks.
+
+A simulated world runs a few steps, and every reply that a rank gets is recorded. A replay runs the same step of one
+rank again. One reply is damaged, and all others are the recorded ones. If the damage leads the rank to another
+operation or another length, it gets random words of that length: hostile peers could send them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tritoncomm import NonFiniteError, ProtocolMismatchError, Recipe, SimulatedWorld, SparseVector
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Op, Pattern, Post, Round, Ticket, Wait
+from tritoncomm.step.error_feedback import ErrorFeedback
+
+import laws
+
+WORLD_SIZES = (2, 3)
+FAMILIES = ("random", "random", "disjoint", "ties", "random")
+CHECK_EVERY = 500  # replays
+_INTEGERS = (torch.int32, torch.int64)
+_WORDS = (0, 1, -1, 2**31 - 1, -(2**31), 0x7F800000, 0x7FC00000)  # among them Inf, and the header of NaN
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of one rank: the worker before it, its gradient, and its operations with the replies to them."""
+
+    worker: ErrorFeedback
+    gradient: torch.Tensor
+    rank: int
+    world_size: int
+    replies: list[tuple[Op, Any]]
+    mean: SparseVector
+
+    @property
+    def places(self) -> list[int]:
+        """The replies that hold words of other ranks."""
+        return [place for place, (op, reply) in enumerate(self.replies) if not isinstance(op, Post) and len(reply)]
+
+
+def record(recipe: Recipe, numel: int) -> list[Recording]:
+    """Return the recordings of the first steps of rank 0 and of the last rank, for each of :data:`WORLD_SIZES`."""
+    found = []
+    for world_size in WORLD_SIZES:
+        case = laws.fitted(laws.Case(world_size, numel, FAMILIES, seed=world_size, exact=False), recipe)
+        world = SimulatedWorld(recipe, case.world_size, case.numel)
+        for gradient in case.gradients():
+            before = copy.deepcopy(world.workers)
+            replies: list[list[tuple[Op, Any]]] = [[] for _ in before]
+            patterns = [
+                _listening(worker.begin(gradient[rank], rank, case.world_size), replies[rank])
+                for rank, worker in enumerate(world.workers)
+            ]
+            means = world.scheduler.run(patterns)
+            for worker in world.workers:
+                worker.commit()
+            for rank in (0, case.world_size - 1):
+                part = Recording(before[rank], gradient[rank], rank, case.world_size, replies[rank], means[rank])
+                found.append(part)
+    return [recording for recording in found if recording.places]
+
+
+def _listening(pattern: Pattern[SparseVector], replies: list[tuple[Op, Any]]) -> Pattern[SparseVector]:
+    """Run ``pattern`` and record each operation with its reply."""
+    try:
+        op = next(pattern)
+        while True:
+            reply = yield op
+            replies.append((op, copy.deepcopy(reply)))
+            op = pattern.send(reply)
+    except StopIteration as stop:
+        return stop.value
+
+
+def fuzz(recipe: Recipe, trials: int, *, numel: int = 80, seed: int = 0) -> Counter[str]:
+    """Replay recorded steps ``trials`` times, each with one damaged reply. Return how often each outcome occurred.
+
+    Every replay is rejected by name, or gives ascending indices inside the vector. It asks for a bounded number of
+    words, in a bounded number of operations. Undamaged replays in between give the recorded mean.
+    """
+    generator = np.random.default_rng(seed)
+    recordings, outcomes = record(recipe, numel), Counter()
+    for trial in range(trials):
+        recording = recordings[trial % len(recordings)]
+        if trial % CHECK_EVERY < len(recordings):
+            assert laws.same_vector(_replay(recording, -1, generator), recording.mean)
+        places = recording.places
+        try:
+            mean = _replay(recording, places[generator.integers(len(places))], generator).trimmed()
+        except (ProtocolMismatchError, NonFiniteError) as error:
+            outcomes[type(error).__name__] += 1
+            continue
+        outcomes["accepted"] += 1
+        assert (mean.indices[1:] > mean.indices[:-1]).all(), trial
+        assert ((mean.indices >= 0) & (mean.indices < mean.numel)).all(), trial
+    return outcomes
+
+
+def _replay(recording: Recording, place: int, generator: np.random.Generator) -> SparseVector:
+    """Run the recorded step with a damaged reply at ``place``, or with none if ``place`` is negative."""
+    worker = recording.worker
+    pattern = worker.begin(recording.gradient, recording.rank, recording.world_size)
+    most = 10 * len(recording.replies) + 50
+    posted: dict[int, Round] = {}
+    reply: Any = None
+    try:
+        for number in range(most):
+            op = pattern.send(reply)
+            if isinstance(op, Post):
+                posted[number], reply = op.round, Ticket(op.phase, number)
+                continue
+            asked = posted[op.ticket.token] if isinstance(op, Wait) else op
+            reply = _recorded(recording, number, op, asked)
+            if reply is None:
+                reply = _words(recording, asked, generator)
+            if number == place:
+                _damage(recording, reply, asked, generator)
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        pattern.close()
+        worker.rollback()
+    raise AssertionError(f"more than {most} operations")
+
+
+def _recorded(recording: Recording, number: int, op: Op, asked: Op) -> Any:
+    """Return a copy of the recorded reply, or None if the operation is another one."""
+    if number >= len(recording.replies):
+        return None
+    known, reply = recording.replies[number]
+    if type(known) is not type(op) or known.phase != op.phase:
+        return None
+    if isinstance(asked, Round):
+        if {source: part.numel() for source, part in reply.items()} != dict(asked.receives):
+            return None
+        return {source: part.clone() for source, part in reply.items()}
+    if known.tensor.shape != asked.tensor.shape:
+        return None
+    return _with_own_part(reply.clone(), asked, recording.rank)
+
+
+def _words(recording: Recording, asked: Op, generator: np.random.Generator) -> Any:
+    """Return random words of the length that the rank asks for."""
+    if isinstance(asked, Round):
+        words = sum(asked.receives.values())
+        assert words <= 4 * recording.world_size * (recording.worker.algorithm.numel + 100), asked.phase
+        return {source: _random(torch.int32, (length,), generator) for source, length in asked.receives.items()}
+    assert isinstance(asked, AllGather | AllToAll | AllReduce)
+    shape = tuple(asked.tensor.shape)
+    if isinstance(asked, AllGather):
+        shape = (recording.world_size, *shape)
+    return _with_own_part(_random(asked.tensor.dtype, shape, generator), asked, recording.rank)
+
+
+def _with_own_part(reply: torch.Tensor, asked: Op, rank: int) -> torch.Tensor:
+    """Return ``reply``, in which the rank's own part is what it has sent now. A sum has no such part."""
+    if isinstance(asked, AllGather):
+        reply[rank] = asked.tensor
+    elif isinstance(asked, AllToAll):
+        reply[rank] = asked.tensor[rank]
+    return reply
+
+
+def _random(dtype: torch.dtype, shape: Sequence[int], generator: np.random.Generator) -> torch.Tensor:
+    """Return random bits. Integers are small ones half of the time, so that they may pass as counts."""
+    size = int(np.prod(shape)) * dtype.itemsize // 4
+    found = torch.from_numpy(generator.integers(-(2**31), 2**31, size, dtype=np.int64).astype(np.int32))
+    found = found.view(dtype).reshape(tuple(shape))
+    return found % 50 if dtype in _INTEGERS and generator.integers(2) else found
+
+
+def _damage(recording: Recording, reply: Any, asked: Op, generator: np.random.Generator) -> None:
+    """Damage words of another rank in ``reply``, in place."""
+    if isinstance(asked, Round):
+        target = reply[sorted(reply)[generator.integers(len(reply))]]
+    elif isinstance(asked, AllReduce):
+        target = reply
+    else:
+        others = [rank for rank in range(recording.world_size) if rank != recording.rank]
+        at = others[generator.integers(len(others))]
+        target = reply[at : at + 1]
+    if not target.numel():
+        return
+    kind = generator.integers(4)
+    if kind == 0:
+        target.copy_(_random(target.dtype, tuple(target.shape), generator))
+        return
+    words = target.reshape(-1).view(torch.int32).numpy()
+    if kind == 1:
+        words[generator.integers(len(words))] = generator.choice(_WORDS)
+        return
+    for place in generator.integers(0, 32 * len(words), generator.integers(1, 6)):
+        words[place // 32] ^= np.array(1 << place % 32, np.uint32).view(np.int32)

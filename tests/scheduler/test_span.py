@@ -1,0 +1,129 @@
+"""The time of work on a GPU, which is read one step later, in metrics, in traces and in measurements of the link."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import TopkAllgather
+from tritoncomm.scheduler.link import measure_link
+from tritoncomm.scheduler.meter import Meter
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, Pattern, Round
+from tritoncomm.scheduler.span import Span
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+
+from emulated_cuda import ranks, streams
+from emulated_cuda.device import current_gpu, to_gpu
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+WAITS = ("stream synchronize", "event synchronize", "device synchronize")
+
+
+def test_the_cpu_knows_at_once() -> None:
+    """On the CPU, the time is that of the host, and is known at the end."""
+    span = Span(CPU)
+    time.sleep(0.01)
+    assert 0.01 <= span.end().seconds < 0.1
+    later = Span(CPU)
+    assert later.since(span) >= span.seconds
+
+
+def test_a_gpu_is_not_waited_for() -> None:
+    """Until the host has waited for other reasons, the time is unknown and counts as 0."""
+    with ranks.alone() as gpu:
+        span, meter = Span(GPU), Meter()
+        time.sleep(0.01)
+        meter.time("gather", span.end())
+        assert not span.is_known
+        meter.settle()
+        assert meter.waited == 0.0
+        assert not gpu.syncs
+        torch.cuda.synchronize()
+        meter.settle()
+        assert meter.seconds == {"gather": span.seconds}
+        assert 0.01 <= meter.waited < 0.1
+        meter.settle()
+        assert meter.waited == span.seconds  # each time counts once
+
+
+def test_a_span_is_of_its_stream() -> None:
+    """Waiting for another stream does not make the time known."""
+    with ranks.alone():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            span = Span(GPU).end()
+        torch.ones(1, device="cuda").item()
+        assert not span.is_known
+        side.synchronize()
+        assert span.is_known
+
+
+def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of a step appear in the metrics of the next one. Reading them adds no synchronization."""
+    monkeypatch.setattr(streams.Event, "elapsed_time", lambda start, end: 2.0)
+
+    def main(rank: int) -> list[dict[str, float]]:
+        parameter = to_gpu(torch.zeros(40))
+        parameter.grad = None
+        exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.25)))
+        vector = VectorExchange([parameter], ["weight"], exchange.options)
+        exchange.vectors = [vector]
+        found = []
+        for step in range(3):
+            vector.flat.copy_(to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank))))
+            current_gpu().reset()
+            exchange.reset()
+            exchange.deliver(vector)
+            exchange.finish()
+            waits = sum(count for (kind, _), count in current_gpu().syncs.items() if kind in WAITS)
+            found.append(vector.last | {"waits": waits})
+        return found
+
+    for first, second, third in ranks.run(main, 2):
+        assert first["seconds_exchange"] == first["seconds_select"] == 0.0
+        assert second["seconds_exchange"] >= 0.004  # at least two operations of 2 ms each
+        assert second["seconds_select"] >= 0.002
+        assert second["seconds_confirm"] == 0.002
+        assert third["seconds_exchange"] == pytest.approx(second["seconds_exchange"])
+        assert [each["waits"] for each in (first, second, third)] == [0, 0, 0]
+        assert first["bytes_sent"] == third["bytes_sent"] > 0  # of the step itself
+
+
+def test_traces_have_the_times_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are read when the file is written, not in the exchange."""
+    monkeypatch.setattr(streams.Event, "elapsed_time", lambda start, end: 2.0)
+
+    def main(rank: int) -> int:
+        scheduler = ProcessGroupScheduler(None, device="cuda", stamp="test")
+        scheduler.agree_on_exchange_id()
+
+        def pattern() -> Pattern[None]:
+            yield Round("ring", {1 - rank: torch.ones(4, dtype=torch.int32, device="cuda")}, {1 - rank: 4})
+            yield AllReduce("sum", torch.ones(2, device="cuda"))
+
+        with tritoncomm.trace(tmp_path / "trace.json"):
+            scheduler.run(pattern())
+        return sum(count for (kind, where), count in current_gpu().syncs.items() if "tracing" in where)
+
+    assert ranks.run(main, 2) == [3, 3]  # twice to relate the clocks, and once before the file is written
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace-rank-{rank}.json").read_text())["traceEvents"]
+        phases = [event for event in events if event["ph"] == "X"]
+        assert [event["name"] for event in phases] == ["ring", "sum"]
+        assert {event["dur"] for event in phases} == {2000.0}
+        messages = [event for event in events if event["ph"] == "i"]
+        assert sorted(event["name"] for event in messages) == [f"from {1 - rank}", f"to {1 - rank}"]
+        assert all(0 <= 1e6 * time.time() - event["ts"] < 60e6 for event in phases + messages)
+
+
+def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's link has the latency of the GPU's work, not that of its enqueueing."""
+    monkeypatch.setattr(streams.Event, "elapsed_time", lambda start, end: 3.0)
+    for link in ranks.run(lambda rank: measure_link(None, "cuda"), 2):
+        assert link.latency == pytest.approx(0.003)

@@ -1,0 +1,370 @@
+"""Failures on emulated GPUs: a rank that raises, dies or hangs is named on all others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # the first collective would import it, which takes longer than the time-outs here
+from tritoncomm import ExchangeError, ExchangeTimeoutError, NonFiniteError
+from tritoncomm.scheduler import failure_report, watcher
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
+from tritoncomm.step import setup_checks
+from tritoncomm.step.error_feedback import ErrorFeedback
+
+import recipes
+from emulated_cuda import ranks
+from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.nccl import Network
+
+VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
+SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=15)
+METHODS = (
+    *("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2"),
+    *("spardl-static", "topk-allgather-static-4bit"),
+)
+
+
+class Died(BaseException):
+    """Ends a rank without a word, like SIGKILL."""
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "RELEASE_SECONDS", 0.5)
+    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
+
+
+def failing_at(scheduler: ProcessGroupScheduler, number: int, fault: Callable[[], None]) -> None:
+    """Call ``fault`` before the ``number``-th operation from now, also of a subgroup."""
+    left = [number]
+    for each in [scheduler, *scheduler._subgroups.values()]:
+        perform = each._perform
+
+        def faulty(op: Op, perform: Callable[[Op], Any] = perform) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                fault()
+            return perform(op)
+
+        each._perform = faulty
+
+
+def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeout: timedelta) -> tuple[Any, ...]:
+    """Exchange until the second step fails on this rank. Return the error, the seconds, and whether nothing changed."""
+    recipe = recipes.under_test(0.1)[name]
+    subgroups = recipe.subgroups(WORLD_SIZE)
+    scheduler = ProcessGroupScheduler(None, timeout, "cuda", f"{recipe.name} {recipe!r}", subgroups)
+    feedback = ErrorFeedback(recipe.build(NUMEL), "cuda")
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(2):
+        before = values_of(feedback.residual)
+        gradient = to_gpu(torch.randn(NUMEL, generator=generator))
+        if step == 1 and rank == VICTIM:
+            failing_at(scheduler, number, fault)
+        started = time.monotonic()
+        try:
+            scheduler.run(feedback.begin(gradient, rank, WORLD_SIZE))
+            scheduler.run(scheduler.confirmation(), new_step=False)
+        except Exception as error:
+            feedback.rollback()
+            with pytest.raises(type(error)):  # the failed group raises the same error again
+                scheduler.run(feedback.begin(gradient, rank, WORLD_SIZE))
+            return error, time.monotonic() - started, torch.equal(before, values_of(feedback.residual))
+        feedback.commit()
+    raise AssertionError(f"rank {rank} raised no error")
+
+
+def outcomes(
+    name: str, number: int, fault: Callable[[], None], timeout: timedelta, *, garbage: bool
+) -> list[tuple[Any, ...]]:
+    """Return what :func:`exchange` returns on each rank."""
+    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
+    return ranks.run(
+        lambda rank: exchange(rank, name, number, fault, timeout), WORLD_SIZE, network=network, errors=True
+    )
+
+
+def survivors(found: list[Any]) -> Iterator[tuple[Any, ...]]:
+    """Return the outcomes of all ranks but the victim."""
+    for rank, outcome in enumerate(found):
+        if rank != VICTIM:
+            assert isinstance(outcome, tuple), outcome
+            yield outcome
+
+
+CASES = [(name, 1, True) for name in METHODS] + [
+    ("oktopk-short-periods", 0, False),
+    ("oktopk-short-periods", 3, False),
+    ("hierarchical-2", 3, False),
+    ("dense", 0, True),
+]
+every = pytest.mark.parametrize(("name", "number", "garbage"), CASES)
+
+
+@every
+def test_a_rank_that_raises(name: str, number: int, garbage: bool) -> None:
+    """All ranks raise its error long before the time-out, whatever they read after their wait was ended."""
+
+    def fault() -> None:
+        raise MemoryError("no room for the lists")
+
+    for error, seconds, unchanged in outcomes(name, number, fault, LATE, garbage=garbage):
+        assert type(error) is ExchangeError, error
+        assert error.peers == (VICTIM,)
+        assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
+        assert seconds < 2
+        assert unchanged
+
+
+@every
+def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
+    """All others name it after the time-out."""
+
+    def fault() -> None:
+        raise Died
+
+    found = outcomes(name, number, fault, SOON, garbage=garbage)
+    assert isinstance(found[VICTIM], Died)
+    for error, seconds, unchanged in survivors(found):
+        assert type(error) is ExchangeTimeoutError, error
+        assert error.peers == (VICTIM,)
+        assert "no answer from rank 1 within the time-out" in str(error)
+        assert 0.5 < seconds < 3
+        assert unchanged
+
+
+@pytest.mark.parametrize(("name", "garbage"), [(name, True) for name in METHODS])
+def test_a_rank_that_hangs(name: str, garbage: bool) -> None:
+    """All others name it after the time-out. When it goes on, it raises an error that names itself."""
+    released = threading.Event()
+    waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
+
+    def main(rank: int) -> tuple[Any, ...]:
+        outcome = exchange(rank, name, 1, lambda: released.wait(10) and None, SOON)
+        if rank != VICTIM:
+            waiting.wait(10)
+        return outcome
+
+    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
+    for error, seconds, unchanged in ranks.run(main, WORLD_SIZE, network=network, errors=True):
+        assert type(error) is ExchangeTimeoutError, error
+        assert error.peers == (VICTIM,)
+        assert 0.5 < seconds < 4
+        assert unchanged
+
+
+def test_a_rank_that_fails_outside_of_an_exchange() -> None:
+    """The others wait in an exchange that this rank never enters."""
+
+    def main(rank: int) -> Exception:
+        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        if rank == VICTIM:
+            scheduler.fail(ValueError("a batch of the wrong shape"))
+            return scheduler._failure
+
+        def pattern() -> Pattern[None]:
+            yield AllReduce("sum", torch.ones(2, device="cuda"))
+
+        with pytest.raises(ExchangeError) as caught:
+            scheduler.run(pattern())
+        return caught.value
+
+    for error in ranks.run(main, 3, network=Network(3, limit=5.0)):
+        assert error.peers == (VICTIM,)
+        assert "a batch of the wrong shape" in str(error)
+
+
+@pytest.mark.parametrize("result", ["value", "not finite"])
+def test_garbage_is_not_a_result(result: str) -> None:
+    """A pattern that ends normally, or rejects the step, with what it read after the abort raises the failure."""
+
+    def main(rank: int) -> Exception:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        if rank == VICTIM:
+            raise Died
+
+        def pattern() -> Pattern[float]:
+            total = yield AllReduce("sum", torch.ones(2, device="cuda"))
+            if result == "value":
+                return float(total[0])
+            raise NonFiniteError("the sum is not finite")
+
+        with pytest.raises(ExchangeTimeoutError) as caught:
+            scheduler.run(pattern())
+        return caught.value
+
+    found = ranks.run(main, 3, network=Network(3, limit=5.0, garbage_after_abort=True), errors=True)
+    assert [getattr(error, "peers", None) for error in found] == [(VICTIM,), None, (VICTIM,)]
+
+
+def test_waits_have_no_time_out() -> None:
+    """NCCL polls with sleeps in a wait with a time-out. The watcher limits the wait instead."""
+
+    def main(rank: int) -> list[str]:
+        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+
+        def pattern() -> Pattern[None]:
+            yield Round("ring", {1 - rank: torch.ones(4, dtype=torch.int32, device="cuda")}, {1 - rank: 4})
+            yield AllReduce("sum", torch.ones(2, device="cuda"))
+
+        scheduler.run(pattern())
+        return [kind for kind, _ in current_gpu().syncs if "time-out" in kind]
+
+    assert ranks.run(main, 2) == [[], []]
+
+
+def test_a_fast_exchange_does_not_ask_the_store() -> None:
+    """Only a rank that waits long looks for reports. Nothing watches between exchanges."""
+
+    def main(rank: int) -> list[int]:
+        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+        asked: list[int] = []
+        with scheduler._watcher as own:
+            own._ask = lambda: asked.append(rank)
+            own._since = time.monotonic() + 60.0  # keeps the thread from looking
+            own.poll()
+            soon = len(asked)
+            own._since = time.monotonic() - 1.0
+            own.poll()
+        assert own not in watcher._under_way
+        return [soon, len(asked) > 0]
+
+    assert ranks.run(main, 2) == [[0, True], [0, True]]
+
+
+def test_a_slow_exchange_is_not_aborted() -> None:
+    """A rank that is late by less than the time-out is waited for. A step of many waits may take longer than it."""
+
+    def main(rank: int) -> float:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+
+        def pattern() -> Pattern[float]:
+            total = torch.zeros(1, device="cuda")
+            for _ in range(3):
+                if rank == VICTIM:
+                    time.sleep(0.3)
+                total = total + (yield AllReduce("sum", torch.ones(1, device="cuda")))
+            return float(total)
+
+        return scheduler.run(pattern())
+
+    assert ranks.run(main, 2) == [6.0, 6.0]
+
+
+class SilentStore:
+    """The store of a host that cannot be reached."""
+
+    def __init__(self, released: threading.Event) -> None:
+        self._released = released
+
+    def check(self, keys: list[str]) -> bool:
+        """Never answer."""
+        return not self._released.wait(30)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Never answer."""
+        self._released.wait(30)
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """The time-out ends the wait all the same."""
+    released = threading.Event()
+
+    def main(rank: int) -> float:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        if rank == VICTIM:
+            raise Died
+        scheduler._watcher._store = SilentStore(released)
+        started = time.monotonic()
+        with pytest.raises(ExchangeTimeoutError):
+            scheduler.run(scheduler._next_exchange_id())
+        return time.monotonic() - started
+
+    found = ranks.run(main, 2, network=Network(2, limit=5.0), errors=True)
+    released.set()
+    assert 0.5 < found[0] < 3
+
+
+def test_a_report_from_before_is_ignored() -> None:
+    """A default group that was initialized again may have the same name and the same store."""
+
+    def main(rank: int) -> float:
+        ProcessGroupScheduler(None, LATE, "cuda", "test")._watcher._tell(ValueError("a failure in an earlier group"))
+        dist.barrier()
+        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+
+        def pattern() -> Pattern[float]:
+            if rank == VICTIM:
+                time.sleep(0.4)  # for which the others look for reports
+            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
+            return float(total)
+
+        return scheduler.run(pattern())
+
+    assert ranks.run(main, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a rank, the comparison at wrap() ends after the time-out of the process group."""
+    monkeypatch.setattr(watcher, "_timeout_of", lambda group, device: SOON)
+
+    def main(rank: int) -> float:
+        if rank == VICTIM:
+            raise Died
+        started = time.monotonic()
+        with pytest.raises(ExchangeError, match=r"a rank was lost or did not take part: the wait .*timed out"):
+            setup_checks.compare({"density": 0.1}, None, torch.device("cuda", 0))
+        return time.monotonic() - started
+
+    network = Network(3, limit=5.0, garbage_after_abort=garbage)
+    found = ranks.run(main, 3, network=network, errors=True)
+    assert 0.5 < found[0] < 3
+    assert 0.5 < found[2] < 3
+
+
+@pytest.mark.parametrize("setting", [None, "3", "0"])
+def test_the_watchdog_of_nccl(
+    setting: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the setting that lets this rank report a failure, one warning and the error name it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if setting is not None:
+        monkeypatch.setenv(name, setting)
+    watcher._warn_about_watchdog.cache_clear()
+
+    def main(rank: int) -> str:
+        for _ in range(2):
+            scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        scheduler._failed(AllReduce("sum", torch.ones(1)), RuntimeError("remote process exited or there was an error"))
+        return str(scheduler._failure)
+
+    texts = ranks.run(main, 2)
+    warned = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert len(warned) == (setting != "0")
+    for text in texts:
+        assert "lost rank" in text
+        assert (f"set {name}=0 before init_process_group" in text) == (setting != "0")
+
+
+def test_the_cpu_has_no_watcher(tmp_path) -> None:
+    """gloo ends its waits itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert ProcessGroupScheduler(None, SOON)._watcher is None
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""The race of benchmarks/race.py: its words, its figures, and the network that it makes and removes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from pages import ROOT
+
+FOLDER = str(ROOT / "benchmarks")
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A function that imports a script of benchmarks/."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+@pytest.fixture
+def namespaces(module):
+    """The module of that name, where namespaces can be made."""
+    found = module("namespaces")
+    if found.missing():
+        pytest.skip(found.missing())
+    return found
+
+
+def test_contenders(module) -> None:
+    """A text names a method and its settings, and a wrong one is refused with the choices."""
+    parse = module("race_methods").Contender.parse
+    ours = parse("oktopk:door=ddp,density=0.03,values=4bit")
+    assert (ours.name, ours.get("door", ""), ours.get("density", 0), ours.get("values", "")) == (
+        "oktopk", "ddp", 0.03, "4bit"
+    )  # fmt: skip
+    assert ours.is_ours
+    assert not parse("powersgd:rank=4").is_ours
+    assert [parse(text).period for text in ("diloco:steps=7", "dense", "oktopk")] == [7, 1, 1]
+    assert [parse(text).warmup(300) for text in ("diloco", "dense", "oktopk:warmup_steps=20")] == [0, 6, 20]
+    for wrong, said in {"okpotk": "choose from dense", "oktopk:door": "KEY=VALUE", "oktopk:door=gate": "fsdp"}.items():
+        with pytest.raises(ValueError, match=said):
+            parse(wrong)
+
+
+def test_networks(module) -> None:
+    """A text names a network, and a wrong one is refused with the choices."""
+    race = module("race")
+    place = race.Place.parse("namespaces:workers=8,rate=20mbit,delay=5ms")
+    assert (place.workers, place.bits, str(place)) == (8, 20e6, "20mbit and 5ms")
+    assert str(race.Place.parse("loopback:workers=2")) == "loopback"
+    for wrong in ("wifi", "loopback:rate=1mbit", "namespaces:rate=fast", "namespaces:workers=some"):
+        with pytest.raises(race.argparse.ArgumentTypeError, match="is not a network"):
+            race.Place.parse(wrong)
+
+
+@pytest.fixture
+def row(module):
+    """A function that returns a row with chosen times and losses."""
+    results, worker = module("race_results"), module("race_worker")
+
+    def build(contender: str, network: str, seconds: list[float], losses: list[list[float]]):
+        return results.Row(
+            worker.Cell("demo", network, 4, contender, 0, 4), 20e6, "", 10, 1, 1e-4, 0.1, None, 2.0,
+            dict.fromkeys(worker.PARTS, 0.5), 1.0, 1.0, seconds, losses,
+        )  # fmt: skip
+
+    return build
+
+
+def test_time_to_target(module, row) -> None:
+    """The time to 1.02 times dense's loss is interpolated, and losses of another rate count with this rate's times."""
+    results = module("race_results")
+    points = [[0, 5.0], [2, 3.0], [4, 2.0]]
+    rows = {
+        found.cell: found
+        for found in (
+            row("dense", "slow", [2.0] * 4, points),
+            row("dense", "fast", [1.0, 3.0], []),
+            row("oktopk", "slow", [1.0] * 4, [[0, 5.0], [2, 2.54], [4, 1.54]]),
+            row("spardl", "slow", [1.0] * 4, [[0, 5.0], [4, 2.2]]),
+        )
+    }
+    slow, fast, ours, behind = rows.values()
+    assert results.to_target(slow, rows) == pytest.approx(4 + 4 * 0.96)
+    assert results.curve(fast, rows) == [(0.0, 5.0), (4.0, 3.0), (8.0, 2.0)]  # two steps were not taken: 2 s each
+    assert results.to_target(ours, rows) == pytest.approx(3.0)
+    assert results.gap(ours, rows) == pytest.approx(-23.0)
+    assert results.to_target(behind, rows) is None
+    assert "not reached" in results.table(rows)
+
+
+def test_missing_tools(module, monkeypatch) -> None:
+    """Without iproute2 or root, one sentence says so."""
+    found = module("namespaces")
+    monkeypatch.setattr(found.shutil, "which", lambda name: None if name == "tc" else name)
+    assert found.missing() == "Network namespaces need the command tc: install iproute2."
+    monkeypatch.setattr(found.shutil, "which", lambda name: name)
+    monkeypatch.setattr(found.os, "geteuid", lambda: 1000)
+    assert "need root" in found.missing()
+
+
+def is_running(process: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    with suppress(OSError), open(f"/proc/{process}/stat") as stat:  # noqa: PTH123
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+SEND = """
+import socket, time
+from namespaces import Host
+Host({}, "").enter()
+with socket.create_server(("10.77.0.2", 5000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    started, size = time.monotonic(), 0
+    while data := connection.recv(1 << 16):
+        size += len(data)
+    print(8 * size / (time.monotonic() - started))
+"""
+RECEIVE = """
+import socket
+from namespaces import Host
+Host({}, "").enter()
+with socket.create_connection(("10.77.0.2", 5000)) as connection:
+    connection.sendall(bytes(1_000_000))
+"""
+
+
+def test_rate_is_limited(namespaces) -> None:
+    """A host sends as fast as the rate says, less the headers, and no process is left at the end."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([FOLDER, *sys.path])}
+
+    def start(script: str, host) -> subprocess.Popen:
+        command = [sys.executable, "-c", script.format(host.holder)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    with namespaces.Network(2, "10mbit") as network:
+        holders = [host.holder for host in network.hosts]
+        with start(SEND, network.hosts[1]) as server:
+            assert server.stdout.readline() == "ready\n"
+            with start(RECEIVE, network.hosts[0]) as client:
+                pass
+            rate = float(server.stdout.readline())
+    assert client.returncode == server.returncode == 0
+    assert 0.8e6 < rate / 10 < 1.0e6
+    assert not any(map(is_running, holders))
+
+
+def test_delay_without_netem(namespaces) -> None:
+    """A delay is applied, or one sentence says that the kernel cannot."""
+    said = []
+    try:
+        with namespaces.Network(1, "10mbit", "5ms"):
+            pass
+    except namespaces.NetworkError as error:
+        said.append(str(error))
+    assert all(text.startswith("delay=5ms needs netem, which this kernel does not have") for text in said)
+
+
+KILLED = """
+import time
+from namespaces import Network
+with Network(2) as network:
+    print(*[host.holder for host in network.hosts], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_nothing_is_left_after_a_kill(namespaces) -> None:
+    """If the process that made the network is killed, the network goes with it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([FOLDER, *sys.path])}
+    command = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        holders = [int(word) for word in process.stdout.readline().split()]
+        assert len(holders) == 2
+        assert all(map(is_running, holders))
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, holders)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, holders))
+
+
+def test_continues_a_file(tmp_path) -> None:
+    """A second race with the same file runs only what is missing. A run whose losses are known takes fewer steps."""
+    file = tmp_path / "race.json"
+    command = [sys.executable, f"{FOLDER}/race.py", "--network", "loopback:workers=2", "--task", "tiny"]
+    command += ["--rivals", "dense", "--ours", "--json", str(file)]
+
+    def rows(*more: str) -> list[dict]:
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(file.read_text())["rows"]
+
+    (first,) = rows()
+    assert len(first["seconds"]) == 6
+    assert first["validations"][-1][0] == 6
+    content = json.loads(file.read_text())
+    content["rows"][0]["cell"]["network"] = "elsewhere"
+    file.write_text(json.dumps(content))
+    _, second = rows("--timed-steps", "3")
+    assert len(second["seconds"]) == 3
+    assert (second["validations"], second["gap"]) == ([], 0.0)
+    assert [row["seconds"] for row in rows("--timed-steps", "3")] == [first["seconds"], second["seconds"]]

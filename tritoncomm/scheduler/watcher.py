@@ -1,0 +1,222 @@
+"""Release a rank that waits on a GPU for a rank that failed.
+
+NCCL has no time-out for a wait: ``work.wait()`` orders streams, and the host waits later, where it reads a result. If a
+peer is lost, it waits there without end and without an error. A thread therefore watches the exchanges that are under
+way. If one makes no progress, the thread looks in the store for a report of another rank. If there is one, or after the
+time-out, it aborts the communicators of this rank, which ends the wait. What is read then has no meaning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, lru_cache
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
+
+logger = logging.getLogger("tritoncomm")
+
+# Seconds without progress before the thread looks for reports, and between two looks.
+POLL_SECONDS = 0.1
+# Seconds that a rank needs to report a failure of another rank: it has to look for it, and to abort.
+RELEASE_SECONDS = 3.0
+_TIMEOUT = b"timeout"
+_DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a process group, with NCCL
+_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the second is the older name
+_ADVICE = (
+    f"set {_HANDLING[0]}=0 before init_process_group: NCCL's watchdog may end this process otherwise, before it can "
+    "report the rank that was lost"
+)
+
+_under_way: set[Watcher] = set()
+_starting = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+class Watcher:
+    """Watches the exchanges of one scheduler. Enter it as a context for each exchange, also for one in a subgroup.
+
+    Leaving the context raises the reason if communicators were aborted, whatever the exchange returned or raised.
+
+    Args:
+        group: Process group of the exchanges.
+        device: The GPU of this rank.
+        timeout: Maximum time without progress. None means the time-out of the process group.
+
+    Attributes:
+        groups: Process groups whose communicators are aborted: ``group``, and those of its subgroups.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> None:
+        self.groups = [group]
+        self._device = device
+        self._key = f"tritoncomm/{getattr(group, 'group_name', '')}/failed"  # the same on all ranks
+        self._seconds = (timeout or _timeout_of(group, device)).total_seconds()
+        self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
+        self._told = self._stale = b""
+        self._ask()
+        self._stale = self._told  # of an earlier default group with the same store
+        self._asking: threading.Thread | None = None
+        self._aborting: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._since = 0.0
+        self._reason: ExchangeError | None = None
+        self._reported = False
+        if dist.get_rank() == 0:
+            _warn_about_watchdog()
+
+    def __enter__(self) -> Watcher:  # noqa: PYI034 - Self is not in Python 3.10
+        with self._lock:
+            self._depth += 1
+        self.progress()
+        _under_way.add(self)
+        _start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._depth -= 1
+            ended = self._depth == 0
+        if not ended:
+            return
+        _under_way.discard(self)
+        end = time.monotonic() + RELEASE_SECONDS
+        for thread in self._aborting:  # an abort may hang itself
+            thread.join(max(0.0, end - time.monotonic()))
+        if self._reason is not None and not self._reported and not _is_exit(error):
+            raise self._reason from error
+
+    def progress(self) -> None:
+        """Note that the exchange goes on."""
+        self._since = time.monotonic()
+
+    def fail(self, error: Exception) -> Exception:
+        """Abort the communicators, and release the other ranks. Return the reason for which this rank has failed.
+
+        It is ``error``, unless communicators were aborted before, of which ``error`` is a consequence.
+        """
+        with self._lock:
+            reason, self._reported = self._reason, True
+        if reason is None:
+            self._abort(error)
+        return reason or error
+
+    def poll(self) -> None:
+        """Abort the communicators if the exchange makes no progress because a rank has failed."""
+        waited = time.monotonic() - self._since
+        if waited < POLL_SECONDS:
+            return
+        # On a thread of its own, because operations of a store never end if its host cannot be reached.
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True, name="tritoncomm watcher asks")
+            self._asking.start()
+        self._asking.join(POLL_SECONDS)
+        if self._told == self._stale:
+            if waited <= self._seconds:
+                return
+            reason: ExchangeError = ExchangeTimeoutError(f"the wait timed out after {waited:.1f} s")
+        elif self._told.startswith(_TIMEOUT):
+            reason = ExchangeTimeoutError("the wait of another rank timed out")
+        else:
+            reason = PeerLostError("another rank reported a failure")
+        with self._lock:
+            if self._depth == 0 or self._reason is not None or self._reported:
+                return
+            self._reason = reason
+        self._abort(reason)
+
+    def _ask(self) -> None:
+        """Read what a rank that failed has left in the store, if anything."""
+        with suppress(RuntimeError):  # the process that hosted the store may have died
+            if self._store.check([self._key]):
+                self._told = bytes(self._store.get(self._key))
+
+    def _tell(self, reason: Exception) -> None:
+        kind = _TIMEOUT if isinstance(reason, ExchangeTimeoutError) else b"error"
+        with suppress(RuntimeError):
+            self._store.set(self._key, kind + f" {time.time()}".encode())
+
+    def _abort(self, reason: Exception) -> None:
+        """Tell the other ranks, and end the operations of this rank, in the background.
+
+        Each group has a thread: an abort can wait for operations of another group.
+        """
+        threading.Thread(target=self._tell, args=(reason,), daemon=True, name="tritoncomm watcher tells").start()
+        self._aborting = [
+            threading.Thread(target=_abort, args=(group, self._device), daemon=True, name="tritoncomm abort")
+            for group in self.groups
+        ]
+        for thread in self._aborting:
+            thread.start()
+
+
+def of(
+    group: dist.ProcessGroup | None, device: torch.device | None, timeout: timedelta | None = None
+) -> Watcher | None:
+    """Return a watcher for exchanges in ``group`` on ``device``, or None if their waits end without one."""
+    group = group or dist.group.WORLD
+    if group is None or device is None or device.type != "cuda" or dist.get_world_size(group) == 1:
+        return None
+    return Watcher(group, device, timeout)
+
+
+@lru_cache(maxsize=64)
+def _own_connection(store: Any) -> Any:
+    """Return ``store`` with a connection of its own, one for all watchers. Another thread may wait in ``store``."""
+    return store.clone()
+
+
+def advice() -> str:
+    """Return what to set so that NCCL does not end a process before its error is raised. Empty if it is set."""
+    return "" if any(os.environ.get(name) == "0" for name in _HANDLING) else _ADVICE
+
+
+@cache
+def _warn_about_watchdog() -> None:
+    if advice():
+        logger.warning("failures of ranks are reported only as far as NCCL lets them: %s", advice())
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    backend = group._get_backend(device)  # noqa: SLF001 - no public function returns it
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found or _DEFAULT_TIMEOUT
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    with suppress(RuntimeError):  # it has been aborted or destroyed
+        group._get_backend(device).abort()  # noqa: SLF001 - abort() of the group would abort gloo, too
+
+
+def _start() -> None:
+    global _thread  # noqa: PLW0603 - there is one for the process
+    if _thread is not None and _thread.is_alive():  # it does not live on in a fork
+        return
+    with _starting:
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_watch, daemon=True, name="tritoncomm watcher")
+            _thread.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(POLL_SECONDS)
+        for watcher in tuple(_under_way):
+            watcher.poll()
+
+
+def _is_exit(error: BaseException | None) -> bool:
+    """Return True for KeyboardInterrupt and the like, which end the program."""
+    return error is not None and not isinstance(error, Exception)
