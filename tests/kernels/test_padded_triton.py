@@ -53,7 +53,7 @@ def contents(found: Padded) -> tuple[list[int], list[int]]:
 )
 @example([(200, 70), (64, 9)], 3, "ties", 0, 90, True)  # ties in several blocks and programs
 @example([(64, 99), (700, 2)], 0, "equal", 0, 90, False)
-@cases(12)
+@cases(8)
 def test_top_k_rows(
     device: str, segments: list[tuple[int, int]], first: int, family: str, seed: int, room: int, named: bool
 ) -> None:
