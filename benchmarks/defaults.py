@@ -79,9 +79,9 @@ def clipped_in_dense_units(
 CLIPS = {"none": None, "plain": clipped, "dense": clipped_in_dense_units}
 
 
-def run(cell: Cell) -> Result:
-    """Train once."""
-    task = training.TASKS[cell.task](cell.steps)
+def run(cell: Cell, batches: int = training.BATCHES) -> Result:
+    """Train once, and evaluate on ``batches``."""
+    task = training.TASKS[cell.task](cell.steps, batches)
     started = time.perf_counter()
     if cell.warmup < 0:
         recipe: tritoncomm.Recipe = tritoncomm.Dense()
@@ -166,7 +166,7 @@ def main() -> None:
     for cell in cells(options):
         if cell in results:
             continue
-        results[cell] = run(cell)
+        results[cell] = run(cell, 1 if options.smoke else training.BATCHES)
         print(f"{cell}: {results[cell].score:.4f}, {results[cell].seconds:.0f} s", flush=True)
         if options.json:
             content = {"torch": torch.__version__, "runs": [asdict(result) for result in results.values()]}

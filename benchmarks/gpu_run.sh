@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs all checks that need a GPU, from a bare checkout, in under eight minutes (the limits below add up to 475 s):
-# first correctness, then the sanitizers on small inputs, then speed. It installs nothing.
+# first correctness, then the sanitizers on small inputs, then speed. It installs nothing. With two GPUs or more, it
+# takes up to five minutes more.
 #
 #   bash benchmarks/gpu_run.sh [FOLDER]      (default: benchmarks/results/gpu-DATE)
 #
@@ -37,10 +38,10 @@ for needed in torch triton numpy; do
 done
 tests=("$python" -m pytest -v --tb=short -W default -p no:cacheprovider -m gpu tests/kernels)
 if has pytest && has hypothesis; then
-  stage correctness 140 env KERNEL_CASES=0.2 "${tests[@]}"
+  stage correctness 135 env KERNEL_CASES=0.15 "${tests[@]}"
   if command -v compute-sanitizer >/dev/null; then
     small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
-    some="by_hand or expand or gather or sum_lists or merge or rebalance or adam"
+    some="by_hand or expand or gather or sum_lists or merge or rebalance or adam or rows or joined or entries or bad_indices"
     stage memcheck 70 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
     stage racecheck 35 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
   else
@@ -53,8 +54,27 @@ fi
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")
 speed=("$python" benchmarks/selection.py --device cuda --density 0.01 0.001)
-stage speed 90 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
-stage speed-bf16 45 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
+stage speed 100 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
+stage speed-bf16 40 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 stage speed-compiled 60 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
+
+# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py, for all methods if not
+# said otherwise, on NCCL, with no call of torch.cuda.set_device:
+#   exchanges         all ranks have the same bits; host synchronizations that torch sees
+#   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
+#   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
+#   hook-of-ddp       the hook from the first backward pass on, beside SyncBatchNorm, for 30 steps without a deadlock
+#   offloaded-shards  FSDP2 with CPUOffloadPolicy
+#   link              the doctor's latency and bandwidth
+#   raises            a rank raises in the middle of a step: named on all others within seconds, who go on without it
+#   dies              a rank is killed: named after the time-out, an abort ends the wait of the others
+#   hangs             a rank does something else: named after the time-out, also on itself
+gpus=$(nvidia-smi --list-gpus | wc -l)
+if [ "$gpus" -ge 2 ]; then
+  stage multi-gpu 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$((gpus < 8 ? gpus : 8))" \
+    benchmarks/multi_gpu.py --json "$out/multi-gpu.json"
+else
+  note "there is one GPU: the checks between several GPUs are skipped"
+fi
 exit "$failed"

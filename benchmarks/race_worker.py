@@ -38,12 +38,13 @@ class Task:
     steps: int
     rows: int = demo_run.ROWS
     lr: float = demo_run.LEARNING_RATE
-    validation_batches: int = demo_run.VALIDATION_BATCHES
+    validation_batches: int = demo_run.VALIDATION_BATCHES // 2
+    validation_rows: int = demo_run.VALIDATION_ROWS
 
 
 TASKS = {
     "demo": Task(Shape(), demo_run.Settings().steps),
-    "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=8),
+    "gpt10m": Task(Shape(width=384, layers=6, heads=6), 300, validation_batches=16, validation_rows=8),
     "tiny": Task(Shape(context=16, width=32, layers=1, heads=1), 6, rows=2, validation_batches=4),  # for --smoke
 }
 
@@ -61,11 +62,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.task}, {self.network}, {self.workers} workers, {self.contender}, seed {self.seed}"
-
-
-def warmup_steps(steps: int) -> int:
-    """Return the number of dense steps at the start of a run."""
-    return int(steps * demo_run.WARMUP_SHARE)
 
 
 class Interface:
@@ -121,18 +117,17 @@ class Run:
     def __init__(self, cell: Cell, settings: Settings, rank: int, send: Callable[[Any], None]) -> None:
         self.cell, self.settings, self.rank, self._send = cell, settings, rank, send
         self.task = TASKS[cell.task]
-        self.warmup = warmup_steps(cell.steps)
+        self.contender = Contender.parse(cell.contender)
+        self.warmup = self.contender.warmup(cell.steps)
         self.text: Text = standard_library()
         context = self.task.shape.context
-        self._held_out = validation_batches(
-            self.text.validation, demo_run.VALIDATION_ROWS, context, self.task.validation_batches
-        )
+        held_out = self.task.validation_rows, context, self.task.validation_batches
+        self._held_out = validation_batches(self.text.validation, *held_out)
         torch.manual_seed(cell.seed)
         plain = ByteGPT(self.task.shape)
         self.numel = sum(parameter.numel() for parameter in plain.parameters())
         self.latency = ping()
         self.alone = self._alone(copy.deepcopy(plain))
-        self.contender = Contender.parse(cell.contender)
         self.trained = race_methods.trained(plain, self.optimizer, self.contender, self.warmup)
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
@@ -231,8 +226,7 @@ class Run:
         size = dist.get_world_size()
         seconds, sent, *parts = (table / size).tolist()
         latency, alone, share = (scalars / size).tolist()
-        # Averages leave out the dense steps at the start. DiLoCo has none, and is averaged over whole periods.
-        after = 0 if self.contender.period > 1 else min(self.warmup, self.settings.take - 1)
+        after = min(self.warmup, self.settings.take - 1)  # averages leave out the dense steps at the start
         return {
             "numel": self.numel,
             "warmup_steps": self.warmup,

@@ -46,6 +46,7 @@ from training_results import DEFAULT_STEP, Outcome, Run
 from tritoncomm_kernels.sections import VALUE_BITS
 
 WORKERS = 4
+BATCHES = 32  # of 64 held-out rows, in an evaluation
 DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02
 LR_WARMUP_SHARE = 0.1
@@ -74,11 +75,11 @@ Compressor = tritoncomm.Recipe | PowerSGD | DeMo | HalfPrecision
 World = tritoncomm.SimulatedWorld | PowerSGDWorld | DeMoWorld | HalfPrecisionWorld
 
 
-def gpt(steps: int | None) -> Task:
-    """Return the language-model task. ``steps`` None is the default number of steps."""
+def gpt(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the language-model task, evaluated on ``batches`` of 64 rows. ``steps`` None is the default number."""
     text = standard_library()
     shape = Shape(context=32, width=64, layers=2, heads=2)
-    held_out = validation_batches(text.validation, 64, shape.context, 32)
+    held_out = validation_batches(text.validation, 64, shape.context, batches)
 
     def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         out: Tensor = model(batch(text.train, 16, shape.context, seed, step, rank))
@@ -95,8 +96,8 @@ def gpt(steps: int | None) -> Task:
     )
 
 
-def digits(steps: int | None) -> Task:
-    """Return the image-classification task. Every fifth image is held out."""
+def digits(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the image-classification task. Every fifth image is held out, of which ``batches`` of 64 are used."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -104,6 +105,7 @@ def digits(steps: int | None) -> Task:
     labels = torch.tensor(data.target)
     test = torch.arange(len(labels)) % 5 == 0
     trained, truth = images[~test], labels[~test]
+    held_out, expected = images[test][: 64 * batches], labels[test][: 64 * batches]
 
     def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
@@ -111,7 +113,7 @@ def digits(steps: int | None) -> Task:
         return F.cross_entropy(model(trained[chosen]), truth[chosen])
 
     def accuracy(model: nn.Module) -> float:
-        return 100 * float((model(images[test]).argmax(1) == labels[test]).float().mean())
+        return 100 * float((model(held_out).argmax(1) == expected).float().mean())
 
     return Task(
         steps or 400,
@@ -405,7 +407,7 @@ def main() -> None:
     results = training_results.read(options.json)
     started = time.perf_counter()
     for name in options.task:
-        task = TASKS[name](options.steps)
+        task = TASKS[name](options.steps, 1 if options.smoke else BATCHES)
         task = replace(task, lr=options.lr or task.lr)
         for recipe, step_rule, small in recipes(name, options):
             first = described(name, task, recipe, step_rule, small, options)

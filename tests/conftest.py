@@ -18,9 +18,11 @@ settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# With pytest-xdist each group runs on one worker, so tests that start processes do not run at the same time.
+# With pytest-xdist each group runs on one worker, so that few tests that start processes run at the same time. A test
+# belongs to the first group with a part of its name.
 GROUPS = {
-    "processes": ("tests/distributed/", "tests/demo/", "test_pinned.py", "test_doctor_under_torchrun", "of_processes"),
+    "pages": ("_page.py", "_pages.py", "tests/demo/", "test_pinned.py", "test_integrations.py"),
+    "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
     "benchmarks": ("tests/test_benchmarks.py", "tests/test_race.py"),
 }
 
@@ -35,6 +37,12 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one worker more than there are cores for ``-n auto``. Tests with processes wait for most of their time."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)

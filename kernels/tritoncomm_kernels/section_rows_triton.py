@@ -200,8 +200,12 @@ def join_sections_kernel(
     words, verdicts, room, span, first, limit,
     LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of each row."""
+    """Write the entries of each row, and padding behind them."""
     row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    padding = (at >= tl.load(words_ptr + row * words)) & (at < room)
+    tl.store(out_indices_ptr + row * room + at, -1, mask=padding)
+    tl.store(out_values_ptr + row * room + at, 0.0, mask=padding)
     join_entries(
         slots_ptr + row * room, words_ptr + row * words, menu_ptr, out_indices_ptr + row * room,
         out_values_ptr + row * room, verdict_ptr + row * verdicts, tl.load(lows_ptr + row), room, span, first, limit,
@@ -261,7 +265,7 @@ def write_rows(
         if layout.quantized:
             choose_rows_kernel[1, rows](
                 values, kept, menu_of(layout, values.device), counts, messages, stride, blocks, layout.words,
-                float(divisor), quantize.lookup(layout.bits).cover,
+                float(divisor), float(quantize.lookup(layout.bits).cover),
                 KEPT=kept_bits(divisor), HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
                 num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
             )  # fmt: skip

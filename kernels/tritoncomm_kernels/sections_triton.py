@@ -206,7 +206,7 @@ def join_entries(
     slots_ptr, words_ptr, menu_ptr, out_indices_ptr, out_values_ptr, verdict_ptr, low, room, span, first, limit,
     LOW_BITS: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write indices and values of a block with padding, and count entries that do not ascend inside the range."""
+    """Write indices and values of a block, and count its entries that do not ascend inside the range."""
     program = tl.program_id(0).to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(words_ptr)
@@ -222,20 +222,20 @@ def join_entries(
     inside = (high >= 0) & (high <= ((span - 1) >> LOW_BITS)) & (offset < span) & ((at == 0) | (before < offset))
     bad = tl.sum((held & (inside == 0)).to(tl.int32), axis=0)
     tl.store(verdict_ptr + 3 + program, bad)
-    tl.store(out_indices_ptr + at, tl.where(held, low + offset, -1), mask=at < room)
+    tl.store(out_indices_ptr + at, low + offset, mask=held)
     behind_ptr = planes_ptr + tl.cdiv(room, 32).to(tl.int64) * PLANES
     if BITS == 0:
         value = tl.zeros([BLOCK], tl.float32)
     elif BITS < 16:
         code = _bits(planes_ptr + (at >> 5) * PLANES + LOW_BITS, (at & 31).to(tl.int32), held, BITS)
-        value = tl.where(held, _decode(code, header, menu_ptr, limit, held, BITS), 0.0)
+        value = _decode(code, header, menu_ptr, limit, held, BITS)
     elif BITS == 16:
         pair = tl.load(behind_ptr + (at >> 1), mask=held, other=0)
         half = (pair >> (16 * (at & 1)).to(tl.int32)) & 0xFFFF
         value = (half << 16).to(tl.float32, bitcast=True)
     else:
         value = tl.load(behind_ptr + at, mask=held, other=0).to(tl.float32, bitcast=True)
-    tl.store(out_values_ptr + at, value, mask=at < room)
+    tl.store(out_values_ptr + at, value, mask=held)
 
 
 @triton.jit(do_not_specialize=["low", "room", "span", "first", "limit"], do_not_specialize_on_alignment=["words_ptr"])

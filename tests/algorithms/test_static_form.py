@@ -187,6 +187,20 @@ def test_disordered_indices_are_rejected(word: int) -> None:
     assert [str(error) for error in world.scheduler.raised.values()] == [str(world.scheduler.raised[0])] * 3
 
 
+@pytest.mark.parametrize("wrong", [-1, 1004])
+def test_counts_out_of_range_are_rejected(wrong: int) -> None:
+    """ExDyna rejects a number of passed entries that no rank can have. The next borders would depend on it."""
+    world = SimulatedWorld(ExDyna(density=0.05, static=True), 3, 1003)
+
+    def change(_: int, ops: Sequence[Op]) -> None:
+        if ops[0].phase == "verdict":
+            ops[1].tensor[3] = wrong
+
+    with pytest.raises(ProtocolMismatchError, match=rf"received counts \[{wrong}\] from ranks \[1\]"):
+        world.step(heavy(3, 1003, 0), before_round=change)
+    assert world.workers[0].algorithm.state == ExDynaState()
+
+
 def test_an_index_of_the_next_block_is_rejected() -> None:
     """SparDL rejects the first index of the next block, although it is in the span of a wider block."""
     numel, world_size = 1003, 5  # blocks of 200, 201, 200, 201 and 201

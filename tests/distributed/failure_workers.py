@@ -349,3 +349,9 @@ def frozen(rank: int, world_size: int, send) -> None:
     report_error(send, rank, optimizer.step)
     assert flat(model) == before
     leave()
+
+
+def asleep(rank: int, world_size: int, send) -> None:
+    """Send the number of this process, and do nothing for a minute."""
+    send(os.getpid())
+    time.sleep(60)

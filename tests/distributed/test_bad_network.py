@@ -82,10 +82,25 @@ def run(
             )  # fmt: skip
         if at_end is not None:
             at_end(network)
+        deadline = time.monotonic() + 5
+        while processes_on(network) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not processes_on(network)
     for rank, reports in sorted(heard.items()):
         print(rank, *reports, sep="\n    ")  # noqa: T201 - shown if the test fails
     assert not any(report.kind == "failed" for reports in heard.values() for report in reports)
     return heard
+
+
+def processes_on(network: Any) -> set[int]:
+    """Return the processes on the hosts of ``network``, other than those that hold them."""
+    found: set[int] = set()
+    hosts = {str(Path(f"/proc/{host.holder}/ns/net").readlink()) for host in network.hosts}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if str((process / "ns" / "net").readlink()) in hosts:
+                found.add(int(process.name))
+    return found - {host.holder for host in network.hosts}
 
 
 def check_others_go_on(heard: dict[int, list[Report]], cut: int = CUT) -> None:

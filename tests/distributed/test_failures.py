@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import failure_workers
 import pytest
@@ -153,3 +159,34 @@ def test_frozen_on_one_rank() -> None:
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
         assert "freeze the same parameters" in text
+
+
+LAUNCHER = """
+from failure_workers import asleep
+from helpers import run_workers
+if __name__ == "__main__":
+    run_workers(asleep, 2, listen=lambda number: print(number, flush=True))
+"""
+
+
+def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
+    """If the process that started workers is killed, they end, too."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
+        workers = [Path("/proc", launcher.stdout.readline().strip(), "status") for _ in range(2)]
+        assert all(worker.exists() for worker in workers)
+        launcher.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+
+
+def is_running(status: Path) -> bool:
+    """Whether the process with this file exists and is not a zombie."""
+    with suppress(OSError):
+        return "State:\tZ" not in status.read_text()
+    return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +249,15 @@ def to_gpu(tensor: torch.Tensor) -> CudaTensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def written(tensor: CudaTensor, what: str) -> CudaTensor:
+    """Note that the current stream has written a new ``tensor``, and return it."""
+    _touch(tensor, True, what)
+    return tensor
+
+
 def upload(values: torch.Tensor, kind: str, gpu: Gpu, *, non_blocking: bool = False, index: int = -1) -> CudaTensor:
     """Copy a CPU tensor to the GPU. From pageable memory, or blocking, this is a synchronization."""
-    made = CudaTensor(values.detach().clone(), gpu, index=index)
+    made = written(CudaTensor(values.detach().clone(), gpu, index=index), kind)
     if values.numel() and not (non_blocking and gpu.is_pinned(values)):
         gpu.synchronized(f"{kind} to the device")
     return made
@@ -283,6 +289,7 @@ class Operator:
     name: str
     writes: frozenset[int | str]
     computes: bool
+    is_view: bool
     sync: tuple[str, int] | None
     indexes: bool
     copies: bool
@@ -308,6 +315,7 @@ def operator_of(func: Any) -> Operator:
     return Operator(
         name=name,
         writes=writes,
+        is_view=views and not written,
         computes=not views and name not in (*_NO_LAUNCH, *_READS),
         sync=(name.strip("_"), count) if count else None,
         indexes=name in _INDEXES,
@@ -328,51 +336,51 @@ def _touch(tensor: CudaTensor, write: bool, what: str) -> None:
     tensor.memory.touch(stream, stream.enqueue(), lambda: extent(tensor.inner), what, write=write)
 
 
-def _found(args: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _found(each)
-
-
-def _unwrapped(each: Any) -> Any:
-    if isinstance(each, CudaTensor):
-        return each.inner
-    if isinstance(each, (list, tuple)):
-        return type(each)(map(_unwrapped, each))
+def _taken(key: int | str, each: Any, on_gpu: list[tuple[int | str, CudaTensor]], on_host: list[torch.Tensor]) -> Any:
+    """Return an argument with CPU tensors in place of those on a GPU, and collect its tensors."""
+    if isinstance(each, torch.Tensor):
+        if isinstance(each, CudaTensor):
+            on_gpu.append((key, each))
+            return each.inner
+        on_host.append(each)
+    elif isinstance(each, (list, tuple)):
+        return type(each)([_taken(key, part, on_gpu, on_host) for part in each])
     return each
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the values, after everything that a GPU would complain about."""
     plan = operator_of(func)
-    named = [*enumerate(args), *kwargs.items()]
-    tensors = [(key, tensor) for key, arg in named for tensor in _found([arg])]
-    on_gpu = [(key, tensor) for key, tensor in tensors if isinstance(tensor, CudaTensor)]
-    on_host = [tensor for _, tensor in tensors if not isinstance(tensor, CudaTensor)]
+    on_gpu: list[tuple[int | str, CudaTensor]] = []
+    on_host: list[torch.Tensor] = []
+    inner = [_taken(key, each, on_gpu, on_host) for key, each in enumerate(args)]
+    named = {key: _taken(key, each, on_gpu, on_host) for key, each in kwargs.items()}
     first = on_gpu[0][1]
-    check_devices(plan.name, [tensor for _, tensor in tensors], may_copy=plan.copies or plan.indexes)
+    if plan.is_view and len(on_gpu) == 1:
+        return _views(func(*inner, **named), first)
+    if on_host or len(on_gpu) > 1:
+        tensors = [*(tensor for _, tensor in on_gpu), *on_host]
+        check_devices(plan.name, tensors, may_copy=plan.copies or plan.indexes)
     stream = current_stream()
     at = stream.enqueue()
-    for key, tensor in on_gpu:
-        if plan.computes or plan.sync:
-            write = key in plan.writes
-            tensor.memory.touch(stream, at, lambda inner=tensor.inner: extent(inner), plan.name, write=write)
-    if plan.sync is not None and on_gpu[0][1].numel() + (plan.name == "_local_scalar_dense"):
-        for _ in range(plan.sync[1]):
-            first.gpu.synchronized(plan.sync[0])
-    if plan.indexes:
-        _count_index(plan, args, first.gpu)
+    if plan.computes or plan.sync:
+        for key, tensor in on_gpu:
+            tensor.memory.touch(stream, at, partial(extent, tensor.inner), plan.name, write=key in plan.writes)
+    _count_syncs(plan, args, first)
     if plan.copies and on_host:
         return _copy(func, args, kwargs, first.gpu)
-    if kwargs.get("device") is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    replaced = _REPLACED.get(func, func)
-    out = replaced(*_unwrapped(list(args)), **{key: _unwrapped(value) for key, value in kwargs.items()})
+    if "device" in named:
+        named["device"] = None if named["device"] is None else torch.device("cpu")
+    out = _REPLACED.get(func, func)(*inner, **named)
     if plan.computes:
-        first.gpu.launched(plan.name)
+        first.gpu.launches[plan.name] += 1
     return wrapped(out, [tensor for _, tensor in on_gpu], first, stream, at)
+
+
+def _views(out: Any, first: CudaTensor) -> Any:
+    if isinstance(out, torch.Tensor):
+        return CudaTensor(out, first.gpu, first.memory, first.index)
+    return type(out)([CudaTensor(each, first.gpu, first.memory, first.index) for each in out])
 
 
 def wrapped(out: Any, inputs: Sequence[CudaTensor], first: CudaTensor, stream: Stream, at: int) -> Any:
@@ -409,6 +417,14 @@ def check_devices(name: str, tensors: Sequence[torch.Tensor], *, may_copy: bool 
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
             f"({name}, CPU tensors of shapes {mixed}, {site()})"
         )
+
+
+def _count_syncs(plan: Operator, args: Sequence[Any], first: CudaTensor) -> None:
+    if plan.sync is not None and (first.numel() or plan.name == "_local_scalar_dense"):
+        for _ in range(plan.sync[1]):
+            first.gpu.synchronized(plan.sync[0])
+    if plan.indexes:
+        _count_index(plan, args, first.gpu)
 
 
 def _count_index(plan: Operator, args: Sequence[Any], gpu: Gpu) -> None:

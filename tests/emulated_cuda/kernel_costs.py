@@ -118,10 +118,10 @@ def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
 
 
 def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
-    """Zeros; of rounded values the extents and what is kept; counts; the header of codes; high part and planes."""
+    """The counts, of rounded values after extents and with what is kept; the header of codes; high part and planes."""
     if not values.numel() or not layout.room:
         return Cost(1)
-    return Cost(1 + 2 * (layout.bits not in {0, 32}) + 1 + layout.quantized + 2)
+    return Cost((1 if layout.bits in {0, 32} else 3) + layout.quantized + 2)
 
 
 # By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.

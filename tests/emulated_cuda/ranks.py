@@ -19,7 +19,7 @@ from tritoncomm.scheduler import process_group, tracing
 from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
-from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload
+from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
 from tritoncomm_kernels import padded
 
 # Factories that take ``device=``. The last ones copy from the host.
@@ -280,7 +280,7 @@ def _factory(make: Callable[..., torch.Tensor], *, copies: bool) -> Callable[...
             return upload(made, make.__name__, gpu, index=_index(device)).requires_grad_(gradient)
         if not make.__name__.startswith("empty"):
             gpu.launched(make.__name__)
-        return CudaTensor(made, gpu, index=_index(device)).requires_grad_(gradient)
+        return written(CudaTensor(made, gpu, index=_index(device)), make.__name__).requires_grad_(gradient)
 
     return create
 

@@ -223,8 +223,7 @@ def scattering() -> list[Case]:
         Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
         Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
         Case("gather and clear", scatter.gather_kernel, clear, **block),
-        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, scatter.WARPS, {}, scatter.BLOCK),
-        Case("sum rows fp64", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, scatter.WARPS, double, scatter.BLOCK),
+        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, scatter.WARPS, double, scatter.BLOCK),
     ]
 
 
@@ -308,7 +307,7 @@ def packing_rows() -> list[Case]:
     high = {"LOW_BITS": 6, "PLAIN": False, "BLOCK": rows.HIGH_WORDS, "CHUNK": expand_triton.CHUNK}
     words = {"WORDS": rows.WORDS}
     both: list[Case] = []
-    for low, bits in ((6, 32), (6, 16), (6, 4)):
+    for low, bits in ((6, 32), (6, 4)):
         shape, without = _section(low, bits)
         name, joined = f"{low} + {bits} bits", shape | without | {"PLAIN": False}
         both += [

@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from tritoncomm_kernels import Padded, Workspace
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROUNDS_TWICE = INTERPRETED and tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 DEVICES = [
@@ -112,6 +114,48 @@ class Guarded:
                 assert bool((_bytes(guard) == 0xA5).all()), "memory around a tensor was written"
 
 
+class Dirty(Workspace):
+    """Scratch memory between guards. It holds a pattern, as if an earlier step had left it."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        super().__init__()
+        self._guarded = guarded
+
+    def buffer(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Workspace.buffer`. Every request gets memory of its own."""
+        return self._guarded.poison(size, dtype)
+
+
+@contextmanager
+def new_memory_filled() -> Iterator[None]:
+    """Fill memory that torch allocates without content: NaN, or the largest integer."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # torch fills memory only in this mode
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some of ``n`` positions, ascending, with values."""
+    generator = torch.Generator().manual_seed(seed)
+    at = (torch.rand(n, generator=generator) < share**4).nonzero().squeeze(1).to(torch.int32)
+    return at, drawn(family, at.numel(), seed)
+
+
+def padded_rows(n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int = 0) -> Padded:
+    """Return rows with ``(share, seed)`` each, on the CPU. All have ``spare`` more slots than the longest needs."""
+    rows = [sparse(n, share, seed, family) for share, seed in drawn_rows]
+    room = spare + max((at.numel() for at, _ in rows), default=0)
+    indices = torch.full((len(rows), room), -1, dtype=torch.int32)
+    values = torch.zeros(len(rows), room)
+    for row, (at, content) in enumerate(rows):
+        indices[row, : at.numel()] = at
+        values[row, : at.numel()] = content
+    return Padded(indices, values)
+
+
 def bits(tensor: torch.Tensor) -> list[int]:
     """Return the elements as integers, so -0.0 differs from 0.0. All NaN are equal: payloads depend on the device."""
     if tensor.is_floating_point():
@@ -134,11 +178,14 @@ def key_to_reach(limit: float) -> int:
 
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
-    """Force the reference (``torch``) or the kernel (``triton``)."""
+    """Force the reference (``torch``) or the kernel (``triton``). Memory that either allocates is filled."""
     before = os.environ.get("TRITONCOMM_KERNELS")
     os.environ["TRITONCOMM_KERNELS"] = choice
     try:
-        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of overflow
+        with (
+            new_memory_filled(),
+            np.errstate(all="ignore"),
+        ):  # the interpreter computes with numpy, which warns of overflow
             yield
     finally:
         if before is None:

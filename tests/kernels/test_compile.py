@@ -17,9 +17,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 from compiled_kernels import TARGETS, cases, compiled, find
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels import accumulate_triton, sections_triton
+from tritoncomm_kernels.section_rows import read_rows, write_rows
 from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 
 # The "whole" cases are reduced to count instructions, and are never launched.
@@ -80,8 +82,8 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    users = ("accumulate", "adam", "adam_flat", "adam_many", "compact", "expand", "mark", "rebalance", "scatter")
-    for module in (*users, "sections", "threshold"):
+    users = ("accumulate", "adam", "adam_flat", "adam_many", "compact", "expand", "mark", "padded", "rebalance")
+    for module in (*users, "scatter", "section_rows", "sections", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -125,6 +127,7 @@ def everything() -> None:
     # For very long sections, a separate scan sums the counts of the tiles.
     scratch = dict.fromkeys(("counts", "offsets", "slots", "verdict"), indices)
     sections_triton.read(words, scratch, indices, x, layout, 0, 1.0, tiles_summed_in_place=0)
+    static_form(2)
     topology = [torch.ones(64, dtype=torch.int32) for _ in range(3)]
     step, span = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     kernels.rebalance(*topology, step, span, rank=0, block=64, numel=n, min_blocks=1)
@@ -139,6 +142,49 @@ def everything() -> None:
         flat, entries = kernels.AdamFlat(floats[2], states, [0]), kernels.Padded(indices, x)
         flat.update(entries, control)
         flat.update(entries, control, gradients=floats[3])
+
+
+def static_form(rows: int) -> None:
+    """Call each operation on lists with padding once."""
+    out, held = torch.ones(4096), kernels.Workspace()
+    entries = kernels.Padded(torch.zeros((rows, 900), dtype=torch.int32), torch.ones((rows, 900)))
+    bounds = torch.zeros(rows + 1, dtype=torch.int32)
+    kernels.top_k_rows(out, bounds, bounds[1:], 9, workspace=held)
+    kernels.largest_padded(entries.row(0), 9, workspace=held)
+    kernels.joined(entries, workspace=held)
+    kernels.merge_rows(entries, 4096, workspace=held)
+    kernels.add_rows(out, entries, workspace=held)
+    kernels.add_rows(out, entries.row(0), workspace=held)
+    kernels.set_at(out, entries)
+    kernels.set_at(out, entries.indices)
+    kernels.values_at(out, entries.indices)
+    kernels.sum_rows(entries.values)
+    for width in (32, 4):
+        layout = Layout.of(1000, 64_000, width)
+        words, _ = write_rows(layout, bounds[1:], entries, workspace=held)
+        read_rows(layout, bounds[1:], words, workspace=held)
+
+
+def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists with padding take the same launches for 2 rows and for 64, of kernels and of torch's operators."""
+    launched: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
+    for module in ("padded", "section_rows", "scatter"):
+        monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
+    found = []
+    for rows in (2, 2, 64):  # the first call also makes constants
+        launched.clear()
+        with Counted():
+            static_form(rows)
+        found.append(list(launched))
+    assert len(found[1]) > 60
+    assert found[1] == found[2]
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])
@@ -164,7 +210,10 @@ def test_fused_multiply_adds_are_explicit(name: str) -> None:
     assert plain == fused > 0
 
 
-@pytest.mark.parametrize("name", ["sum lists", "add list", "adam", "adam of many", "adam of a list"])
+@pytest.mark.parametrize(
+    "name",
+    ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many", "adam of a list"],
+)
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""
     assert "fma.rn.f32" not in compiled(name, "sm_90").text

@@ -15,7 +15,7 @@ from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendab
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")
-formats = st.sampled_from(sorted(VALUE_BITS.values()))
+formats = st.sampled_from([0, *sorted(VALUE_BITS.values())])
 spans = st.sampled_from([1, 2, 31, 33, 129, 400, 4096, 70_000, 2**31 - 1])
 rooms = st.sampled_from([1, 2, 31, 32, 33, 100, 1023, 1025, 1500])
 divisors = st.sampled_from([1, 1, 2, 3, 9, 64, 1000])

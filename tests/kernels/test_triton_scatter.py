@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds
+from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds, sparse
 
 import tritoncomm_kernels as kernels
 from tritoncomm_kernels.dispatch import kernel
@@ -20,13 +20,6 @@ kernels_dtypes = [torch.float32, torch.float16, torch.bfloat16]
 lengths = st.sampled_from([0, 1, 31, 33, 500, 4095, 4096, 4097, 9000])
 junk = st.one_of(st.integers(-9, 9), st.integers(590, 610), st.integers(-(2**31), 2**31 - 1))
 supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
-
-
-def sparse(n: int, share: float, seed: int, family: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return some of ``n`` positions, ascending, with values."""
-    generator = torch.Generator().manual_seed(seed)
-    at = (torch.rand(n, generator=generator) < share**4).nonzero().squeeze(1).to(torch.int32)
-    return at, drawn(family, at.numel(), seed)
 
 
 def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.collectives import checked_counts
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
@@ -91,6 +92,7 @@ def exchange_static(
     non_zero = (extremes != 0).any().to(torch.int32).reshape(1)
     figures = yield from verdict.settle(world_size, [passed, non_zero])
     counts = Counts(*(list(column) for column in zip(*figures, strict=True)))
+    checked_counts("verdict", counts.passed, acc.numel)  # the next borders depend on them
     return SparseVector.padded(Padded(union, sums / world_size), acc.numel), counts
 
 

@@ -509,15 +509,20 @@ class OkTopkAlgorithm(Algorithm):
         sizes = cost.all_gather(3, 8, world_size)
         exact = Encoding("fp32", self.encoding.packed)
 
+        cuts = self._state_for(world_size).cuts
+        known = cuts and not repartition  # the cuts of a repartition are not known before it
+        region = max(high - low for low, high in itertools.pairwise(cuts)) if known else self.numel
+
         def words(entries: int, sections: int, encoding: Encoding = self.encoding) -> int:
             return encoding.words_at_most(self.numel, entries, sections)
 
         phases = {
             "counts": both(cost.all_to_all(1, 8, world_size)),
-            # A rank sends each entry once. In the worst case one owner receives all entries of all peers.
+            # A rank sends each entry once. In the worst case one owner receives all entries of all peers, as far as
+            # its region has room for them.
             "split-and-reduce": Flow(
                 cost.messages(peers, words(min(sent, peers * pair), peers)),
-                cost.messages(peers, peers * words(pair, 1)),
+                cost.messages(peers, peers * self.encoding.words_at_most(region, pair, 1)),
             ),
             # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
             "sizes": both(sizes.plus(sizes) if reevaluate else sizes),

@@ -101,14 +101,26 @@ def kind_of(error: BaseException) -> str:
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
-def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
+def has_arrived(work: Any) -> bool:
+    """Return True if the message of ``work``, a work of gloo, was complete before its connection failed."""
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True
+
+
+def collect(
+    group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport, patience: float = 0.0
+) -> FailureReport:
     """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
 
     ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
-    names the group in the store. Returns when all ranks have reported or the waiting time is over.
+    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Returns
+    when all ranks have reported or the waiting time is over.
     """
-    collection = _Collection(f"tritoncomm/{key}/", rank, len(ranks), own)
-    deadline = time.monotonic() + _SILENT_SECONDS
+    collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own)
+    deadline = time.monotonic() + _SILENT_SECONDS + patience
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
     thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
     thread.start()
@@ -119,13 +131,13 @@ def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: s
 
 
 class _Collection:
-    """Collects the reports of ``size`` ranks under ``prefix`` in the store. ``own`` is the report of ``rank``.
+    """Collects the reports of ``size`` ranks under ``prefix`` in ``store``. ``own`` is the report of ``rank``.
 
     ``closed`` are the ranks whose connections were closed, known when ``is_cut`` is set.
     """
 
-    def __init__(self, prefix: str, rank: int, size: int, own: RankReport) -> None:
-        self._prefix, self._rank, self._size = prefix, rank, size
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, own: RankReport) -> None:
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._reports = {rank: own}
         self._agreed: FailureReport | None = None
         self.closed: set[int] = set()
@@ -133,14 +145,14 @@ class _Collection:
 
     def run(self, deadline: float) -> None:
         """Write the own report and read those of the others until ``deadline``, a time of ``time.monotonic()``."""
-        store = _store()
+        store = self._store
         if store is None:
             return
         with suppress(RuntimeError):  # the process that hosted the store may have died
             store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._reports[self._rank])))
             self.is_cut.wait()
-            self._read(store, deadline)
-            missing, gone = self._found(store)
+            self._read(deadline)
+            missing, gone = self._found()
             if len(self._reports) > 1 or self._size <= 2:  # noqa: PLR2004 - a rank that reads nothing may be cut off
                 # A rank that finishes waiting later returns the same result.
                 content = store.compare_set(f"{self._prefix}missing", "", json.dumps([missing, gone]))
@@ -153,7 +165,7 @@ class _Collection:
             return self._agreed
         reports = dict(self._reports)
         if not has_ended:  # a connection may be closed because a rank is lost, or because it could not wait longer
-            return FailureReport([], gone=False, reports=reports, silent_store=_address(_store()))
+            return FailureReport([], gone=False, reports=reports, silent_store=_address(self._store))
         # There is no store, or its process has died. Only ranks that cannot be reached are known to be missing.
         found = self._silent() & (self.closed | set(reports[self._rank].peers))
         return FailureReport(sorted(found & self.closed or found), gone=bool(found & self.closed), reports=reports)
@@ -161,18 +173,18 @@ class _Collection:
     def _silent(self) -> set[int]:
         return set(range(self._size)) - set(self._reports)
 
-    def _read(self, store: Any, deadline: float) -> None:
+    def _read(self, deadline: float) -> None:
         """Read the reports of the other ranks until all have reported, or it is not worth waiting longer."""
         closed_deadline = time.monotonic() + _CLOSED_SECONDS
         while self._silent():
             for other in self._silent():
-                if store.check([f"{self._prefix}{other}"]):
-                    self._reports[other] = RankReport(**json.loads(store.get(f"{self._prefix}{other}")))
+                if self._store.check([f"{self._prefix}{other}"]):
+                    self._reports[other] = RankReport(**json.loads(self._store.get(f"{self._prefix}{other}")))
             if time.monotonic() > (closed_deadline if self._silent() <= self.closed else deadline):
                 return
             time.sleep(0.005)
 
-    def _found(self, store: Any) -> tuple[list[int], bool]:
+    def _found(self) -> tuple[list[int], bool]:
         """Return the missing ranks, and whether they are lost and not only slow."""
         silent = self._silent()
         if silent & self.closed:
@@ -183,19 +195,19 @@ class _Collection:
         if any(report.kind in ("protocol", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
         at_fault = by_messages(self._reports)
-        return ([at_fault] if at_fault is not None else self._slow_readers(store)), False
+        return ([at_fault] if at_fault is not None else self._slow_readers()), False
 
-    def _slow_readers(self, store: Any) -> list[int]:
+    def _slow_readers(self) -> list[int]:
         """Return the ranks that do not read the reports of the others as fast as this rank, if they are the minority.
 
         A collective does not say which rank it waits for. A rank may be able to write its report, though hardly
         anything reaches it.
         """
-        store.set(f"{self._prefix}read/{self._rank}", "")
+        self._store.set(f"{self._prefix}read/{self._rank}", "")
         unread = set(range(self._size)) - {self._rank}
         end = time.monotonic() + 0.9 * _READ_SECONDS
         while unread and time.monotonic() < end:
-            unread = {other for other in unread if not store.check([f"{self._prefix}read/{other}"])}
+            unread = {other for other in unread if not self._store.check([f"{self._prefix}read/{other}"])}
             time.sleep(0.005)
         return sorted(unread) if 2 * len(unread) < self._size else []
 

@@ -103,12 +103,8 @@ class ProcessGroupScheduler:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._watcher: watcher.Watcher | None = None
+        self._watcher = watcher.of(group, self.device, timeout)
         self._is_nested = False  # watched and reported by the scheduler whose subgroup this is
-        if self.device.type == "cuda" and self.world_size > 1:
-            watched = group or dist.group.WORLD
-            assert watched is not None
-            self._watcher = watcher.Watcher(watched, self.device, _name(group), timeout)
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if self.rank in ranks or needs_all_ranks():
@@ -281,7 +277,8 @@ class ProcessGroupScheduler:
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
-        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
+        patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
+        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
         others = report.described(self.rank)
         advice = watcher.advice() if self._watcher is not None else ""
         # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.
@@ -453,22 +450,16 @@ class ProcessGroupScheduler:
         try:
             self._wait_for(work)
         except RuntimeError:
-            self._waiting = sorted({peer, *(other for other, left in others if not _has_arrived(left))})
+            if self._splits_messages:  # else a work may hold messages of several peers
+                self._waiting = sorted(
+                    {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
+                )
             raise
 
     def _count(self, round_: Round) -> None:
         sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
         received = [cost.message(words) for words in round_.receives.values()]
         self.meter.count(round_.phase, cost.total(sent), cost.total(received))
-
-
-def _has_arrived(work: Any) -> bool:
-    """Return True if the message of ``work`` was complete before its connection failed."""
-    try:
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _peers(op: Op) -> list[int]:

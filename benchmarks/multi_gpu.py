@@ -1,0 +1,371 @@
+"""Check on several GPUs what no emulation can show: streams, NCCL's order of operations, and failures of ranks.
+
+    torchrun --nproc-per-node=2 benchmarks/multi_gpu.py
+
+Each process of torchrun supervises one rank. For each check, it starts a process of its own with a time limit, because
+a check may hang, or kill its process on purpose. No check calls ``torch.cuda.set_device``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from tritoncomm.algorithms import Hierarchical
+from tritoncomm.planning import planner
+from tritoncomm.scheduler.link import measure_link
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.step.error_feedback import ErrorFeedback
+
+VICTIM = 1
+TIMEOUT = timedelta(seconds=4)  # of the exchanges in which a rank fails
+AT_ONCE, LATER = 4.0, 10.0  # seconds within which an error is named, and a time-out, after it. A rank hangs for as long
+SANE_LATENCY, SANE_GIGABITS, SANE_STEP = (1e-6, 1.0), (1e-2, 2e4), 60.0
+LEAST = 2  # ranks
+NUMEL, STEPS = 100_000, 4
+METHODS = ("oktopk", "spardl", "exdyna", "topk_allgather", "dense")
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+Figures = dict[str, Any]
+
+
+def gradient(rank: int, step: int, device: torch.device) -> torch.Tensor:
+    """Return the gradient of a rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return (torch.randn(NUMEL, generator=generator) * torch.linspace(0.1, 1, NUMEL)).to(device)
+
+
+def everybody(value: object, device: torch.device) -> list[Any]:
+    """Return the ``value`` of each rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        dist.all_gather_object(found, value)
+    return found
+
+
+def same(value: object, device: torch.device, what: str) -> None:
+    """Raise if ranks have different values."""
+    found = everybody(value, device)
+    assert all(each == found[0] for each in found), f"ranks have different {what}"
+
+
+def bits(tensors: Any) -> list[list[int]]:
+    """Return the bits of fp32 tensors."""
+    return [tensor.detach().cpu().reshape(-1).view(torch.int32).tolist() for tensor in tensors]
+
+
+@contextmanager
+def counted_synchronizations(device: torch.device) -> Iterator[list[warnings.WarningMessage]]:
+    """Collect the warnings of torch about host synchronizations. It does not see those inside of torch.distributed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield caught
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
+    """Exchange several times. All ranks must have the same mean."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    subgroups = recipe.subgroups(size)
+    scheduler = ProcessGroupScheduler(None, None, device, repr(recipe), subgroups)
+    feedback = ErrorFeedback(recipe.build(NUMEL), device)
+    seconds = []
+    for step in range(STEPS):
+        own = gradient(rank, step, device)
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        started = time.perf_counter()
+        with counted_synchronizations(device) as waits:
+            mean = scheduler.run(feedback.begin(own, rank, size))
+            scheduler.run(scheduler.confirmation(), new_step=False)
+            feedback.commit()
+        seconds.append(time.perf_counter() - started)
+        mean = mean.trimmed()
+        same((bits([mean.values]), mean.indices.tolist()), device, f"means in step {step} of {recipe.name}")
+    return {"milliseconds": round(1e3 * min(seconds), 3), "synchronizations": len(waits)}  # of the last step
+
+
+def exchanges(device: torch.device) -> Figures:
+    """Every method delivers the same bits on all ranks."""
+    return {name: run_steps(planner.at(name, 0.01), device) for name in METHODS}
+
+
+def nodes(device: torch.device) -> Figures:
+    """Subgroups can be created. The default group is bound to a device, so NCCL splits it."""
+    size = dist.get_world_size()
+    recipe = Hierarchical(recipe=planner.at("oktopk", 0.01), node_size=2 if size % 2 == 0 else size)
+    return run_steps(recipe, device) | {"bound": str(getattr(dist.group.WORLD, "bound_device_id", None))}
+
+
+def network(norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """Return a model, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), norm(128), nn.ReLU(), nn.Linear(128, 64), norm(64), nn.Linear(64, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, steps: int = 10) -> None:
+    """Take steps on data that depend on the rank."""
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(32, 64, generator=generator).to(device)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+def wrapped(device: torch.device) -> Figures:
+    """A wrapped optimizer trains, and its metrics and traces have times."""
+    model = network(nn.LayerNorm).to(device)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=0.05, warmup_steps=2)
+    train(model, optimizer, device)
+    with tempfile.TemporaryDirectory() as folder:
+        with tritoncomm.trace(Path(folder) / "trace.json"):
+            train(model, optimizer, device, steps=2)
+        (file,) = Path(folder).glob("*.json")
+        events = json.loads(file.read_text())["traceEvents"]
+    same(bits(model.parameters()), device, "parameters")
+    durations = [event["dur"] for event in events if event["ph"] == "X"]
+    assert durations, "the trace is empty"
+    assert all(0 < each < 1e6 * SANE_STEP for each in durations), f"durations in the trace: {durations}"
+    metrics = optimizer.metrics()
+    assert metrics["seconds_exchange"] > 0, metrics
+    return {name: value for name, value in metrics.items() if name.startswith("seconds")}
+
+
+def hook_of_ddp(device: torch.device) -> Figures:
+    """The hook of DDP works from the first pass on, beside the collectives of SyncBatchNorm."""
+    model = network(nn.BatchNorm1d).to(device)
+    if device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    train(ddp, tritoncomm.wrap(optimizer, model=ddp, density=0.05, warmup_steps=2), device, steps=30)
+    same(bits(ddp.parameters()), device, "parameters")
+    return {"norm": type(model[1]).__name__}
+
+
+def offloaded_shards(device: torch.device) -> Figures:
+    """Replicas of FSDP2 with parameters on the CPU exchange their shards on the GPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    size = dist.get_world_size()
+    replicas = 2 if size % 2 == 0 else size
+    grid = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    offload = {"offload_policy": CPUOffloadPolicy()} if device.type == "cuda" else {}
+    model = fully_shard(network(nn.LayerNorm), mesh=grid["shard"], **offload)
+    inner = torch.optim.AdamW(model.parameters())
+    group = grid["replicate"].get_group()
+    optimizer = tritoncomm.wrap(inner, model=model, process_group=group, density=0.05, warmup_steps=2)
+    train(model, optimizer, device)
+    shards = everybody((grid["shard"].get_local_rank(), bits(p.to_local() for p in model.parameters())), device)
+    for place, values in shards:
+        assert values == next(other for where, other in shards if where == place), "replicas differ"
+    return {"parameters on": str(next(model.parameters()).device), "replicas": replicas}
+
+
+def link(device: torch.device) -> Figures:
+    """The measured link is that of the network, not that of an enqueued operation."""
+    found = measure_link(None, device)
+    gigabits = 8e-9 * found.bandwidth
+    assert SANE_LATENCY[0] < found.latency < SANE_LATENCY[1], found
+    assert SANE_GIGABITS[0] < gigabits < SANE_GIGABITS[1], found
+    return {"microseconds": round(1e6 * found.latency, 1), "gigabits per second": round(gigabits, 2)}
+
+
+def raises() -> None:
+    """Fail as a method does that has a bug, or no memory."""
+    raise MemoryError("no room for the lists")
+
+
+def dies() -> None:
+    """End the process without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs() -> None:
+    """Do something else for longer than the others wait."""
+    time.sleep(TIMEOUT.total_seconds() + LATER)
+
+
+def failure(fault: Callable[[], None], algo: str, device: torch.device) -> Figures:
+    """A rank fails in the middle of a step. All others name it in time, and go on in a new group."""
+    model = network(nn.LayerNorm).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, tritoncomm.wrap(optimizer, algo, density=0.05, warmup_steps=0), device, 2)  # compiles kernels
+    sparse = tritoncomm.wrap(optimizer, algo, density=0.05, warmup_steps=0, timeout=TIMEOUT)
+    train(model, sparse, device, 2)
+    if dist.get_rank() == VICTIM:
+        _fail_at(sparse, 1, fault)
+    before, started = bits(model.parameters()), time.monotonic()
+    try:
+        train(model, sparse, device, 1)
+    except tritoncomm.ExchangeError as error:
+        seconds, caught = time.monotonic() - started, error
+    else:
+        raise AssertionError("no error was raised")
+    figures = {"error": type(caught).__name__, "seconds": round(seconds, 2), "text": str(caught)}
+    assert caught.peers == (VICTIM,), figures
+    assert bits(model.parameters()) == before, "the failed step has changed parameters"
+    if dist.get_rank() == VICTIM:
+        return figures
+    assert seconds < (AT_ONCE if fault is raises else TIMEOUT.total_seconds() + LATER), figures
+    left = [rank for rank in range(dist.get_world_size()) if rank != VICTIM]
+    sparse.reset_process_group(dist.new_group(left, use_local_synchronization=True))
+    train(model, sparse, device, 3)
+    return figures | {"went on with ranks": left}
+
+
+def _fail_at(optimizer: tritoncomm.SparseOptimizer, number: int, fault: Callable[[], None]) -> None:
+    """Call ``fault`` before the ``number``-th operation from now."""
+    scheduler = optimizer._vector.scheduler  # noqa: SLF001 - there is no public way to break it
+    perform, left = scheduler._perform, [number]  # noqa: SLF001
+
+    def faulty(op: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            fault()
+        return perform(op)
+
+    scheduler._perform = faulty  # noqa: SLF001
+
+
+CHECKS: dict[str, Callable[[torch.device], Figures]] = {
+    check.__name__.replace("_", "-"): check
+    for check in (exchanges, nodes, wrapped, hook_of_ddp, offloaded_shards, link)
+}
+FAULTS = {"raises": (raises, "oktopk"), "dies": (dies, "oktopk"), "hangs": (hangs, "topk_allgather")}
+
+
+def run_checks(names: list[str], file: Path, backend: str) -> None:
+    """Run checks in this process, which is one rank, and write what each found to ``file``."""
+    rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    bound = {"device_id": device} if backend == "nccl" and names == ["nodes"] else {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, size, is_master=rank == 0)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5), **bound)
+    found = {}
+    for name in names:
+        try:
+            figures = failure(*FAULTS[name], device) if name in FAULTS else CHECKS[name](device)
+            found[name] = {"passed": True} | figures
+        except Exception as error:
+            found[name] = {"passed": False, "problem": f"rank {rank}: {type(error).__name__}: {error}"}
+            break
+        finally:
+            file.write_text(json.dumps(found))
+    store.set(f"ended/{rank}", "")
+    if rank == 0:  # it hosts the store
+        store.wait([f"ended/{other}" for other in range(size) if names != ["dies"] or other != VICTIM])
+    os._exit(0)  # the default group may be broken, and its destructor may wait for peers
+
+
+def supervise(names: list[str], port: int, backend: str, limit: float) -> dict[str, Figures]:
+    """Run checks in a new process for this rank, and return what each found."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--check", *names, "--file", str(file), "--backend", backend]
+        environment = os.environ | {"MASTER_PORT": str(port), HANDLING: "0"}
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                _, errors = process.communicate(timeout=limit)
+                problem = f"the process ended with {process.returncode}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                _, errors = process.communicate()
+                problem = f"no end after {limit:.0f} s"
+        found = json.loads(file.read_text()) if file.exists() else {}
+    if process.returncode:
+        sys.stderr.write(errors)
+    dead = {"passed": names == ["dies"] and int(os.environ["RANK"]) == VICTIM, "problem": problem}
+    return {name: found.get(name, dead) for name in names}
+
+
+def free_port() -> int:
+    """Return a port that is free on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_all(backend: str, *, smoke: bool) -> dict[str, Any]:
+    """Run all checks, and return what all ranks found. Every process of torchrun calls this."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # of the supervisors
+    together = [list(CHECKS)] if smoke else [[name] for name in CHECKS]
+    found: dict[str, Any] = {}
+    faults = ["raises", "dies"] if smoke else list(FAULTS)
+    for names in [*together, *([name] for name in faults)]:
+        port = [free_port()]
+        dist.broadcast_object_list(port)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, supervise(names, port[0], backend, 120.0 if smoke else 90.0))
+        for name in names:
+            found[name] = {
+                "passed": all(rank[name]["passed"] for rank in ranks),
+                "ranks": [rank[name] for rank in ranks],
+            }
+            if dist.get_rank() == 0:
+                problems = [rank[name]["problem"] for rank in ranks if not rank[name]["passed"]]
+                print(f"{name}: {'passed' if not problems else '; '.join(problems)}", flush=True)
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> int:
+    """Parse the arguments, run, and return 1 if a check has failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--smoke", action="store_true", help="two CPU processes over gloo, and fewer of them")
+    parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    backend = arguments.backend or ("gloo" if arguments.smoke else "nccl")
+    if arguments.check:
+        run_checks(arguments.check, arguments.file, backend)
+    if "RANK" not in os.environ:
+        if not arguments.smoke:
+            parser.error(f"start it with torchrun --nproc-per-node=GPUS, at least {LEAST}")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        return subprocess.call([*launcher, *sys.argv])
+    if int(os.environ["WORLD_SIZE"]) < LEAST:
+        parser.error(f"start it with at least {LEAST} processes")
+    found = check_all(backend, smoke=arguments.smoke)
+    failed = [name for name, each in found.items() if not each["passed"]]
+    if int(os.environ["RANK"]) == 0:
+        about: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        about |= {"torch": torch.__version__, "python": platform.python_version(), "backend": backend}
+        if backend == "nccl":
+            about |= {"gpu": torch.cuda.get_device_name(0), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(about | {"failed": failed, "checks": found}, indent=1) + "\n")
+        print(f"{len(found) - len(failed)} of {len(found)} checks passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Kernels that write and read sections of many rows equal the reference, bit for bit, and refuse the same rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, kernels_from, seeds
+from test_sections_triton import KINDS, divisors, values_of
+
+from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import VALUE_BITS, Layout
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+formats = st.sampled_from([0, *VALUE_BITS.values()])
+shapes = st.sampled_from([(1, 1), (33, 100), (40, 4000), (1100, 60_000), (5, 2**29)])
+rows_drawn = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([0, 0.5, 1])), min_size=1, max_size=3)
+
+
+def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spare: int) -> tuple[torch.Tensor, Padded]:
+    """Return first coordinates, and rows with a kind of values and a share of the room each."""
+    rng, room = np.random.default_rng(seed), layout.room + spare
+    lows = torch.from_numpy(rng.integers(0, 1000, len(drawn_rows)).astype(np.int32))
+    rows = Padded(torch.full((len(drawn_rows), room), -1, dtype=torch.int32), torch.zeros(len(drawn_rows), room))
+    for row, (kind, share) in enumerate(drawn_rows):
+        count = round(share * layout.room)
+        places = rng.choice(layout.span, count, replace=False) if layout.span < 10**6 else np.arange(count) * 10**8
+        rows.indices[row, :count] = torch.from_numpy(np.sort(places)).int() + lows[row]
+        rows.values[row, :count] = values_of(kind, count, seed + row)
+    return lows, rows
+
+
+@given(shapes, formats, rows_drawn, divisors, st.integers(0, 2), seeds)
+@example((1100, 60_000), 4, [("heavy", 1), ("tail", 0.5), ("normal", 0)], 3, 1, 0)  # of two blocks, some are left out
+@example((1100, 60_000), 16, [("heavy", 1), ("special", 1)], 9, 0, 0)
+@example((1100, 60_000), 32, [("special", 1), ("normal", 0)], 1, 0, 0)
+@example((40, 4000), 8, [("outlier", 1), ("special", 1), ("huge", 1)], 2, 0, 0)
+@example((40, 4000), 0, [("normal", 1), ("normal", 0.5)], 1, 0, 0)
+@cases(16)
+def test_rows(
+    device: str, shape: tuple[int, int], width: int, drawn_rows: list[tuple[str, float]], divisor: int, spare: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """The words are the same, and so are the entries that are sent and read. Entries left out come from all blocks."""
+    layout = Layout.of(*shape, width)
+    lows, rows = rows_of(layout, drawn_rows, seed, spare)
+
+    def call(guarded: Guarded) -> tuple[object, ...]:
+        held, firsts = Dirty(guarded), guarded.of(lows)
+        indices, values = (guarded.of(part.reshape(-1)).view(part.shape) for part in rows)
+        words, sent = write_rows(layout, firsts, Padded(indices, values), divisor=divisor, workspace=held)
+        found, malformed = read_rows(layout, firsts, words, divisor=divisor, workspace=held)
+        assert malformed.tolist() == [0]
+        assert bits(found.indices) == bits(sent.indices[:, : layout.room])
+        if width not in {0, 32}:
+            assert bits(found.values * divisor) == bits(sent.values[:, : layout.room])
+        return tuple(bits(part) for part in (words, *sent, *found, malformed))
+
+    agree(call, device)
+
+
+@given(st.sampled_from([(40, 4000), (5, 8), (1100, 60_000)]), formats, seeds, st.integers(0, 4))
+@cases(24)
+def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: int, flips: int) -> None:
+    """Random words and flipped bits are refused by both, or give the same entries. Other rows keep theirs."""
+    layout, rng = Layout.of(*shape, width), np.random.default_rng(seed)
+    lows, rows = rows_of(layout, [("tail", 1), ("tail", 0.5), ("tail", 1)], seed, 0)
+    with kernels_from("torch"):
+        words, _ = write_rows(layout, lows, rows, workspace=Workspace())
+    if flips == 0:
+        words[1] = torch.from_numpy(rng.integers(-(2**31), 2**31, layout.words, dtype=np.int64)).int()
+    for place in rng.integers(0, 32 * layout.words, flips):
+        words[1, place // 32] ^= np.uint32(1 << place % 32).astype(np.int32).item()
+
+    def call(guarded: Guarded) -> tuple[list[int], ...]:
+        message = guarded.of(words.view(-1)).view(words.shape)
+        found, malformed = read_rows(layout, guarded.of(lows), message, workspace=Dirty(guarded))
+        return bits(found.indices), bits(found.values), bits(malformed)
+
+    agree(call, device)
+
+
+@pytest.mark.parametrize("width", [4, 32])
+def test_each_kind_of_malformed_row(device: str, width: int) -> None:
+    """Wrong counts, indices that do not ascend or lie outside, and invalid headers empty their rows and are counted."""
+    layout = Layout.of(3, 70, width)
+    low = layout.heads + layout.high_words
+    lows = torch.zeros(8, dtype=torch.int32)
+    rows = Padded(torch.tensor([[16, 17, 18]] * 8, dtype=torch.int32), torch.ones(8, 3))
+    with kernels_from("torch"):
+        words, _ = write_rows(layout, lows, rows, workspace=Workspace())
+    words[1, 0] = 2
+    words[2, 0] = -1
+    words[3, 0] = 2**31 - 1
+    words[4, low] = words[4, low + 1] = 0  # equal indices
+    words[5, layout.heads] = 0b111 << (layout.high_bits - 3)
+    if layout.quantized:
+        words[6, 1] = 5  # no such table
+        words[7, 1] = 0x7F800000  # the scale is infinite
+
+    def call(guarded: Guarded) -> tuple[list[list[int]], list[int]]:
+        message = guarded.of(words.view(-1)).view(words.shape)
+        found, malformed = read_rows(layout, guarded.of(lows), message, workspace=Dirty(guarded))
+        return found.indices.tolist(), malformed.tolist()
+
+    found, malformed = agree(call, device)
+    wrong = range(1, 8) if layout.quantized else range(1, 6)
+    assert malformed == [len(wrong)]
+    assert found == [[-1] * 3 if row in wrong else [16, 17, 18] for row in range(8)]
+
+
+def test_nothing_waits(device: str) -> None:
+    """Writing and reading do not wait for the GPU."""
+    if device == "cpu":
+        pytest.skip("waiting needs a GPU")
+    layout, held = Layout.of(1000, 90_000, 4), Workspace()
+    lows, rows = rows_of(layout, [("tail", 1), ("heavy", 0.5)], 0, 0)
+    lows, rows = lows.to(device), Padded(*(part.to(device) for part in rows))
+
+    def everything() -> None:
+        words, _ = write_rows(layout, lows, rows, workspace=held)
+        read_rows(layout, lows, words, workspace=held)
+
+    everything()  # compiles, and copies the tables
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
