@@ -18,7 +18,7 @@ from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
 from tritoncomm_kernels.threshold import accumulate_top_k, magnitude_keys, top_k, top_k_into
-from tritoncomm_kernels.workspace import Workspace
+from tritoncomm_kernels.workspace import Workspace, copied_to
 
 PADDING = -1
 
@@ -241,7 +241,7 @@ def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
         # The host waits for the copy, because work on any stream may use it.
-        held = _constants[key] = torch.from_numpy(np.asarray(content, dtype=np.int32)).to(device)
+        held = _constants[key] = copied_to(torch.from_numpy(np.asarray(content, dtype=np.int32)), device)
     return held
 
 
