@@ -22,11 +22,14 @@ STATIC = [
     (tritoncomm.SparDL(density=0.05, static=True, teams=4), 4),
     (tritoncomm.SparDL(density=0.05, static=True, teams=2, sag="bruck", residuals="partial"), 4),
     (tritoncomm.ExDyna(density=0.05, static=True), 3),
+    (tritoncomm.TopkAllgather(density=0.05, static=True, values="4bit"), 2),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("recipe", "world_size"), STATIC, ids=["spardl", "spardl 4 teams", "spardl bruck", "exdyna"])
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), STATIC, ids=["spardl", "spardl 4 teams", "spardl bruck", "exdyna", "topk_allgather 4bit"]
+)
 def test_same_static_form(recipe: tritoncomm.Recipe, world_size: int, device: str) -> None:
     """Means and residuals of the static form have the same bits with kernels and with references."""
     seen = []
