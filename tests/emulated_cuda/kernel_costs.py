@@ -301,11 +301,11 @@ class AdamMany(tritoncomm_kernels.AdamMany):
         """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
 
         Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
-        it is limited, the update. The host waits for the copy of the table of addresses, which is in pageable memory.
+        it is limited, the update. The table of addresses is copied from pinned memory, so the host does not wait.
         """
         for group in self._groups:
             converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-            yield Cost(2 + (keep != 1) + converted + control.limited, 1)
+            yield Cost(2 + (keep != 1) + converted + control.limited, 0)
         for i in self._others:
             yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
 

@@ -37,7 +37,6 @@ from tritoncomm_kernels.padded import PADDING
 
 _NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 _INFINITE_KEY = 0x7F800000
-_LARGEST = torch.finfo(torch.float32).max
 # Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
 # the residual. This factor makes them infinite.
 _ROUNDED_MARGIN = 4.0
@@ -254,7 +253,7 @@ class StaticStep:
         kth = kernels.magnitude_keys(first.values).amin().reshape(1)  # padding has the value 0, entries have not
         if self._selects_exactly:
             return largest, kth
-        lowered = self._on_device(self.rules.lowered(threshold))
+        lowered = self.rules.lowered(threshold)
         return kernels.reaching(largest, lowered, workspace=self.acc.workspace), kth
 
     @property
@@ -314,10 +313,10 @@ class StaticStep:
     def _candidates(self, sums: torch.Tensor) -> _Chosen:
         """Choose the sums of a step that reuses thresholds: the largest ones that reach the lowered threshold."""
         threshold = self.state.global_threshold
-        lowered = self._on_device(self.rules.lowered(threshold))
+        lowered = self.rules.lowered(threshold)
         found = self._largest(sums, self.form.owner_room(self.world_size), lowered)
         wanted = kernels.count_reaching(sums, lowered)
-        return _Chosen(found, self.form.global_cap, wanted, kernels.count_reaching(sums, self._on_device(threshold)))
+        return _Chosen(found, self.form.global_cap, wanted, kernels.count_reaching(sums, threshold))
 
     def _largest_sums(self, sums: torch.Tensor) -> Pattern[_Chosen]:
         """Choose the sums of a re-evaluation, which together hold exactly the k largest ones of all ranks.
@@ -326,13 +325,13 @@ class StaticStep:
         """
         k, threshold, held = self.rules.k, self.state.global_threshold, self.acc.workspace
         floor = WARM_START * threshold
-        own_counts = [kernels.count_reaching(sums, self._on_device(limit)) for limit in (floor, 0.0)]
+        own_counts = [kernels.count_reaching(sums, limit) for limit in (floor, 0.0)]
         everybody = yield AllGather("sizes", torch.cat(own_counts))
         above, nonzero = (checked_counts("sizes", column, self.rules.numel) for column in everybody.t().tolist())
         if floor > 0 and sum(above) < k:  # some of the k largest sums are below the floor
             floor = 0.0
         counts, wanted = (above, own_counts[0]) if floor > 0 else (nonzero, own_counts[1])
-        found = self._largest(sums, min(k, max(1, *counts)), self._on_device(floor))
+        found = self._largest(sums, min(k, max(1, *counts)), floor)
         if sum(counts) > (k if self.form.encoding.rounds else self.worth_gathering):
             shares = yield from largest_shares(Selection.of(*found), k)
             room = min(found.room, max(1, *checked_counts("shares", shares, k)))
@@ -342,7 +341,7 @@ class StaticStep:
             found = rows.row(0)
         return _Chosen(found, k, wanted, wanted)
 
-    def _largest(self, sums: torch.Tensor, room: int, threshold: torch.Tensor) -> Padded:
+    def _largest(self, sums: torch.Tensor, room: int, threshold: float) -> Padded:
         """Return the ``room`` largest of ``sums`` (fp32 ``[span]``), without those below ``threshold``."""
         found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=self.workspace)
         return kernels.reaching(found, threshold, workspace=self.acc.workspace)
@@ -447,11 +446,6 @@ class StaticStep:
         if self._selects_exactly:
             return _magnitude(kth)
         return self.rules.following(self.rules.lowered(self.state.local_threshold), selected, _magnitude(kth))
-
-    def _on_device(self, threshold: float) -> torch.Tensor:
-        """Return ``threshold`` as fp32 ``[1]``, without a copy from the host."""
-        value = threshold if threshold <= _LARGEST else math.inf
-        return torch.full((1,), value, dtype=torch.float32, device=self.acc.device)
 
 
 def widest(cuts: Sequence[int]) -> int:

@@ -214,7 +214,10 @@ def _watch() -> None:
     while True:
         time.sleep(POLL_SECONDS)
         for watcher in tuple(_under_way):
-            watcher.poll()
+            try:
+                watcher.poll()
+            except Exception:  # the other exchanges still need this thread
+                logger.exception("an exchange is not watched")
 
 
 def _is_exit(error: BaseException | None) -> bool:
