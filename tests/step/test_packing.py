@@ -7,7 +7,8 @@ import re
 
 import pytest
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, RandomK, Recipe, SparDL, TopkAllgather, Warmup
-from tritoncomm.algorithms import Hierarchical
+from tritoncomm.algorithms import Hierarchical, algorithms
+from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step.options import log_choice
@@ -45,10 +46,12 @@ def test_device_and_link_decide(recipe: Recipe) -> None:
 
 def test_static_form_on_a_gpu() -> None:
     """On a GPU, a method with a static form uses it, unless the user asks for something else."""
-    for recipe, static in ((TopkAllgather(), True), (TopkAllgather(static=False), False), (ExDyna(), False)):
-        assert resolve(recipe, NUMEL, 4, "cuda").recipe.static is static
-        assert resolve(recipe, NUMEL, 1, "cuda").recipe.static is static
-        assert resolve(recipe, NUMEL, 4, "cpu").recipe.static == recipe.static
+    methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), IndexRecipe)]
+    assert TopkAllgather.has_static_form
+    for method, static in [(TopkAllgather(static=False), False), *((each, each.has_static_form) for each in methods)]:
+        assert resolve(method, NUMEL, 4, "cuda").recipe.static is static
+        assert resolve(method, NUMEL, 1, "cuda").recipe.static is static
+        assert resolve(method, NUMEL, 4, "cpu").recipe.static == method.static
 
 
 def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:
@@ -56,6 +59,14 @@ def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:
     method = OkTopk(density=0.01)
     assert packed(resolve(method, 100_000, 4, "cuda", FAST).recipe) is False
     assert packed(resolve(method, 1_000_000_000, 4, "cuda", Link.parse("100gbit,1us")).recipe) is True
+
+
+def test_static_form_is_packed_at_once() -> None:
+    """On a GPU, the time of packing in the static form does not grow with the number of workers."""
+    few, many = (resolve(OkTopk(density=0.01), NUMEL, world_size, "cuda").coding for world_size in (2, 16))
+    assert few == many > 0
+    few, many = (resolve(OkTopk(density=0.01, static=False), NUMEL, p, "cuda").coding for p in (2, 16))
+    assert few < many
 
 
 def test_decision_is_where_time_saved_is_time_spent() -> None:

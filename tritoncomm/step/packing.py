@@ -87,7 +87,9 @@ def resolve(
     plain = _with(recipe, packed=False, **({"values": "fp32"} if hasattr(method, "values") else {}))
     flows = _changed(plain, packed, numel, world_size)
     words = 2 if hasattr(method, "values") else 1
-    coding = _coding(flows, words, world_size, _GPU if on_gpu else _CPU_ROUNDED if method.encoding.rounds else _CPU)
+    at_once = on_gpu and innermost(recipe).static is True  # the launches do not depend on the number of sections
+    speeds = _GPU if on_gpu else _CPU_ROUNDED if method.encoding.rounds else _CPU
+    coding = _coding(flows, words, world_size - 1, 1 if at_once else world_size - 1, speeds)
     saved = sum(_busier(before).bytes - _busier(after).bytes for before, after in flows.values())
     packs = bool(method.encoding.packed)
     if is_open:
@@ -118,7 +120,7 @@ def describe(packings: Sequence[Packing]) -> str:
     return f"{text}: packing pays on links below {8e-9 * saved / coding:.2g} Gbit/s, and the link is not known"
 
 
-def innermost(recipe: Recipe) -> Recipe:
+def innermost(recipe: Recipe) -> Any:
     """Return the recipe inside of all recipes that wrap it."""
     inner = getattr(recipe, "recipe", None)
     return recipe if inner is None else innermost(inner)
@@ -147,18 +149,19 @@ def _changed(plain: Recipe, packed: Recipe, numel: int, world_size: int) -> dict
     return {phase: (flow, after[phase]) for phase, flow in before.items() if after[phase] != flow}
 
 
-def _coding(flows: Mapping[str, tuple[Flow, Flow]], words: int, world_size: int, coding: Coding) -> float:
+def _coding(flows: Mapping[str, tuple[Flow, Flow]], words: int, peers: int, sections: int, coding: Coding) -> float:
     """Return the seconds to write and read the entries of ``flows``, each of ``words`` words in plain messages.
 
-    In each phase there is a section for every peer.
+    In each phase a rank reads ``sections`` sections, and writes as many, or one for all ``peers`` if it is a gather.
     """
-    seconds, peers = 0.0, world_size - 1
+    seconds = 0.0
     for phase, (plain, _) in flows.items():
         traffic = _busier(plain)
         entries = (traffic.bytes / cost.WORD - cost.HEADER_WORDS * traffic.messages) / words
-        copies = peers if phase in _GATHERS else 1
-        seconds += peers * coding.read.section + entries * coding.read.entry
-        seconds += (peers * coding.write.section + entries * coding.write.entry) / copies
+        gathers = phase in _GATHERS
+        seconds += sections * coding.read.section + entries * coding.read.entry
+        seconds += (1 if gathers else sections) * coding.write.section
+        seconds += entries * coding.write.entry / (peers if gathers else 1)
     return seconds
 
 
