@@ -207,7 +207,8 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
     if _SMALLEST_NORMAL <= key <= _INFINITY:  # two comparisons cost less than masking out the sign
         threshold = np.int32(key).view(np.float32)
         inside = np.logical_and(np.less(part, threshold, out=out), np.greater(part, -threshold, out=scratch), out=out)
-        return np.logical_not(inside, out=out)
+        reached: Flags = np.logical_not(inside, out=out)
+        return reached
     # Denormals may count as zeros in comparisons of floats (torch.set_flush_denormal).
     return np.greater_equal(np.bitwise_and(part.view(np.int32), MAGNITUDE_MASK), key, out=out)
 
