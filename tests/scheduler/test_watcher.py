@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -314,6 +316,26 @@ def test_a_report_from_before_is_ignored() -> None:
         return scheduler.run(pattern())
 
     assert ranks.run(main, 2) == [2.0, 2.0]
+
+
+def test_a_destroyed_group_frees_its_store() -> None:
+    """A new group on the same port begins with an empty store, on the rank that hosts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        connection = watcher._own_connection(dist.distributed_c10d._get_default_store())
+        assert connection is watcher._own_connection(dist.distributed_c10d._get_default_store())
+        connection.set("key of the first group", "")
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        assert not dist.distributed_c10d._get_default_store().check(["key of the first group"])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("garbage", [False, True])

@@ -14,9 +14,10 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ _ADVICE = (
 )
 
 _under_way: set[Watcher] = set()
+# Keys are weak: a store that is still referenced after destroy_process_group keeps its server, and with it old keys.
+_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -172,10 +175,11 @@ def of(
     return Watcher(group, device, timeout)
 
 
-@lru_cache(maxsize=64)
 def _own_connection(store: Any) -> Any:
     """Return ``store`` with a connection of its own, one for all watchers. Another thread may wait in ``store``."""
-    return store.clone()
+    if store not in _connections:
+        _connections[store] = store.clone()
+    return _connections[store]
 
 
 def advice() -> str:
