@@ -36,12 +36,15 @@ class Gpu:
             caused it.
         launches: Number of kernel launches by name: one for each operator that computes, and those of the table in
             ``kernel_costs.py`` for the kernels of ``tritoncomm_kernels``.
+        devices: Number of calls of ``torch.cuda.current_stream`` and ``torch.cuda.synchronize`` by the index of their
+            device. A call that names none means the current device. All devices have the same streams here.
     """
 
     def __init__(self, name: str = "rank 0") -> None:
         self.name = name
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
+        self.devices: Counter[int] = Counter()
         self.pinned: dict[int, torch.UntypedStorage] = {}
         self.host_seen: dict[Stream, int] = {}
         self.host_version = 0
@@ -56,6 +59,7 @@ class Gpu:
         """Forget the log."""
         self.syncs.clear()
         self.launches.clear()
+        self.devices.clear()
 
     def next_number(self) -> int:
         """Return the number of a new stream."""

@@ -179,6 +179,7 @@ def current_stream(device: Any = None) -> Stream:
     from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
 
     gpu = current_gpu()
+    gpu.devices[index_of(device)] += 1
     chosen: Stream | None = getattr(_local, "stream", None)
     return chosen if chosen is not None and chosen.gpu is gpu else gpu.default_stream
 
@@ -283,8 +284,21 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     """Stand for ``torch.cuda.set_device``."""
-    index = device if isinstance(device, int) else torch.device(device).index
-    _local.device = current_device() if index is None else index
+    _local.device = index_of(device)
+
+
+def index_of(device: Any) -> int:
+    """Return the index of ``device``, which is that of the current one if it has none."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def synchronize(device: Any = None) -> None:
+    """Stand for ``torch.cuda.synchronize``."""
+    from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
+
+    current_gpu().devices[index_of(device)] += 1
+    current_gpu().synchronized("device synchronize")
 
 
 class OnDevice:
