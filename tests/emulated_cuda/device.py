@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Gpu:
         self.pinned: dict[int, torch.UntypedStorage] = {}
         self.host_seen: dict[Stream, int] = {}
         self.host_version = 0
+        self.busy_until = 0.0  # by time.perf_counter()
         self._streams = 0
         self._arriving: list[tuple[Stream, int, torch.Tensor, torch.Tensor]] = []
         self.default_stream = Stream(gpu=self, name="default stream")
@@ -60,6 +62,10 @@ class Gpu:
         self.syncs.clear()
         self.launches.clear()
         self.devices.clear()
+
+    def keep_busy(self, seconds: float) -> None:
+        """Enqueue work that takes ``seconds``. A wait of the host, and an event without timing, last until its end."""
+        self.busy_until = max(self.busy_until, time.perf_counter()) + seconds
 
     def next_number(self) -> int:
         """Return the number of a new stream."""
@@ -74,6 +80,7 @@ class Gpu:
     def synchronized(self, kind: str, stream: Stream | None = None, seen: dict[Stream, int] | None = None) -> None:
         """Count a synchronization: the host waits for the work on ``stream``, or only for that in ``seen``."""
         self.syncs[kind, site()] += 1
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
         stream = stream or current_stream()
         known = {**stream.seen, stream: stream.enqueue()} if seen is None else seen
         for other, at in known.items():

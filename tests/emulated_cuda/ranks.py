@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
-from tritoncomm.scheduler import process_group, tracing
+from tritoncomm.scheduler import process_group, tracing, watcher
 from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
@@ -38,6 +38,7 @@ _STATE = (
     (private_group, "_free"),
     (hook_state, "_states"),
     (tracing, "_tracers"),
+    (watcher, "_last"),
     (padded, "_constants"),
 )
 _installing = threading.RLock()

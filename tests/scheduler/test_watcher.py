@@ -264,6 +264,59 @@ def test_a_slow_exchange_is_not_aborted() -> None:
     assert ranks.run(main, 2) == [6.0, 6.0]
 
 
+def test_queued_work_of_this_rank_is_no_wait() -> None:
+    """The GPUs of all ranks are busy with earlier work for longer than the time-out when the exchange is enqueued."""
+
+    def main(rank: int) -> float:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        current_gpu().keep_busy(1.0)
+
+        def pattern() -> Pattern[float]:
+            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
+            return float(total)
+
+        return scheduler.run(pattern())
+
+    assert ranks.run(main, 2) == [2.0, 2.0]
+
+
+def waits(own: watcher.Watcher, seconds: float) -> bool:
+    """Return whether the communicators are aborted in an exchange that has waited for ``seconds``."""
+    own._asking = threading.Thread()  # the thread of all watchers must not look first
+    try:
+        with own:
+            watcher._under_way.discard(own)
+            own._since = time.monotonic() - seconds
+            own.poll()
+    except ExchangeTimeoutError:
+        return True
+    return False
+
+
+def test_a_wait_of_an_earlier_exchange_is_a_wait() -> None:
+    """Without a read of the host, the exchange before may still wait for a rank. Its time counts in the next one."""
+
+    def main(rank: int) -> list[bool]:
+        first, second = (ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher for _ in range(2))
+        with first:
+            current_gpu().keep_busy(60.0)  # a collective without the others
+        return [waits(first, 1.0), waits(second, 1.0)]
+
+    assert ranks.run(main, 2) == [[True, True]] * 2
+
+
+def test_queued_work_has_a_limit() -> None:
+    """It may be a collective of the program with a lost rank. The time-out of the process group holds for it."""
+
+    def main(rank: int) -> list[bool]:
+        current_gpu().keep_busy(1e4)
+        own = ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher
+        return [waits(own, 599.0), waits(own, 601.0)]
+
+    assert ranks.run(main, 2) == [[False, True]] * 2
+
+
 class SilentStore:
     """The store of a host that cannot be reached."""
 
