@@ -410,30 +410,36 @@ def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPa
     assert 0.5 < found[2] < 3
 
 
+@pytest.mark.parametrize("timeout", [None, LATE])
 @pytest.mark.parametrize("setting", [None, "3", "0"])
 def test_the_watchdog_of_nccl(
-    setting: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str | None, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the setting that lets this rank report a failure, one warning and the error name it."""
+    """Without the setting that lets this rank report a failure, one message and the error name it, and its cost.
+
+    The message is a warning only if the user has asked for errors in time.
+    """
+    caplog.set_level("INFO", "tritoncomm")
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
     if setting is not None:
         monkeypatch.setenv(name, setting)
-    watcher._warn_about_watchdog.cache_clear()
+    watcher._log_advice.cache_clear()
 
     def main(rank: int) -> str:
         for _ in range(2):
-            scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+            scheduler = ProcessGroupScheduler(None, timeout, "cuda", "test")
         scheduler.agree_on_exchange_id()
         scheduler._failed(AllReduce("sum", torch.ones(1)), RuntimeError("remote process exited or there was an error"))
         return str(scheduler._failure)
 
     texts = ranks.run(main, 2)
-    warned = [record.getMessage() for record in caplog.records if name in record.getMessage()]
-    assert len(warned) == (setting != "0")
-    for text in texts:
+    logged = [record for record in caplog.records if name in record.getMessage()]
+    assert [record.levelname for record in logged] == ["INFO" if timeout is None else "WARNING"] * (setting != "0")
+    for text in [*texts, *(record.getMessage() for record in logged)]:
         assert "lost rank" in text
         assert (f"set {name}=0 before init_process_group" in text) == (setting != "0")
+        assert ("collectives of your own then wait for a lost rank without end" in text) == (setting != "0")
 
 
 def test_the_cpu_has_no_watcher(tmp_path) -> None:

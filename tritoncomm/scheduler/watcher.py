@@ -38,8 +38,8 @@ _TIMEOUT = b"timeout"
 _DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a process group, with NCCL
 _HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the second is the older name
 _ADVICE = (
-    f"set {_HANDLING[0]}=0 before init_process_group: NCCL's watchdog may end this process otherwise, before it can "
-    "report the rank that was lost"
+    f"set {_HANDLING[0]}=0 before init_process_group, or NCCL's watchdog may end this process before it can report the "
+    "rank that was lost (collectives of your own then wait for a lost rank without end)"
 )
 
 _under_way: set[Watcher] = set()
@@ -87,7 +87,7 @@ class Watcher:
         self._reason: ExchangeError | None = None
         self._reported = False
         if dist.get_rank() == 0:
-            _warn_about_watchdog()
+            _log_advice(logging.INFO if timeout is None else logging.WARNING)
 
     def __enter__(self) -> Watcher:  # noqa: PYI034 - Self is not in Python 3.10
         with self._lock:
@@ -227,9 +227,9 @@ def advice() -> str:
 
 
 @cache
-def _warn_about_watchdog() -> None:
+def _log_advice(level: int) -> None:
     if advice():
-        logger.warning("failures of ranks are reported only as far as NCCL lets them: %s", advice())
+        logger.log(level, "failures of ranks are reported only as far as NCCL lets them: %s", advice())
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
