@@ -38,11 +38,11 @@ for needed in torch triton numpy; do
 done
 tests=("$python" -m pytest -v --tb=short -W default -p no:cacheprovider -m gpu tests/kernels)
 if has pytest && has hypothesis; then
-  stage correctness 135 env KERNEL_CASES=0.15 "${tests[@]}"
+  stage correctness 120 env KERNEL_CASES=0.15 "${tests[@]}"
   if command -v compute-sanitizer >/dev/null; then
     small=(env KERNEL_CASES=0.02 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no --error-exitcode 9)
     some="by_hand or expand or gather or sum_lists or merge or rebalance or adam or rows or joined or entries or bad_indices"
-    stage memcheck 70 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
+    stage memcheck 60 "${small[@]}" --tool memcheck "${tests[@]}" -k "$some"
     stage racecheck 35 "${small[@]}" --tool racecheck "${tests[@]}" -k by_hand
   else
     note "compute-sanitizer is not on the PATH: memcheck and racecheck are skipped"
@@ -51,17 +51,19 @@ else
   note "pytest or hypothesis is missing: only the benchmark compares results with the reference"
   failed=1
 fi
+# The static forms in simulation, against the CPU. All methods and wrap() in a process group of one worker over NCCL.
+stage one-gpu 40 "$python" benchmarks/one_gpu.py --json "$out/one-gpu.json"
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")
 speed=("$python" benchmarks/selection.py --device cuda --density 0.01 0.001)
-stage speed 100 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
+stage speed 90 "${speed[@]}" --n 1e6 25e6 100e6 --no-compile --json "$out/selection.json" "${picture[@]}"
 stage speed-bf16 40 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --json "$out/selection-bf16.json"
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
-stage speed-compiled 60 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
+stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 
 # What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py, for all methods if not
 # said otherwise, on NCCL, with no call of torch.cuda.set_device:
-#   exchanges         all ranks have the same bits; host synchronizations that torch sees
+#   exchanges         all ranks have the same bits, also in the static form; host synchronizations that torch sees
 #   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
 #   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
 #   hook-of-ddp       the hook from the first backward pass on, beside SyncBatchNorm, for 30 steps without a deadlock

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Hierarchical
+from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
@@ -108,9 +110,17 @@ def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
     return {"milliseconds": round(1e3 * min(seconds), 3), "synchronizations": len(waits)}  # of the last step
 
 
+def forms(name: str) -> dict[str, tritoncomm.Recipe]:
+    """Return the recipe of a method, and the one of its static form, which ``wrap`` uses on a GPU, if it has it."""
+    recipe = planner.at(name, 0.01)
+    if not isinstance(recipe, IndexRecipe) or not recipe.can_be_static():
+        return {name: recipe}
+    return {name: replace(recipe, static=False), f"{name} static": replace(recipe, static=True)}
+
+
 def exchanges(device: torch.device) -> Figures:
-    """Every method delivers the same bits on all ranks."""
-    return {name: run_steps(planner.at(name, 0.01), device) for name in METHODS}
+    """Every method delivers the same bits on all ranks, in both forms."""
+    return {form: run_steps(recipe, device) for name in METHODS for form, recipe in forms(name).items()}
 
 
 def nodes(device: torch.device) -> Figures:

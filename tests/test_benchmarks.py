@@ -132,3 +132,13 @@ def test_training_continues_a_file_of_results(tmp_path: Path) -> None:
     assert [(row["method"], row["seed"]) for row in rows[1]] == [
         ("dense", 0), ("oktopk", 0), ("dense", 1), ("oktopk", 1)
     ]  # fmt: skip
+
+
+def test_multi_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods with a static form, which ``wrap`` uses on GPUs, exchange in both. ``static="auto"`` would be one."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    multi_gpu = importlib.import_module("multi_gpu")
+    for name in ("oktopk", "spardl", "exdyna", "topk_allgather"):
+        built = [recipe.build(1000).is_static for recipe in multi_gpu.forms(name).values()]
+        assert built == [False, True]
+    assert list(multi_gpu.forms("dense")) == ["dense"]
