@@ -80,3 +80,5 @@ def test_unknown_method_is_named() -> None:
 
     with pytest.raises(ConfigurationError, match="'another' are not known: count them with"):
         gpu_cost.counts(Another(), 4)
+    assert not gpu_cost.is_known(Warmup(recipe=Another(), steps=1))
+    assert gpu_cost.is_known(Warmup(recipe=OkTopk(), steps=1))

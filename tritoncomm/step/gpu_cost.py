@@ -113,13 +113,25 @@ def counts(recipe: Recipe, world_size: int) -> Counts:
         recipe = inner
     if world_size <= 1:
         return within
-    key = ("dense", "exact", "plain") if recipe.delivers_all() else (recipe.name, form(recipe), _format(recipe))
+    key = _key(recipe)
     if key not in TABLE:
         raise ConfigurationError(
             f"the synchronizations and launches of {recipe.name!r} are not known: count them with "
-            "benchmarks/gpu_cost.py, and add them to tritoncomm.step.gpu_cost.TABLE"
+            f"benchmarks/gpu_cost.py, and add them to tritoncomm.step.gpu_cost.TABLE as {key}"
         )
     return within.plus(_at(TABLE[key], world_size))
+
+
+def is_known(recipe: Recipe) -> bool:
+    """Return True if the table has the counts of ``recipe``, or of the method that it wraps."""
+    inner = getattr(recipe, "recipe", None)
+    return _key(recipe) in TABLE if inner is None else is_known(inner)
+
+
+def _key(method: Recipe) -> tuple[str, str, str]:
+    if method.delivers_all():
+        return "dense", "exact", "plain"
+    return method.name, form(method), _format(method)
 
 
 def form(recipe: Recipe) -> str:
