@@ -48,11 +48,13 @@ def variants(method: str, density: float) -> dict[tuple[str, str], Recipe]:
 
 
 def fitted(two: float, four: float, eight: float, *, static: bool) -> Growth:
-    """Return a, b and c of counts at 2, 4 and 8 workers."""
+    """Return a, b and c of counts at 2, 4 and 8 workers. None of b and c is negative."""
     if static:
         return two - (eight - two) / 2, 0, (eight - two) / 2
     per_worker = (eight - 2 * four + two) / 2
     per_round = four - two - 2 * per_worker
+    if per_round < 0:  # a search of thresholds took another number of passes
+        per_worker, per_round = (eight - two) / 6, 0
     return two - 2 * per_worker - per_round, per_worker, per_round
 
 

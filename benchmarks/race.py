@@ -160,9 +160,9 @@ def steps_to_take(cell: Cell, rows: Rows, timed: int | None) -> int:
     known = any(replace(other, network=cell.network) == cell and row.is_complete for other, row in rows.items())
     if timed is None or not known:
         return cell.steps
-    period = Contender.parse(cell.contender).period
-    after = race_worker.warmup_steps(cell.steps) if period == 1 else 0
-    return min(cell.steps, -(-max(timed, after + 1) // period) * period)
+    contender = Contender.parse(cell.contender)
+    least = max(timed, contender.warmup(cell.steps) + 1)
+    return min(cell.steps, -(-least // contender.period) * contender.period)
 
 
 def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, rows: Rows) -> list[str]:

@@ -20,8 +20,7 @@ from tritoncomm.demo.model import ByteGPT
 from tritoncomm.scheduler import tracing
 
 DOORS = ("wrap", "ddp", "fsdp")
-BUCKET_MEGABYTES = 25.0  # torch's default
-ONE_BUCKET = 1e6
+ONE_BUCKET = 1e6  # megabytes
 NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -59,6 +58,10 @@ class Contender:
         """Whether it is a method of this library."""
         return self.name not in RIVALS
 
+    def warmup(self, steps: int) -> int:
+        """Return the number of first steps of ``steps`` that averages leave out: the dense ones. DiLoCo has none."""
+        return 0 if self.name == "diloco" else int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
+
     @property
     def period(self) -> int:
         """The number of steps after which the work of steps repeats, as far as it does not depend on the data."""
@@ -88,10 +91,11 @@ class Trained:
     """A model that one contender trains: here dense, by ``DistributedDataParallel`` with or without a hook.
 
     ``hidden`` is the share of the seconds of exchange that backward did not wait for, over all steps so far. ``parts``
-    splits the last step, whose times are those of its start, the return of ``backward()`` and its end.
+    splits the last step, whose times are those of its start, the return of ``backward()`` and its end. The buckets are
+    those of torch by default, whose first one is small.
     """
 
-    def __init__(self, plain: nn.Module, optimizer: NewOptimizer, bucket_megabytes: float = BUCKET_MEGABYTES) -> None:
+    def __init__(self, plain: nn.Module, optimizer: NewOptimizer, bucket_megabytes: float | None = None) -> None:
         self._watch = Watch(plain)
         self.model: nn.Module = DistributedDataParallel(plain, bucket_cap_mb=bucket_megabytes)
         self.optimizer = optimizer(plain)
@@ -118,7 +122,7 @@ class Trained:
 
 def dense(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, _: int) -> Trained:
     """Train with DDP and no hook. ``bucket_mb`` is the size of its buckets."""
-    trained = Trained(plain, optimizer, contender.get("bucket_mb", BUCKET_MEGABYTES))
+    trained = Trained(plain, optimizer, contender.get("bucket_mb", None))
     trained.model._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001 - DDP has no public timers
     return trained
 
@@ -217,9 +221,8 @@ class Wrapped(Trained):
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
         self.model, arguments = self._opened(plain, contender)
         arguments |= {key: value for key, value in contender.settings if key not in ("door", "bucket_mb")}
-        self.optimizer: Any = tritoncomm.wrap(
-            optimizer(plain), contender.name, **({"warmup_steps": warmup} | arguments)
-        )
+        arguments["warmup_steps"] = warmup
+        self.optimizer: Any = tritoncomm.wrap(optimizer(plain), contender.name, **arguments)
 
     def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
         return plain, {}
@@ -255,7 +258,7 @@ class Hooked(Wrapped):
 
     def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
         if self._door == "ddp":
-            model = DistributedDataParallel(plain, bucket_cap_mb=contender.get("bucket_mb", BUCKET_MEGABYTES))
+            model = DistributedDataParallel(plain, bucket_cap_mb=contender.get("bucket_mb", None))
             return model, {"model": model}
         return demo_run.opened(self._door, plain, dist.get_world_size(), {})
 

@@ -64,11 +64,6 @@ class Cell:
         return f"{self.task}, {self.network}, {self.workers} workers, {self.contender}, seed {self.seed}"
 
 
-def warmup_steps(steps: int) -> int:
-    """Return the number of dense steps at the start of a run."""
-    return int(steps * demo_run.WARMUP_SHARE)
-
-
 class Interface:
     """Counts the bytes that this host's network interface sends, by the counter of the kernel.
 
@@ -122,7 +117,8 @@ class Run:
     def __init__(self, cell: Cell, settings: Settings, rank: int, send: Callable[[Any], None]) -> None:
         self.cell, self.settings, self.rank, self._send = cell, settings, rank, send
         self.task = TASKS[cell.task]
-        self.warmup = warmup_steps(cell.steps)
+        self.contender = Contender.parse(cell.contender)
+        self.warmup = self.contender.warmup(cell.steps)
         self.text: Text = standard_library()
         context = self.task.shape.context
         held_out = self.task.validation_rows, context, self.task.validation_batches
@@ -132,7 +128,6 @@ class Run:
         self.numel = sum(parameter.numel() for parameter in plain.parameters())
         self.latency = ping()
         self.alone = self._alone(copy.deepcopy(plain))
-        self.contender = Contender.parse(cell.contender)
         self.trained = race_methods.trained(plain, self.optimizer, self.contender, self.warmup)
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
@@ -231,8 +226,7 @@ class Run:
         size = dist.get_world_size()
         seconds, sent, *parts = (table / size).tolist()
         latency, alone, share = (scalars / size).tolist()
-        # Averages leave out the dense steps at the start. DiLoCo has none, and is averaged over whole periods.
-        after = 0 if self.contender.period > 1 else min(self.warmup, self.settings.take - 1)
+        after = min(self.warmup, self.settings.take - 1)  # averages leave out the dense steps at the start
         return {
             "numel": self.numel,
             "warmup_steps": self.warmup,

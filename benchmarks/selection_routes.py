@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels.section_rows import read_rows, write_rows
+from tritoncomm_kernels.sections import Layout
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTIONS = ("normal", "laplace", "layered", "equal")
 LISTS = 8
+SECTION_BITS = 4  # of a value
 WARM_UP_TO, GRAPH_UP_TO = 6_000_000, 1_000_000  # largest sizes at which caches or launch times matter
 
 
@@ -108,7 +111,8 @@ def forced(choice: str) -> Iterator[None]:
 
 def routes(p: Problem, *, compile_peers: bool) -> list[Route]:
     """Return all routes to compare on one problem. The first is the copy. ``abs().topk`` is one of them."""
-    return [_copy(p), *parts(p), *_ours(p), *_peers(p, compiled=compile_peers)]
+    static = static_parts(p) if p.dtype == "fp32" else []  # they do not read the gradient
+    return [_copy(p), *parts(p), *static, *_ours(p), *_peers(p, compiled=compile_peers)]
 
 
 def _ours(p: Problem) -> list[Route]:
@@ -341,6 +345,50 @@ def parts(p: Problem) -> list[Route]:
         )
         made.append(_rebalance(p))
     return made
+
+
+def static_parts(p: Problem) -> list[Route]:
+    """Return routes on lists with padding: top-k per segment, sums of rows, and rows of sections."""
+    device, workspace = p.residual.device, kernels.Workspace()
+    room = -(-p.k // LISTS)
+    bounds = torch.arange(0, p.n + 1, p.n // LISTS, dtype=torch.int32, device=device)[: LISTS + 1].contiguous()
+    budgets = torch.full((LISTS,), room, dtype=torch.int32, device=device)
+    rows = kernels.Padded(*(t.expand(LISTS, -1).contiguous() for t in p.largest))
+    layout, lows = Layout.of(p.k, p.n, SECTION_BITS), torch.zeros_like(budgets)
+
+    def packed() -> Found:
+        words, sent = write_rows(layout, lows, rows, workspace=workspace)
+        found, malformed = read_rows(layout, lows, words, workspace=workspace)
+        return words, *sent, *found, malformed
+
+    with forced("torch"):
+        segments = kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace)
+        union = kernels.merge_rows(rows, p.n, workspace=workspace)
+        added = p.residual.clone()
+        kernels.add_rows(added, rows, workspace=workspace)
+        written = packed()
+
+    def same(expected: Found) -> Callable[[Found, torch.Tensor], bool]:
+        return lambda found, left: all(map(torch.equal, found, expected))
+
+    return [
+        Route(
+            f"exact k of {LISTS} segments", 4 * p.n + 8 * p.k,
+            lambda r: kernels.top_k_rows(p.total, bounds, budgets, room, workspace=workspace), same(segments),
+        ),
+        Route(
+            f"merge of {LISTS} rows", 8 * LISTS * p.k + 8 * union.room,
+            lambda r: kernels.merge_rows(rows, p.n, workspace=workspace), same(union),
+        ),
+        Route(
+            f"add {LISTS} rows", 16 * LISTS * p.k, lambda r: kernels.add_rows(r, rows, workspace=workspace),
+            lambda found, left: torch.equal(left, added),
+        ),
+        Route(
+            f"{LISTS} sections of {SECTION_BITS} bits", 8 * LISTS * (2 * layout.words + p.k),
+            lambda r: packed(), same(written),
+        ),
+    ]  # fmt: skip
 
 
 def _rebalance(p: Problem) -> Route:

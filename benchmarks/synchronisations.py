@@ -3,7 +3,8 @@
 No GPU is used, and nothing is timed. Ranks are threads of one process, with tensors that compute on the CPU and count
 what a GPU would do (``tests/emulated_cuda``). A step is a whole ``step()`` of an AdamW optimizer from ``wrap``: small
 tensors, the exchange, its confirmation, and the staleness-aware update. Figures are those of the busiest rank. The
-first step evaluates thresholds and partitions, and creates states. The last step is an ordinary one.
+first step evaluates thresholds and partitions, and creates states. The last step is an ordinary one: some methods
+evaluate again in the steps between, until their thresholds fit.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ def measure(method: str, values: str, workers: int, density: float, steps: int) 
                 parameter.grad = to_gpu(0.5 * torch.randn(parameter.shape, generator=common) + noise)
             gpu.reset()
             optimizer.step()
-            meter = optimizer.metrics()
+            syncs, launches = Counter(gpu.syncs), sum(gpu.launches.values())
+            meter = optimizer.metrics()  # which waits, too, but is no part of the step
             seen.append(
                 {
-                    "syncs": Counter(gpu.syncs),
-                    "launches": sum(gpu.launches.values()),
+                    "syncs": syncs,
+                    "launches": launches,
                     "bytes": int(meter["bytes_sent"]),
                     "messages": int(meter["messages_sent"]),
                 }
@@ -150,13 +152,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--values", nargs="+", default=["fp32"], help="formats of values, where the method has them")
     parser.add_argument("--density", type=float, default=0.03)
-    parser.add_argument("--steps", type=int, default=2, help="the last one is the ordinary step")
+    parser.add_argument("--steps", type=int, default=6, help="the last one is the ordinary step")
     parser.add_argument("--places", action="store_true", help="print where each synchronization comes from")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.workers, options.algo = [2], ["oktopk", "dense"]
+        options.workers, options.algo, options.steps = [2], ["oktopk", "dense"], 2
     torch.set_num_threads(1)
     print("On emulated GPUs, of the busiest rank. Nothing is timed: ms charges 15 us a synchronization, 5 us a launch.")
     rows: list[Row] = []

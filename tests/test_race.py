@@ -44,6 +44,7 @@ def test_contenders(module) -> None:
     assert ours.is_ours
     assert not parse("powersgd:rank=4").is_ours
     assert [parse(text).period for text in ("diloco:steps=7", "dense", "oktopk")] == [7, 1, 1]
+    assert [parse(text).warmup(300) for text in ("diloco", "dense", "oktopk:warmup_steps=20")] == [0, 6, 20]
     for wrong, said in {"okpotk": "choose from dense", "oktopk:door": "KEY=VALUE", "oktopk:door=gate": "fsdp"}.items():
         with pytest.raises(ValueError, match=said):
             parse(wrong)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
-from tritoncomm_kernels.compact import Selection
+from tritoncomm_kernels.compact import Selection, threshold_key
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
 from tritoncomm_kernels.threshold import accumulate_top_k, magnitude_keys, top_k, top_k_into
-from tritoncomm_kernels.workspace import Workspace
+from tritoncomm_kernels.workspace import Workspace, copied_to
 
 PADDING = -1
 
@@ -110,13 +110,17 @@ def top_k_rows(
     return stacked(parts)
 
 
-def reaching(entries: Padded, threshold: torch.Tensor, *, workspace: Workspace) -> Padded:
-    """Return the entries of one row whose magnitude is at least ``threshold`` (fp32 ``[1]``, on the device).
+def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Workspace) -> Padded:
+    """Return the entries of one row whose magnitude is at least ``threshold``: a number, or fp32 ``[1]`` on the device.
 
-    The result has the same room. NaN and Inf are always kept.
+    The result has the same room. NaN and Inf are always kept. A number takes fewer launches. No zero reaches it.
     """
-    check_vector("threshold", threshold, numel=1, like=entries.values)
-    keep = (magnitude_keys(entries.values) >= magnitude_keys(threshold)) & (entries.indices != PADDING)
+    keys = magnitude_keys(entries.values)
+    if isinstance(threshold, torch.Tensor):
+        check_vector("threshold", threshold, numel=1, like=entries.values)
+        keep = (keys >= magnitude_keys(threshold)) & (entries.indices != PADDING)
+    else:
+        keep = keys >= threshold_key(threshold)  # the value of padding is 0
     return joined(
         Padded(torch.where(keep, entries.indices, PADDING)[None], torch.where(keep, entries.values, 0.0)[None]),
         workspace=workspace,
@@ -209,13 +213,17 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def count_reaching(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Return how many of ``values`` (fp32) are non-zero with magnitude at least ``threshold`` (``[1]``): int32 ``[1]``.
+def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
+    """Return how many of ``values`` (fp32) are non-zero with magnitude at least ``threshold``: int32 ``[1]``.
 
-    NaN and Inf count.
+    ``threshold`` is a number, or fp32 ``[1]`` on the device. NaN and Inf count. A number takes fewer launches.
     """
     keys = magnitude_keys(values)
-    return ((keys >= magnitude_keys(threshold)) & (keys > 0)).sum(dtype=torch.int32).reshape(1)
+    if isinstance(threshold, torch.Tensor):
+        reached = (keys >= magnitude_keys(threshold)) & (keys > 0)
+    else:
+        reached = keys >= threshold_key(threshold)
+    return reached.sum(dtype=torch.int32).reshape(1)
 
 
 def count_entries(entries: Padded) -> torch.Tensor:
@@ -241,7 +249,7 @@ def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
         # The host waits for the copy, because work on any stream may use it.
-        held = _constants[key] = torch.from_numpy(np.asarray(content, dtype=np.int32)).to(device)
+        held = _constants[key] = copied_to(torch.from_numpy(np.asarray(content, dtype=np.int32)), device)
     return held
 
 

@@ -108,8 +108,9 @@ def sum_rows(rows: torch.Tensor) -> torch.Tensor:
     """
     if rows.dim() != 2:  # noqa: PLR2004
         raise ValueError(f"rows has shape {tuple(rows.shape)}: expected [rows, m]")
+    if rows.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"rows has dtype {rows.dtype}: convert it to torch.float32 or torch.float64")
     rows = rows.contiguous()
-    check_vector("rows", rows.view(-1), dtypes=(torch.float32, torch.float64))
     if rows.numel() and triton_runs(rows):
         total = rows.new_empty(rows.shape[1])
         kernel("scatter_triton").sum_rows(rows, total)

@@ -265,7 +265,7 @@ def write_rows(
         if layout.quantized:
             choose_rows_kernel[1, rows](
                 values, kept, menu_of(layout, values.device), counts, messages, stride, blocks, layout.words,
-                float(divisor), quantize.lookup(layout.bits).cover,
+                float(divisor), float(quantize.lookup(layout.bits).cover),
                 KEPT=kept_bits(divisor), HALVINGS=layout.bits - 1, CHUNK=CHUNK, BLOCK=BLOCK,
                 num_warps=CHOOSE_WARPS, enable_fp_fusion=False,
             )  # fmt: skip

@@ -118,10 +118,10 @@ def _add_rows(out: torch.Tensor, indices: torch.Tensor) -> Cost:
 
 
 def _write_rows(layout: Any, values: torch.Tensor) -> Cost:
-    """Zeros; of rounded values the extents and what is kept; counts; the header of codes; high part and planes."""
+    """The counts, of rounded values after extents and with what is kept; the header of codes; high part and planes."""
     if not values.numel() or not layout.room:
         return Cost(1)
-    return Cost(1 + 2 * (layout.bits not in {0, 32}) + 1 + layout.quantized + 2)
+    return Cost((1 if layout.bits in {0, 32} else 3) + layout.quantized + 2)
 
 
 # By operation: the cost of a call from its arguments (positional) and its result, and the names of tensors it writes.
@@ -301,11 +301,11 @@ class AdamMany(tritoncomm_kernels.AdamMany):
         """Return the cost of an update for each group of tensors of one dtype, and for each other tensor.
 
         Of a group: weight decay, the conversion of each half-precision value, the totals, the length of the change if
-        it is limited, the update. The host waits for the copy of the table of addresses, which is in pageable memory.
+        it is limited, the update. The table of addresses is copied from pinned memory, so the host does not wait.
         """
         for group in self._groups:
             converted = 0 if values is None or group.dtype == torch.float32 else len(group.positions)
-            yield Cost(2 + (keep != 1) + converted + control.limited, 1)
+            yield Cost(2 + (keep != 1) + converted + control.limited, 0)
         for i in self._others:
             yield _adam(self._columns[0][i], inner_of(indices[i]), control.limited)
 

@@ -178,11 +178,14 @@ def key_to_reach(limit: float) -> int:
 
 @contextmanager
 def kernels_from(choice: str) -> Iterator[None]:
-    """Force the reference (``torch``) or the kernel (``triton``)."""
+    """Force the reference (``torch``) or the kernel (``triton``). Memory that either allocates is filled."""
     before = os.environ.get("TRITONCOMM_KERNELS")
     os.environ["TRITONCOMM_KERNELS"] = choice
     try:
-        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of overflow
+        with (
+            new_memory_filled(),
+            np.errstate(all="ignore"),
+        ):  # the interpreter computes with numpy, which warns of overflow
             yield
     finally:
         if before is None:

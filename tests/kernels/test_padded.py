@@ -91,9 +91,12 @@ def test_compaction(drawn_rows: list[tuple[float, int]], family: str, seed: int,
     threshold = torch.tensor([limit], dtype=torch.float32)
     reaching = [entry for entry in lists_of(rows)[0] if key_of(entry[1]) >= key_of(np.float32(limit))]
     check(kernels.reaching(rows.row(0), threshold, workspace=Workspace()), reaching)
+    nonzero = [entry for entry in reaching if entry[1] != 0]
+    check(kernels.reaching(rows.row(0), float(threshold), workspace=Workspace()), nonzero)
     assert kernels.count_entries(rows.row(0)).tolist() == [len(lists_of(rows)[0])]
     count = sum(key_of(value) >= max(1, key_of(np.float32(limit))) for _, value in lists_of(rows)[0])
     assert kernels.count_reaching(rows.row(0).values, threshold).tolist() == [count]
+    assert kernels.count_reaching(rows.row(0).values, float(threshold)).tolist() == [count]
 
 
 @given(lengths, rows_drawn, families, st.integers(0, 3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, kernels_from, new_memory_filled, seeds
+from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, kernels_from, seeds
 from test_sections_triton import KINDS, divisors, values_of
 
 from tritoncomm_kernels import Padded, Workspace
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 formats = st.sampled_from([0, *VALUE_BITS.values()])
 shapes = st.sampled_from([(1, 1), (33, 100), (40, 4000), (1100, 60_000), (5, 2**29)])
 rows_drawn = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([0, 0.5, 1])), min_size=1, max_size=3)
-
-
-@pytest.fixture(autouse=True)
-def _filled() -> object:
-    with new_memory_filled():
-        yield
 
 
 def rows_of(layout: Layout, drawn_rows: list[tuple[str, float]], seed: int, spare: int) -> tuple[torch.Tensor, Padded]:

@@ -59,6 +59,7 @@ def entries(layout: Layout, low: int, kind: str, share: float, seed: int) -> tup
 @example(100, 4096, 4, 1000, "tail", 0.5, 1, 0)
 @example(100, 4096, 4, 0, "special", 1, 1, 0)  # NaN
 @example(33, 400, 16, 0, "huge", 1, 2, 0)
+@example(33, 4096, 0, 7, "tail", 1, 2, 0)  # indices alone
 @cases(60)
 def test_sections(
     device: str, room: int, span: int, width: int, low: int, kind: str, share: float, divisor: int, seed: int
@@ -69,7 +70,7 @@ def test_sections(
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         at, x, workspace = guarded.of(indices), guarded.of(values), Workspace()
-        keep = sendable_together(x, width, divisor, workspace=workspace) if width < 32 else None
+        keep = sendable_together(x, width, divisor, workspace=workspace) if 0 < width < 32 else None
         if keep is not None:
             at, x = at[keep], x[keep]
         out = guarded.poison(layout.words, torch.int32)
@@ -77,7 +78,7 @@ def test_sections(
         assert not refusal(layout, out)
         found = read_section(layout, low, out, divisor=divisor, workspace=workspace)
         assert bits(found.indices) == bits(at)
-        assert width == 32 or bits(found.values * divisor) == bits(delivered)
+        assert width in {0, 32} or bits(found.values * divisor) == bits(delivered)
         return keep is None or bits(keep.int()), bits(out), bits(delivered), bits(found.values)
 
     agree(call, device)

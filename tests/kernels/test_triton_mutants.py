@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import test_padded_triton as padded
+import test_section_rows_triton as section_rows
 import test_sections_triton as sections
 import test_triton_scatter as scatter
 import test_triton_select as select
@@ -151,7 +153,54 @@ PACKING = {
     "extents ignored": Mutant("quantize", "while start < tiles:", "while start < 0:", sections.test_sections),
     "NaN hidden by a scale": Mutant("quantize", "largest >= INFINITY_KEY", "largest < 0", sections.test_sections),
 }
-MUTANTS = SELECTING | SCATTERING | PACKING
+ROWS = {
+    "slots for ties that are not taken": Mutant(
+        "padded", "tl.minimum(tied_before, ties)", "tied_before", padded.test_top_k_rows
+    ),
+    "digits of the first segment": Mutant(
+        "padded",
+        "tl.num_programs(1) + tl.program_id(1)) * 256 + lane",
+        "tl.num_programs(1)) * 256 + lane",
+        padded.test_top_k_rows,
+    ),
+    "no padding": Mutant("padded", "while taken < room:", "while taken < 0:", padded.test_top_k_rows),
+    "padding stays between entries": Mutant("padded", "total + at - rank", "at", padded.test_joined),
+    "rows of a union in another order": Mutant(
+        "padded", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_merge_rows
+    ),
+    "rows added in another order": Mutant(
+        "padded", "tl.cast(row, tl.int64)", "tl.cast(rows - 1 - row, tl.int64)", padded.test_add_rows
+    ),
+    "scale of rows forgotten": Mutant("padded", "value * scale", "value", padded.test_add_rows),
+    "padding before entries": Mutant(
+        "padded", "earlier = (index >= 0) & (index < sought)", "earlier = index < sought", padded.test_merge_rows
+    ),
+    "values before the first": Mutant(
+        "padded", "inside = (index >= 0) & (index < n)", "inside = index < n", padded.test_single_entries
+    ),
+    "dense rows in another order": Mutant(
+        "scatter", "tl.cast(row, tl.int64) * count", "tl.cast(rows - 1 - row, tl.int64) * count", padded.test_sum_rows
+    ),
+    "scale of the first row": Mutant(
+        "section_rows", "tl.program_id(1).to(tl.int64) * 2 * blocks", "0 * blocks", section_rows.test_rows
+    ),
+    "gaps where entries are left out": Mutant("section_rows", "count + at - rank", "at", section_rows.test_rows),
+    "infinite scales accepted": Mutant(
+        "section_rows",
+        "(scale > 0) & (scale < 0x7F800000)",
+        "(scale > 0)",
+        section_rows.test_each_kind_of_malformed_row,
+        {"width": 4},
+    ),
+    "entries of malformed rows kept": Mutant(
+        "section_rows",
+        "    if wrong:",
+        "    if wrong & (program > 0):",
+        section_rows.test_each_kind_of_malformed_row,
+        {"width": 32},
+    ),
+}
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
@@ -188,10 +237,11 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    for user in ("accumulate", "adam", "adam_many", "expand", "mark", "rebalance", "scatter", "sections", "threshold"):
+    users = ("accumulate", "adam", "adam_many", "expand", "mark", "padded", "rebalance", "scatter")
+    for user in (*users, "section_rows", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, scatter, sections):
+    for tests in (select, scatter, sections, padded):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)

@@ -11,6 +11,11 @@ from tritoncomm import ConfigurationError, Hierarchical, TopkAllgather
 from tritoncomm.scheduler import process_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step import private_group, setup_checks
+from tritoncomm.step.error_feedback import ErrorFeedback
+
+from emulated_cuda import ranks
+from emulated_cuda.device import to_gpu
+from emulated_cuda.nccl import Network
 
 WORLD_SIZE = 4
 Call = tuple[tuple[int, ...], bool]
@@ -91,3 +96,21 @@ def test_a_part_of_a_bound_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(world.calls.values())
     everybody = private_group._new_group(None, tuple(range(WORLD_SIZE)), None, None)
     assert everybody.ranks == list(range(WORLD_SIZE))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exchanges_in_subgroups_of_a_bound_group(world_size: int) -> None:
+    """On an emulated NCCL, whose split waits for all ranks of the parent, nobody waits without end."""
+    recipe = Hierarchical(recipe=TopkAllgather(density=0.1), node_size=2)
+
+    def main(rank: int) -> list[int]:
+        scheduler = ProcessGroupScheduler(None, None, "cuda", "test", recipe.subgroups(world_size))
+        feedback = ErrorFeedback(recipe.build(60), "cuda")
+        gradient = to_gpu(torch.randn(60, generator=torch.Generator().manual_seed(rank)))
+        mean = scheduler.run(feedback.begin(gradient, rank, world_size))
+        return mean.indices.tolist()
+
+    network = Network(world_size, limit=5.0)
+    found = ranks.run(main, world_size, bind_device=True, network=network)
+    assert found == [found[0]] * world_size
+    assert found[0]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # the first collective would import it, which takes longer than the time-outs here
 from tritoncomm import ExchangeError, ExchangeTimeoutError, NonFiniteError
 from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
+from tritoncomm.step import setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 import recipes
@@ -24,7 +26,10 @@ from emulated_cuda.nccl import Network
 
 VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=15)
-METHODS = ("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2")
+METHODS = (
+    *("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2"),
+    *("spardl-static", "topk-allgather-static-4bit"),
+)
 
 
 class Died(BaseException):
@@ -34,7 +39,8 @@ class Died(BaseException):
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.8)
+    monkeypatch.setattr(watcher, "RELEASE_SECONDS", 0.5)
+    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
 
 
 def failing_at(scheduler: ProcessGroupScheduler, number: int, fault: Callable[[], None]) -> None:
@@ -218,20 +224,23 @@ def test_waits_have_no_time_out() -> None:
     assert ranks.run(main, 2) == [[], []]
 
 
-def test_a_fast_exchange_does_not_ask_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_exchange_does_not_ask_the_store() -> None:
     """Only a rank that waits long looks for reports. Nothing watches between exchanges."""
-    asked: list[object] = []
-    monkeypatch.setattr(watcher, "POLL_SECONDS", 5.0)
-    monkeypatch.setattr(watcher.Watcher, "_told", lambda each: asked.append(each) or b"")
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> list[int]:
         scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
-        for _ in range(3):
-            scheduler.run(scheduler._next_exchange_id())
+        asked: list[int] = []
+        with scheduler._watcher as own:
+            own._ask = lambda: asked.append(rank)
+            own._since = time.monotonic() + 60.0  # keeps the thread from looking
+            own.poll()
+            soon = len(asked)
+            own._since = time.monotonic() - 1.0
+            own.poll()
+        assert own not in watcher._under_way
+        return [soon, len(asked) > 0]
 
-    ranks.run(main, 2)
-    assert not asked
-    assert not watcher._under_way
+    assert ranks.run(main, 2) == [[0, True], [0, True]]
 
 
 def test_a_slow_exchange_is_not_aborted() -> None:
@@ -251,6 +260,79 @@ def test_a_slow_exchange_is_not_aborted() -> None:
         return scheduler.run(pattern())
 
     assert ranks.run(main, 2) == [6.0, 6.0]
+
+
+class SilentStore:
+    """The store of a host that cannot be reached."""
+
+    def __init__(self, released: threading.Event) -> None:
+        self._released = released
+
+    def check(self, keys: list[str]) -> bool:
+        """Never answer."""
+        return not self._released.wait(30)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Never answer."""
+        self._released.wait(30)
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """The time-out ends the wait all the same."""
+    released = threading.Event()
+
+    def main(rank: int) -> float:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        if rank == VICTIM:
+            raise Died
+        scheduler._watcher._store = SilentStore(released)
+        started = time.monotonic()
+        with pytest.raises(ExchangeTimeoutError):
+            scheduler.run(scheduler._next_exchange_id())
+        return time.monotonic() - started
+
+    found = ranks.run(main, 2, network=Network(2, limit=5.0), errors=True)
+    released.set()
+    assert 0.5 < found[0] < 3
+
+
+def test_a_report_from_before_is_ignored() -> None:
+    """A default group that was initialized again may have the same name and the same store."""
+
+    def main(rank: int) -> float:
+        ProcessGroupScheduler(None, LATE, "cuda", "test")._watcher._tell(ValueError("a failure in an earlier group"))
+        dist.barrier()
+        scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+
+        def pattern() -> Pattern[float]:
+            if rank == VICTIM:
+                time.sleep(0.4)  # for which the others look for reports
+            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
+            return float(total)
+
+        return scheduler.run(pattern())
+
+    assert ranks.run(main, 2) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a rank, the comparison at wrap() ends after the time-out of the process group."""
+    monkeypatch.setattr(watcher, "_timeout_of", lambda group, device: SOON)
+
+    def main(rank: int) -> float:
+        if rank == VICTIM:
+            raise Died
+        started = time.monotonic()
+        with pytest.raises(ExchangeError, match=r"a rank was lost or did not take part: the wait .*timed out"):
+            setup_checks.compare({"density": 0.1}, None, torch.device("cuda", 0))
+        return time.monotonic() - started
+
+    network = Network(3, limit=5.0, garbage_after_abort=garbage)
+    found = ranks.run(main, 3, network=network, errors=True)
+    assert 0.5 < found[0] < 3
+    assert 0.5 < found[2] < 3
 
 
 @pytest.mark.parametrize("setting", [None, "3", "0"])

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, RandomK, Recipe, SparDL, TopkAllgather, Warmup
-from tritoncomm.algorithms import Hierarchical
+from tritoncomm.algorithms import Hierarchical, algorithms
+from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import gpu_cost
@@ -47,11 +48,13 @@ def test_device_and_link_decide(recipe: Recipe) -> None:
 
 def test_static_form_on_a_gpu() -> None:
     """On a GPU, a method with a static form uses it, unless the user asks for something else."""
-    paper = ExDyna(mode="paper")
-    for recipe, static in ((TopkAllgather(), True), (TopkAllgather(static=False), False), (paper, False)):
-        assert resolve(recipe, NUMEL, 4, "cuda").recipe.static is static
-        assert resolve(recipe, NUMEL, 1, "cuda").recipe.static is static
-        assert resolve(recipe, NUMEL, 4, "cpu").recipe.static == recipe.static
+    methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), IndexRecipe)]
+    assert TopkAllgather.has_static_form
+    other = [(TopkAllgather(static=False), False), (ExDyna(mode="paper"), False)]
+    for method, static in [*other, *((each, each.has_static_form) for each in methods)]:
+        assert resolve(method, NUMEL, 4, "cuda").recipe.static is static
+        assert resolve(method, NUMEL, 1, "cuda").recipe.static is static
+        assert resolve(method, NUMEL, 4, "cpu").recipe.static == method.static
 
 
 def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:

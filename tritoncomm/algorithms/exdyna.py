@@ -109,7 +109,12 @@ class ExDyna(IndexRecipe):
         check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries."""
+        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries.
+
+        The static form has its own fixed length, which has room for more than k entries.
+        """
+        if self.static is True:
+            return super().formula(numel, world_size)
         words = (2 + self.entry_words(numel, world_size)) * entries_to_keep(numel, self.density)
         words *= (world_size - 1) / world_size
         return Formula(4 * (world_size - 1), words, words)

@@ -37,7 +37,6 @@ from tritoncomm_kernels.padded import PADDING
 
 _NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 _INFINITE_KEY = 0x7F800000
-_LARGEST = torch.finfo(torch.float32).max
 # Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
 # the residual. This factor makes them infinite.
 _ROUNDED_MARGIN = 4.0
@@ -48,16 +47,17 @@ class Figures(NamedTuple):
 
     ``load`` is the number of entries that all ranks have for its region, including those that did not fit. ``wanted``
     and ``reaching`` count the sums of its region that reach the lowered global threshold, and the threshold itself.
-    ``found`` is the number of delivered entries, and ``least`` the key of the smallest of them before rounding, of this
-    rank if values are rounded. ``selected`` is the number of its own entries that reach its local threshold, and
-    ``kth`` the key of its k-th largest entry, or 0 if it has fewer.
+    ``found`` is the number of delivered entries. ``edge`` is the key of the smallest of the k largest ones, or, if
+    values are rounded, of the k (k/P in a step that reuses thresholds) largest sums of this rank. ``selected`` is the
+    number of its own entries that reach its local threshold, and ``kth`` the key of its k-th largest entry, or 0 if it
+    has fewer.
     """
 
     load: int
     wanted: int
     reaching: int
     found: int
-    least: int
+    edge: int
     selected: int
     kth: int
 
@@ -234,11 +234,10 @@ class StaticStep:
         kept = _ascending(result.indices, self.rules.numel)
         for part in (reduced.own, reduced.sent):
             self._subtract(part, _among(kept, part.indices))
-        least = (
-            self._least(result) if sent is None else self._keep_rest(sent, _among(kept, sent.indices), reduced, regions)
-        )
-        found = kernels.count_entries(result)
-        figures = (reduced.load, chosen.wanted, chosen.reaching, found, least, selected, kth)
+        if sent is not None:
+            self._keep_rest(sent, _among(kept, sent.indices), reduced, regions)
+        found, edge = kernels.count_entries(result), self._edge(result, chosen)
+        figures = (reduced.load, chosen.wanted, chosen.reaching, found, edge, selected, kth)
         rows = yield from self.verdict.settle(self.world_size, figures)
         values = result.values if self.form.encoding.rounds else result.values / self.world_size
         mean = SparseVector.padded(result._replace(values=values), self.rules.numel)
@@ -254,7 +253,7 @@ class StaticStep:
         kth = kernels.magnitude_keys(first.values).amin().reshape(1)  # padding has the value 0, entries have not
         if self._selects_exactly:
             return largest, kth
-        lowered = self._on_device(self.rules.lowered(threshold))
+        lowered = self.rules.lowered(threshold)
         return kernels.reaching(largest, lowered, workspace=self.acc.workspace), kth
 
     @property
@@ -314,10 +313,10 @@ class StaticStep:
     def _candidates(self, sums: torch.Tensor) -> _Chosen:
         """Choose the sums of a step that reuses thresholds: the largest ones that reach the lowered threshold."""
         threshold = self.state.global_threshold
-        lowered = self._on_device(self.rules.lowered(threshold))
+        lowered = self.rules.lowered(threshold)
         found = self._largest(sums, self.form.owner_room(self.world_size), lowered)
         wanted = kernels.count_reaching(sums, lowered)
-        return _Chosen(found, self.form.global_cap, wanted, kernels.count_reaching(sums, self._on_device(threshold)))
+        return _Chosen(found, self.form.global_cap, wanted, kernels.count_reaching(sums, threshold))
 
     def _largest_sums(self, sums: torch.Tensor) -> Pattern[_Chosen]:
         """Choose the sums of a re-evaluation, which together hold exactly the k largest ones of all ranks.
@@ -326,13 +325,13 @@ class StaticStep:
         """
         k, threshold, held = self.rules.k, self.state.global_threshold, self.acc.workspace
         floor = WARM_START * threshold
-        own_counts = [kernels.count_reaching(sums, self._on_device(limit)) for limit in (floor, 0.0)]
+        own_counts = [kernels.count_reaching(sums, limit) for limit in (floor, 0.0)]
         everybody = yield AllGather("sizes", torch.cat(own_counts))
         above, nonzero = (checked_counts("sizes", column, self.rules.numel) for column in everybody.t().tolist())
         if floor > 0 and sum(above) < k:  # some of the k largest sums are below the floor
             floor = 0.0
         counts, wanted = (above, own_counts[0]) if floor > 0 else (nonzero, own_counts[1])
-        found = self._largest(sums, min(k, max(1, *counts)), self._on_device(floor))
+        found = self._largest(sums, min(k, max(1, *counts)), floor)
         if sum(counts) > (k if self.form.encoding.rounds else self.worth_gathering):
             shares = yield from largest_shares(Selection.of(*found), k)
             room = min(found.room, max(1, *checked_counts("shares", shares, k)))
@@ -342,7 +341,7 @@ class StaticStep:
             found = rows.row(0)
         return _Chosen(found, k, wanted, wanted)
 
-    def _largest(self, sums: torch.Tensor, room: int, threshold: torch.Tensor) -> Padded:
+    def _largest(self, sums: torch.Tensor, room: int, threshold: float) -> Padded:
         """Return the ``room`` largest of ``sums`` (fp32 ``[span]``), without those below ``threshold``."""
         found = kernels.top_k_padded(sums, None, sums, min(room, sums.numel()), workspace=self.workspace)
         return kernels.reaching(found, threshold, workspace=self.acc.workspace)
@@ -375,40 +374,34 @@ class StaticStep:
         else:
             self.acc.subtract_padded(_only(sent, kept), rounded=False)
 
-    def _least(self, result: Padded) -> torch.Tensor:
-        """Return the key of the smallest of the k largest entries of ``result`` (int32 ``[1]``)."""
-        if result.room > self.rules.k:
-            result = kernels.largest_padded(result, self.rules.k, workspace=self.acc.workspace)
-        return _smallest_key(result.values, result.indices >= 0)
-
-    def _keep_rest(self, sent: Padded, kept: torch.Tensor, reduced: _Reduced, regions: _Regions) -> torch.Tensor:
-        """Add what rounding has cut off from the ``kept`` ones of the ``sent`` sums to the residual of their owner.
-
-        Returns the key of the smallest of these sums before rounding (int32 ``[1]``).
-        """
+    def _keep_rest(self, sent: Padded, kept: torch.Tensor, reduced: _Reduced, regions: _Regions) -> None:
+        """Add what rounding has cut off from the ``kept`` ones of the ``sent`` sums to the residual of their owner."""
         places = torch.where(sent.indices < 0, PADDING, sent.indices - regions.low)
-        exact = kernels.values_at(reduced.sums, places)
-        excess = torch.where(kept, sent.values - exact, 0.0)
+        excess = torch.where(kept, sent.values - kernels.values_at(reduced.sums, places), 0.0)
         self.acc.subtract_padded(sent._replace(values=excess), rounded=True)
-        return _smallest_key(exact, kept)
+
+    def _edge(self, result: Padded, chosen: _Chosen) -> torch.Tensor:
+        """Return ``edge`` of :class:`Figures`. Thresholds must not be learnt from rounded values."""
+        entries, k = result, self.rules.k
+        if self.form.encoding.rounds:
+            entries, k = chosen.entries, k if self.reevaluate else math.ceil(k / self.world_size)
+        if entries.room > k:
+            entries = kernels.largest_padded(entries, k, workspace=self.acc.workspace)
+        keys = kernels.magnitude_keys(entries.values)
+        return torch.where(entries.indices < 0, _NO_KEY, keys).amin().reshape(1)
 
     def _outcome(self, mean: SparseVector, cuts: tuple[int, ...], rows: Sequence[Figures]) -> Outcome:
         """Return the outcome for the figures of all ranks."""
         own, state, rules = rows[self.rank], self.state, self.rules
         self.acc.selected = own.selected
         loads, wanted = [row.load for row in rows], sum(row.wanted for row in rows)
-        least = min(row.least for row in rows)
-        if own.found and not 0 < least < _INFINITE_KEY:
-            raise ProtocolMismatchError(
-                f"phase 'verdict': received the key {least} as smallest magnitude: it must be in (0, {_INFINITE_KEY})"
-            )
-        smallest = _magnitude(least) if own.found else 0.0
         if self.reevaluate:
             # Without any sum there is no new threshold. Keep the old one and re-evaluate at the next step.
-            threshold, reevaluate = smallest or state.global_threshold, own.found == 0
+            threshold = min(self._edges(rows)) if own.found else state.global_threshold
+            reevaluate = own.found == 0
         else:
-            is_kth = own.found == rules.k if self.form.encoding.rounds else own.found >= rules.k
-            threshold = rules.following(rules.lowered(state.global_threshold), wanted, smallest if is_kth else 0.0)
+            lowered = rules.lowered(state.global_threshold)
+            threshold = rules.following(lowered, wanted, self._kth(rows, lowered))
             reevaluate = rules.drifted(sum(row.reaching for row in rows))
         state = replace(
             state,
@@ -427,16 +420,32 @@ class StaticStep:
         }
         return Outcome(mean, state, report)
 
+    def _kth(self, rows: Sequence[Figures], lowered: float) -> float:
+        """Return the k-th largest sum, or 0 if it is unknown. The chosen sums of this step reach ``lowered``.
+
+        If values are rounded, no rank knows all sums exactly. The result is then the mean of the owners' (k/P)-th sums.
+        """
+        edges, k = self._edges(rows), self.rules.k
+        if self.form.encoding.rounds:
+            known = [edge if row.wanted * len(rows) >= k else lowered for row, edge in zip(rows, edges, strict=True)]
+            return math.fsum(known) / len(rows)
+        return min(edges) if rows[self.rank].found >= k else 0.0
+
+    def _edges(self, rows: Sequence[Figures]) -> list[float]:
+        """Return the magnitudes ``edge`` of all ranks, infinite for those without sums."""
+        keys = [row.edge for row in rows]
+        wrong = [key for key in keys if not 0 < key < _INFINITE_KEY and key != _NO_KEY]
+        if wrong or (rows[self.rank].found and min(keys) == _NO_KEY):
+            raise ProtocolMismatchError(
+                f"phase 'verdict': received {keys} as keys of smallest magnitudes: not in (0, {_INFINITE_KEY})"
+            )
+        return [_magnitude(key) if key != _NO_KEY else math.inf for key in keys]
+
     def _following_local(self, selected: int, kth: int) -> float:
         """Return the local threshold for the next step, 0 if it has to be computed exactly there."""
         if self._selects_exactly:
             return _magnitude(kth)
         return self.rules.following(self.rules.lowered(self.state.local_threshold), selected, _magnitude(kth))
-
-    def _on_device(self, threshold: float) -> torch.Tensor:
-        """Return ``threshold`` as fp32 ``[1]``, without a copy from the host."""
-        value = threshold if threshold <= _LARGEST else math.inf
-        return torch.full((1,), value, dtype=torch.float32, device=self.acc.device)
 
 
 def widest(cuts: Sequence[int]) -> int:
@@ -458,11 +467,6 @@ def _among(ascending: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def _only(entries: Padded, keep: torch.Tensor) -> Padded:
     """Return ``entries`` with padding in place of those that are not in ``keep``."""
     return Padded(torch.where(keep, entries.indices, PADDING), torch.where(keep, entries.values, 0.0))
-
-
-def _smallest_key(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the smallest key of the ``chosen`` ones of ``values`` (int32 ``[1]``)."""
-    return torch.where(chosen, kernels.magnitude_keys(values), _NO_KEY).amin().reshape(1)
 
 
 def _magnitude(key: int) -> float:

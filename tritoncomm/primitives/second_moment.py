@@ -40,7 +40,9 @@ class FactoredSecondMoment:
     def sums(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of squares of each row ``[sum(rows)]`` and of each column ``[sum(columns)]``, both fp64."""
         count = vector.values.numel()  # padding, with its value 0, counts too
-        largest = vector.values.abs().max().double().square() if count else torch.zeros((), dtype=torch.float64)
+        largest = (
+            vector.values.abs().max().double().square() if count else vector.values.new_zeros((), dtype=torch.float64)
+        )
         # Squares are added as integer multiples of a unit. An integer sum does not depend on the order.
         unit = (largest * 2.0 ** (count.bit_length() - _BITS)).clamp_min(_TINY).to(vector.values.device)
         by_row, by_column = self._dense(vector, unit) if vector.is_full else self._sparse(vector, unit)

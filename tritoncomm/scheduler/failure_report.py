@@ -110,14 +110,17 @@ def has_arrived(work: Any) -> bool:
     return True
 
 
-def collect(group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport) -> FailureReport:
+def collect(
+    group: dist.ProcessGroup | None, rank: int, ranks: list[int], key: str, own: RankReport, patience: float = 0.0
+) -> FailureReport:
     """Write the report ``own`` to the store, and collect the reports of all ranks of the group.
 
     ``rank`` is this rank's number in the group. ``ranks`` are the global ranks of the group, in its order. ``key``
-    names the group in the store. Returns when all ranks have reported or the waiting time is over.
+    names the group in the store. ``patience`` is the number of seconds that ranks need to notice a failure. Returns
+    when all ranks have reported or the waiting time is over.
     """
     collection = _Collection(_store(), f"tritoncomm/{key}/", rank, len(ranks), own)
-    deadline = time.monotonic() + _SILENT_SECONDS
+    deadline = time.monotonic() + _SILENT_SECONDS + patience
     # On a thread of its own, because operations of a store never end if its host cannot be reached.
     thread = threading.Thread(target=collection.run, args=(deadline,), daemon=True)
     thread.start()

@@ -103,12 +103,8 @@ class ProcessGroupScheduler:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._watcher: watcher.Watcher | None = None
+        self._watcher = watcher.of(group, self.device, timeout)
         self._is_nested = False  # watched and reported by the scheduler whose subgroup this is
-        if self.device.type == "cuda" and self.world_size > 1:
-            watched = group or dist.group.WORLD
-            assert watched is not None
-            self._watcher = watcher.Watcher(watched, self.device, _name(group), timeout)
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if self.rank in ranks or needs_all_ranks():
@@ -281,7 +277,8 @@ class ProcessGroupScheduler:
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
-        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own)
+        patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
+        report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
         others = report.described(self.rank)
         advice = watcher.advice() if self._watcher is not None else ""
         # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.

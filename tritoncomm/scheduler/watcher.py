@@ -26,9 +26,9 @@ from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
 logger = logging.getLogger("tritoncomm")
 
 # Seconds without progress before the thread looks for reports, and between two looks.
-POLL_SECONDS = 0.25
-# Seconds to wait for the end of an abort. It may hang itself, and the failure is reported without it.
-_ABORT_SECONDS = 3.0
+POLL_SECONDS = 0.1
+# Seconds that a rank needs to report a failure of another rank: it has to look for it, and to abort.
+RELEASE_SECONDS = 3.0
 _TIMEOUT = b"timeout"
 _DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a process group, with NCCL
 _HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the second is the older name
@@ -50,19 +50,23 @@ class Watcher:
     Args:
         group: Process group of the exchanges.
         device: The GPU of this rank.
-        key: Name of the group in the store, the same on all ranks.
         timeout: Maximum time without progress. None means the time-out of the process group.
 
     Attributes:
         groups: Process groups whose communicators are aborted: ``group``, and those of its subgroups.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, key: str, timeout: timedelta | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> None:
         self.groups = [group]
         self._device = device
-        self._key = f"tritoncomm/{key}/failed"
+        self._key = f"tritoncomm/{getattr(group, 'group_name', '')}/failed"  # the same on all ranks
         self._seconds = (timeout or _timeout_of(group, device)).total_seconds()
         self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
+        self._told = self._stale = b""
+        self._ask()
+        self._stale = self._told  # of an earlier default group with the same store
+        self._asking: threading.Thread | None = None
+        self._aborting: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._depth = 0
         self._since = 0.0
@@ -88,6 +92,9 @@ class Watcher:
         if not ended:
             return
         _under_way.discard(self)
+        end = time.monotonic() + RELEASE_SECONDS
+        for thread in self._aborting:  # an abort may hang itself
+            thread.join(max(0.0, end - time.monotonic()))
         if self._reason is not None and not self._reported and not _is_exit(error):
             raise self._reason from error
 
@@ -103,8 +110,7 @@ class Watcher:
         with self._lock:
             reason, self._reported = self._reason, True
         if reason is None:
-            self._tell(error)
-            self._abort()
+            self._abort(error)
         return reason or error
 
     def poll(self) -> None:
@@ -112,43 +118,58 @@ class Watcher:
         waited = time.monotonic() - self._since
         if waited < POLL_SECONDS:
             return
-        told = self._told()
-        if told == _TIMEOUT:
-            reason: ExchangeError = ExchangeTimeoutError("the wait of another rank timed out")
-        elif told:
-            reason = PeerLostError("another rank reported a failure")
-        elif waited > self._seconds:
-            reason = ExchangeTimeoutError(f"the wait timed out after {waited:.1f} s")
+        # On a thread of its own, because operations of a store never end if its host cannot be reached.
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True, name="tritoncomm watcher asks")
+            self._asking.start()
+        self._asking.join(POLL_SECONDS)
+        if self._told == self._stale:
+            if waited <= self._seconds:
+                return
+            reason: ExchangeError = ExchangeTimeoutError(f"the wait timed out after {waited:.1f} s")
+        elif self._told.startswith(_TIMEOUT):
+            reason = ExchangeTimeoutError("the wait of another rank timed out")
         else:
-            return
+            reason = PeerLostError("another rank reported a failure")
         with self._lock:
             if self._depth == 0 or self._reason is not None or self._reported:
                 return
             self._reason = reason
-        self._tell(reason)
-        self._abort()
+        self._abort(reason)
 
-    def _told(self) -> bytes:
-        """Return what the first rank that failed has left in the store, or nothing."""
+    def _ask(self) -> None:
+        """Read what a rank that failed has left in the store, if anything."""
         with suppress(RuntimeError):  # the process that hosted the store may have died
             if self._store.check([self._key]):
-                return bytes(self._store.get(self._key))
-        return b""
+                self._told = bytes(self._store.get(self._key))
 
     def _tell(self, reason: Exception) -> None:
+        kind = _TIMEOUT if isinstance(reason, ExchangeTimeoutError) else b"error"
         with suppress(RuntimeError):
-            self._store.set(self._key, _TIMEOUT if isinstance(reason, ExchangeTimeoutError) else b"error")
+            self._store.set(self._key, kind + f" {time.time()}".encode())
 
-    def _abort(self) -> None:
-        """End the operations of this rank. Each group has a thread: an abort can wait for operations of another."""
-        threads = [
+    def _abort(self, reason: Exception) -> None:
+        """Tell the other ranks, and end the operations of this rank, in the background.
+
+        Each group has a thread: an abort can wait for operations of another group.
+        """
+        threading.Thread(target=self._tell, args=(reason,), daemon=True, name="tritoncomm watcher tells").start()
+        self._aborting = [
             threading.Thread(target=_abort, args=(group, self._device), daemon=True, name="tritoncomm abort")
             for group in self.groups
         ]
-        for thread in threads:
+        for thread in self._aborting:
             thread.start()
-        for thread in threads:
-            thread.join(_ABORT_SECONDS)
+
+
+def of(
+    group: dist.ProcessGroup | None, device: torch.device | None, timeout: timedelta | None = None
+) -> Watcher | None:
+    """Return a watcher for exchanges in ``group`` on ``device``, or None if their waits end without one."""
+    group = group or dist.group.WORLD
+    if group is None or device is None or device.type != "cuda" or dist.get_world_size(group) == 1:
+        return None
+    return Watcher(group, device, timeout)
 
 
 @lru_cache(maxsize=64)
@@ -193,7 +214,10 @@ def _watch() -> None:
     while True:
         time.sleep(POLL_SECONDS)
         for watcher in tuple(_under_way):
-            watcher.poll()
+            try:
+                watcher.poll()
+            except Exception:  # the other exchanges still need this thread
+                logger.exception("an exchange is not watched")
 
 
 def _is_exit(error: BaseException | None) -> bool:

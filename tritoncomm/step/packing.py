@@ -122,7 +122,7 @@ def describe(packings: Sequence[Packing]) -> str:
     return f"{text}: packing pays on links below {8e-9 * saved / coding:.2g} Gbit/s, and the link is not known"
 
 
-def innermost(recipe: Recipe) -> Recipe:
+def innermost(recipe: Recipe) -> Any:
     """Return the recipe inside of all recipes that wrap it."""
     inner = getattr(recipe, "recipe", None)
     return recipe if inner is None else innermost(inner)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.shards import local
@@ -78,11 +79,12 @@ def gather(
     """Return ``fields`` (small, picklable) of every rank, ordered by rank.
 
     NCCL sends objects from the current CUDA device, which is GPU 0 on every rank of a program that has not set it. They
-    are therefore sent from ``device``, the one of the exchange. None is the current device.
+    are therefore sent from ``device``, the one of the exchange. None is the current device. On a GPU, the wait for a
+    lost rank ends after the time-out of ``group``.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     try:
-        with on_device(device):
+        with on_device(device), watcher.of(group, device) or nullcontext():
             dist.all_gather_object(gathered, fields, group=group)
     except RuntimeError as error:
         raise ExchangeError(f"configuration check failed, a rank was lost or did not take part: {error}") from error
@@ -180,8 +182,9 @@ def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | No
     shards = [local(parameter.detach()) for parameter in parameters]
     received = [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
     try:
-        for values in filter(torch.numel, received):
-            dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
+        with watcher.of(group, received[0].device if received else None) or nullcontext():
+            for values in filter(torch.numel, received):
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     except RuntimeError as error:
         raise ExchangeError(f"a rank was lost while parameters were broadcast: {error}") from error
     for shard, values in zip(shards, received, strict=True):

@@ -1,0 +1,113 @@
+"""How often the host waits for an emulated GPU in a step of ``wrap``, and what it launches, for the static forms."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+import tritoncomm
+from torch import nn
+from tritoncomm.algorithms import algorithms
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.step import adam
+
+from depth import trials
+from emulated_cuda import ranks
+from emulated_cuda.device import current_gpu, to_gpu
+
+METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro")
+ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
+OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
+# Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
+LAUNCHES = {"topk_allgather": (215, 3), "spardl": (245, 40), "oktopk": (385, 5), "exdyna": (250, 3), "micro": (250, 3)}
+# In their first steps, root mean squares of parameters are computed each time: here in three, otherwise in twenty.
+SETTLED = 4
+
+
+class Step(NamedTuple):
+    """What the busiest rank's GPU logged in a step. In an ordinary one, no threshold or partition is determined."""
+
+    syncs: int
+    launches: int
+    is_ordinary: bool
+    places: tuple[str, ...]
+
+
+@cache
+def steps_of(method: str, values: str, world_size: int, steps: int = 10, matrices: int = 3) -> list[Step]:
+    """Train ``matrices`` matrices and as many vectors with AdamW, and count in ``step()`` alone."""
+    shapes = [shape for _ in range(matrices) for shape in ((24, 32), (24,))]
+
+    def main(rank: int) -> list[Step]:
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(to_gpu(torch.randn(shape, generator=generator))) for shape in shapes]
+        fields = {"values": values} if method not in ("exdyna", "micro") else {}
+        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer = tritoncomm.wrap(
+            inner, algo=method, density=0.05, small="8bit", warmup_steps=0, dense_below=100, **fields
+        )
+        generator, gpu, found = torch.Generator().manual_seed(1 + rank), current_gpu(), []
+        for number in range(steps):
+            estimates = innermost(optimizer).state_dict().get("threshold") == 0
+            for parameter, shape in zip(parameters, shapes, strict=True):
+                parameter.grad = to_gpu(torch.randn(shape, generator=generator))
+            gpu.reset()
+            optimizer.step()
+            syncs, launches = gpu.syncs.copy(), gpu.launches.total()
+            figures = optimizer.metrics()
+            again = estimates or figures.get("reevaluated", 0) or figures.get("repartitioned", 0)
+            places = tuple(f"{count} {place} {kind}" for (kind, place), count in syncs.items())
+            found.append(Step(syncs.total(), launches, not again and number > 0, places))
+        return found
+
+    by_rank = zip(*ranks.run(main, world_size, seed=world_size), strict=True)
+    return [
+        max(step)._replace(launches=max(each.launches for each in step), is_ordinary=all(e.is_ordinary for e in step))
+        for step in by_rank
+    ]
+
+
+def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
+    """Return the algorithm inside of those that wrap it."""
+    algorithm = optimizer._vector.feedback.algorithm
+    while hasattr(algorithm, "inner"):
+        algorithm = algorithm.inner
+    return algorithm
+
+
+def test_every_static_form_has_a_budget() -> None:
+    """No method that has the static form is missing."""
+    recipes = [tritoncomm.recipe(name) for name in algorithms() if name != "random_block"]
+    assert set(METHODS) == {each.name for each in recipes if isinstance(each, IndexRecipe) and each.has_static_form}
+
+
+@pytest.mark.parametrize("values", ["4bit", *(["fp32"] if trials(0, 1) else [])])
+@pytest.mark.parametrize("world_size", [2, 3, 8, *([1, 4] if trials(0, 1) else [])])
+@pytest.mark.parametrize("method", METHODS)
+def test_synchronizations(method: str, world_size: int, values: str) -> None:
+    """An ordinary step waits at most twice for the GPU, and any step at most 20 times, whatever the world size."""
+    steps = steps_of(method, values, world_size)
+    ordinary = [step for step in steps[1:] if step.is_ordinary]
+    assert len(ordinary) >= 3
+    assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
+    assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly."""
+    monkeypatch.setattr(adam, "_UPDATE_RMS_EVERY", SETTLED - 1)
+    base, per_doubling = LAUNCHES[method]
+    few, many, workers = (
+        [step for step in steps_of.__wrapped__(method, "4bit", *case)[SETTLED:] if step.is_ordinary]
+        for case in ((2, SETTLED + 2, 3), (2, SETTLED + 2, 12), (8, SETTLED + 2, 3))
+    )
+    assert few
+    assert many
+    assert workers
+    assert max(step.launches for step in few) <= base
+    assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
+    assert max(step.launches for step in workers) <= base + 2 * per_doubling
+    assert max(step.syncs for step in many) <= ORDINARY

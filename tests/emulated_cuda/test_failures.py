@@ -1,0 +1,160 @@
+"""Ranks that raise, die or hang in the middle of a step, seen from the front doors, on emulated GPUs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # the first collective would import it, which takes longer than the time-outs here
+import tritoncomm
+from tritoncomm.ddp import CommState, comm_hook
+from tritoncomm.scheduler import failure_report, watcher
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+
+from emulated_cuda import doors, ranks
+from emulated_cuda.nccl import Network
+
+VICTIM, WORLD_SIZE = 1, 3
+SOON, LATE = timedelta(seconds=0.6), timedelta(seconds=15)
+
+
+class Died(BaseException):
+    """Ends a rank without a word, like SIGKILL."""
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "RELEASE_SECONDS", 0.5)
+    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
+
+
+def failing(scheduler: ProcessGroupScheduler, fault: Callable[[], None]) -> None:
+    """Call ``fault`` before the second operation from now."""
+    perform, left = scheduler._perform, [2]
+
+    def faulty(op: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            fault()
+        return perform(op)
+
+    scheduler._perform = faulty
+
+
+def raises() -> None:
+    """Fail as a method does that has no memory."""
+    raise MemoryError("no room for the lists")
+
+
+def dies() -> None:
+    """End the rank."""
+    raise Died
+
+
+def checked(error: tritoncomm.ExchangeError, seconds: float, fault: Callable[[], None]) -> None:
+    """Check the error of a rank, and when it came."""
+    assert error.peers == (VICTIM,)
+    if fault is raises:
+        assert type(error) is tritoncomm.ExchangeError
+        assert "rank 1 failed, see its traceback: no room for the lists" in str(error)
+        assert seconds < 2
+    else:
+        assert type(error) is tritoncomm.ExchangeTimeoutError
+        assert 0.6 < seconds < 4
+
+
+@pytest.mark.parametrize("fault", [raises, dies])
+@pytest.mark.parametrize("algo", ["oktopk", "topk_allgather", "spardl"])
+def test_wrap(algo: str, fault: Callable[[], None]) -> None:
+    """Parameters and residuals are as before the step. The other ranks go on in a new group, and stay equal."""
+
+    def train(rank: int) -> list[Any]:
+        model = doors.model_on("cuda")
+        timeout = LATE if fault is raises else SOON
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = tritoncomm.wrap(inner, algo, density=0.1, warmup_steps=0, dense_below=0, timeout=timeout)
+        for step in range(2):
+            optimizer.zero_grad()
+            doors.loss_of(model, rank, step, "cuda").backward()
+            optimizer.step()
+        if rank == VICTIM:
+            failing(optimizer._vector.scheduler, fault)
+        optimizer.zero_grad()
+        doors.loss_of(model, rank, 2, "cuda").backward()
+        before, started = doors.bits([*model.parameters(), optimizer._vector.feedback.residual]), time.monotonic()
+        with pytest.raises(tritoncomm.ExchangeError) as caught:
+            optimizer.step()
+        checked(caught.value, time.monotonic() - started, fault)
+        assert doors.bits([*model.parameters(), optimizer._vector.feedback.residual]) == before
+        if rank == VICTIM:
+            return []
+        left = [each for each in range(WORLD_SIZE) if each != VICTIM]
+        optimizer.reset_process_group(dist.new_group(left, timeout=LATE, use_local_synchronization=True))
+        for step in range(3, 6):
+            optimizer.zero_grad()
+            doors.loss_of(model, rank, step, "cuda").backward()
+            optimizer.step()
+        after = doors.bits(model.parameters())
+        assert after != before[: len(after)]
+        return after
+
+    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
+    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
+    assert isinstance(found[VICTIM], list if fault is raises else Died), found[VICTIM]
+    assert isinstance(found[0], list), found[0]
+    assert found[0] == found[2]
+
+
+@pytest.mark.parametrize("fault", [raises, dies])
+def test_ddp_hook(fault: Callable[[], None]) -> None:
+    """``backward()`` raises on the other ranks, and the next one raises again."""
+
+    def train(rank: int) -> None:
+        model = doors.model_on("cuda")
+        timeout = LATE if fault is raises else SOON
+        state = CommState(None, "oktopk", density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
+        state.name(dict(model.named_parameters()))
+        reducer = doors.PythonReducer(model, state, comm_hook)
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        if rank == VICTIM:
+            failing(state.exchange.vectors[-1].scheduler, fault)
+        model.zero_grad()
+        started = time.monotonic()
+        with pytest.raises(tritoncomm.ExchangeError) as caught:
+            doors.loss_of(model, rank, 1, "cuda").backward()
+        checked(caught.value, time.monotonic() - started, fault)
+        with pytest.raises(tritoncomm.ExchangeError, match="rank 1"):
+            doors.loss_of(model, rank, 2, "cuda").backward()
+        assert reducer is not None
+
+    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
+    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
+    assert found[0] is None, found[0]
+    assert found[2] is None, found[2]
+
+
+def test_wrap_and_a_rank_that_hangs() -> None:
+    """A rank that is busy elsewhere is named, also by itself when it goes on."""
+    released = threading.Event()
+    waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
+
+    def train(rank: int) -> tuple[int, ...]:
+        model = doors.model_on("cuda")
+        optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=SOON)
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        if rank == VICTIM:
+            failing(optimizer._vector.scheduler, lambda: released.wait(10) and None)
+        with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
+            optimizer.step()
+        if rank != VICTIM:
+            waiting.wait(10)
+        return caught.value.peers
+
+    assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
