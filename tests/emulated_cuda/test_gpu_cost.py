@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import tritoncomm
 from tritoncomm import OkTopk, SparDL, Warmup, algorithms
 from tritoncomm.algorithms import Dense, Hierarchical
 from tritoncomm.algorithms.base import IndexRecipe
@@ -10,6 +12,8 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.step import gpu_cost
 
+from emulated_cuda import ranks
+from emulated_cuda.device import current_gpu, to_gpu
 from emulated_cuda.exchanges import counted
 
 DENSITY = 0.03
@@ -82,3 +86,37 @@ def test_unknown_method_is_named() -> None:
         gpu_cost.counts(Another(), 4)
     assert not gpu_cost.is_known(Warmup(recipe=Another(), steps=1))
     assert gpu_cost.is_known(Warmup(recipe=OkTopk(), steps=1))
+
+
+def _step_of_wrap(method: str, **fields: str) -> int:
+    """Return the launches of a step of AdamW from ``wrap`` with two workers, after the first 20."""
+    shapes = [(64, 64), (64, 48), (40, 64), (64,), (48,), (40,)]
+
+    def rank_of(rank: int) -> int:
+        generator = torch.Generator().manual_seed(rank)
+        parameters = [torch.nn.Parameter(to_gpu(torch.ones(shape))) for shape in shapes]
+        inner = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        optimizer = tritoncomm.wrap(inner, method, density=DENSITY, warmup_steps=0, small="8bit", **fields)
+        for _ in range(24):
+            for parameter in parameters:
+                parameter.grad = to_gpu(torch.randn(parameter.shape, generator=generator))
+            current_gpu().reset()
+            optimizer.step()
+        return current_gpu().launches.total()
+
+    return max(ranks.run(rank_of, 2, seed=None))
+
+
+def test_rest_of_a_sparse_step() -> None:
+    """A sparse step of AdamW has as many more launches than a dense one, beside the exchange, as plans count."""
+    rest = {
+        name: _step_of_wrap(name, **({"values": "4bit"} if name != "dense" else {}))
+        - gpu_cost.counts(recipe, 2).launches
+        for name, recipe in (
+            ("dense", Dense()),
+            ("spardl", SparDL(values="4bit", static=True)),
+            ("oktopk", OkTopk(values="4bit", static=True)),
+        )
+    }
+    for name in planner.TRUSTED:
+        assert rest[name] - rest["dense"] == pytest.approx(gpu_cost.REST_OF_STEP.launches, rel=0.1)

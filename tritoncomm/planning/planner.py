@@ -35,14 +35,15 @@ WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
 _NOTES_CPU = (
-    "Both include the time to write and read packed messages, as measured on one CPU core.",
+    "Exchange and step times include writing and reading packed messages, as measured on one CPU core.",
     "Not counted: selection on the device, and the all-reduce of small tensors.",
 )
 _SYNC, _LAUNCH = f"{1e6 * gpu_cost.SYNCHRONIZATION:g} us", f"{1e6 * gpu_cost.LAUNCH:g} us"
 _NOTES_GPU = (
-    f"Both include {_SYNC} per host synchronization and {_LAUNCH} per launch.",
+    f"Exchange and step times include {_SYNC} per host synchronization and {_LAUNCH} per launch.",
     "Their numbers were counted on an emulated GPU. Their times are assumptions.",
-    "Not counted: the time of kernels, the update of parameters, and the all-reduce of small tensors.",
+    f"The step of a sparse method has {gpu_cost.REST_OF_STEP.launches:.0f} launches more, for AdamW and small tensors.",
+    "Not counted: the time of kernels, and the all-reduce of small tensors.",
     "form: exact messages are as long as their entries need, static ones have a fixed length. ?: not counted.",
 )
 
@@ -77,7 +78,8 @@ def estimates(
     A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after the
     backward pass. Selection is not counted, because it depends on the device: ``python benchmarks/selection.py``
     measures it. On a GPU, host synchronizations and kernel launches are counted, those of the selection included, see
-    :func:`tritoncomm.step.gpu_cost.counts`.
+    :func:`tritoncomm.step.gpu_cost.counts`. A sparse step then also has the launches of
+    :data:`tritoncomm.step.gpu_cost.REST_OF_STEP`.
 
     Args:
         numel: Number of parameters.
@@ -100,6 +102,7 @@ def estimates(
             f"step_seconds must be at least 0 and overlap in [0, 1], got step_seconds={step_seconds}, overlap={overlap}"
         )
     dense = _estimate(Dense(), numel, world_size, link, device)
+    rest = gpu_cost.REST_OF_STEP.seconds if torch.device(device).type == "cuda" else 0.0
     found = [dense._replace(step=step_seconds + max(0.0, dense.high - overlap * step_seconds))]
     for name in algorithms():
         if name != dense.recipe.name:
@@ -111,7 +114,7 @@ def estimates(
                     ),
                     key=lambda estimate: estimate.high,
                 )
-                found.append(fastest._replace(step=step_seconds + fastest.high))
+                found.append(fastest._replace(step=step_seconds + fastest.high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
