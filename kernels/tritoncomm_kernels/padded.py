@@ -146,7 +146,7 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     """Return the union of all rows with the sums of their values, ``[min(rows * room, numel)]``.
 
     Terms are added in row order, as by :func:`tritoncomm_kernels.merge`. All indices are in ``[0, numel)``, as
-    :func:`tritoncomm_kernels.read_rows` guarantees.
+    :func:`tritoncomm_kernels.section_rows.read_rows` guarantees.
     """
     count, room = rows.indices.shape
     if not 0 <= numel <= INDEX_LIMIT:

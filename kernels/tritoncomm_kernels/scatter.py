@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_scale, check_vector
@@ -14,6 +15,9 @@ from tritoncomm_kernels.workspace import Workspace
 
 MAX_LISTS = 65535  # limit of the second dimension of a CUDA grid
 SparseList = tuple[torch.Tensor, torch.Tensor]
+Integers = npt.NDArray[np.int32]
+# On a CPU, indices are searched in a list that is this many times longer. Otherwise the two lists are merged.
+_MUCH_LONGER = 8
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -137,6 +141,8 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
         check_vector(f"lists[{rank}].indices", indices, dtypes=(torch.int32,), numel=values.numel(), like=values)
     if numel and triton_runs(lists[0][1]):
         return _merge_triton(list(lists), numel, workspace if workspace is not None else Workspace())
+    if lists[0][1].device.type == "cpu":
+        return _merge_host(lists, numel)
     joined, order = torch.sort(torch.cat([indices for indices, _ in lists]), stable=True)
     _check_inside(joined.numel() and (int(joined[0]) < 0 or int(joined[-1]) >= numel), numel)
     union, places = torch.unique_consecutive(joined, return_inverse=True)
@@ -193,8 +199,36 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """Return the positions in ``sought`` of the elements that are also in ``among``. Both are ascending and unique."""
     if among.numel() == 0 or sought.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=sought.device)
+    if sought.device.type == "cpu" and _MUCH_LONGER * sought.numel() > among.numel():
+        # A stable sort of two ascending lists is one merge. Of two equal indices, the sought one comes first.
+        ascending, order = _merged([sought, among])
+        return torch.from_numpy(order[np.flatnonzero(ascending[1:] == ascending[:-1])])
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
     return positions(among[where] == sought)
+
+
+def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.intp]]:
+    """Return the elements of ascending ``lists`` in ascending order, and the position of each in their concatenation.
+
+    Equal elements stay in the order of the lists. numpy's stable sort finds ascending runs and merges them.
+    """
+    joined = np.concatenate([part.numpy() for part in lists])
+    order = np.argsort(joined, kind="stable")
+    return joined.take(order), order
+
+
+def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
+    """Merge without a search. Only coordinates of several lists are added, in the order of the lists."""
+    ascending, order = _merged([indices for indices, _ in lists])
+    _check_inside(ascending.size and (int(ascending[0]) < 0 or int(ascending[-1]) >= numel), numel)
+    values = np.concatenate([part.numpy() for _, part in lists]).take(order)
+    is_first = np.ones(ascending.size, dtype=np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    first, again = np.flatnonzero(is_first), np.flatnonzero(~is_first)
+    sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        np.add.at(sums, again - np.arange(1, again.size + 1), values.take(again))
+    return torch.from_numpy(ascending.take(first)), torch.from_numpy(sums)
 
 
 def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> SparseList:

@@ -24,7 +24,7 @@ from tritoncomm.algorithms.exdyna_static import Counts, Messages, exchange_stati
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
-from tritoncomm.primitives.region_cuts import offsets, trimmed_sizes
+from tritoncomm.primitives.region_cuts import trimmed_sizes
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
@@ -246,7 +246,7 @@ class ExDynaAlgorithm(Algorithm):
         kept = trimmed_sizes(passed, self.capacity)
         capped = kernels.largest(own, kept[rank], workspace=self.workspace)
         union = yield from self._all_gather(capped.indices, kept, bounds, step, rank, world_size)
-        sums = acc.dense()[union.long()]
+        sums = acc.dense().index_select(0, union)
         if world_size > 1 and union.numel():
             sums = yield AllReduce("values", sums)
         if kernels.has_non_finite(sums):  # raised on all ranks, because all hold the same sums
@@ -306,10 +306,7 @@ class ExDynaAlgorithm(Algorithm):
         The pass adds residual and gradient over the whole vector, so it finds every NaN and Inf.
         """
         start, stop = bounds[partition], bounds[partition + 1]
-        passed = acc.at_least(threshold)
-        finite = not kernels.has_non_finite(passed.values)
-        low, high = offsets(passed.indices, (start, stop))
-        own = passed.slice(low, high)
+        own, finite = acc.at_least_inside(threshold, start, stop)
         if self.recipe.parity and own.found == 0 and start < stop:  # every rank sends at least one index
             forced = torch.tensor([start + step % (stop - start)], dtype=torch.int32, device=acc.device)
             own = Selection.of(forced, acc.dense()[forced.long()])

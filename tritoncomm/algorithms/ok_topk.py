@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_state import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
@@ -27,6 +25,7 @@ from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes
+from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
@@ -284,8 +283,8 @@ class OkTopkAlgorithm(Algorithm):
             return local, kernels.smallest_magnitude(local.values) if enough else 0.0
         threshold = self.rules.lowered(state.local_threshold)
         local = acc.at_least(threshold)
-        following = self._corrected(threshold, local, local.found)
-        return kernels.largest(local, self.local_cap, workspace=self.workspace), following
+        kept = kernels.largest(local, self.local_cap, workspace=self.workspace)  # at least k, if as many have passed
+        return kept, self._corrected(threshold, kept, local.found)
 
     def _corrected(self, threshold: float, passed: Selection, count: int) -> float:
         """Return the threshold for the next step. With ``correct_thresholds``, k entries would have reached it."""
@@ -295,14 +294,13 @@ class OkTopkAlgorithm(Algorithm):
 
     def _split_and_reduce(
         self, local: Selection, cuts: Sequence[int], finite: bool, rank: int, world_size: int
-    ) -> Pattern[tuple[torch.Tensor, int, Selection]]:
-        """Phase 1, split and reduce: the dense sums of this rank's region.
+    ) -> Pattern[tuple[RegionSums, int, Selection]]:
+        """Phase 1, split and reduce: the sums of this rank's region.
 
         Also returns the number of entries in them, and the entries of this rank in all sums, with the values that it
         sent. Entries are added in rotation order, rank r, r-1, r-2, ..., regardless of the order of arrival.
         """
         low, high, encoding = cuts[rank], cuts[rank + 1], self.encoding
-        region = torch.zeros(high - low, device=local.values.device)
         parts = [local.slice(start, stop) for start, stop in itertools.pairwise(offsets(local.indices, cuts))]
         sections = [encoding.section(cuts[p], cuts[p + 1], part.found) for p, part in enumerate(parts)]
         if encoding.rounds:  # this rank's own region is not sent, and not rounded
@@ -311,6 +309,7 @@ class OkTopkAlgorithm(Algorithm):
         counts = [part.found for part in parts]
         incoming = yield from collectives.share_counts(counts, finite, local.indices.device, limit=high - low)
         arriving = {p: encoding.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
+        region = RegionSums(low, high, sum(incoming), local.values.device, self.workspace)
 
         def add(arrived: Inbox) -> None:
             if encoding.packed:
@@ -320,9 +319,9 @@ class OkTopkAlgorithm(Algorithm):
                 counts = [message.numel() // 2 for message in arrived.values()]
                 entries = Selection.of(*wire.unpack_parts(list(arrived.values())))
                 wire.check_indices(entries.indices, low, high, counts)
-            kernels.scatter_add_lists(region, entries.indices - low, entries.values, counts)
+            region.add(entries, counts)
 
-        kernels.scatter_add_lists(region, parts[rank].indices - low, parts[rank].values, [counts[rank]])
+        region.add(parts[rank], [counts[rank]])
         if encoding.packed:
             packed = [section.pack(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
             messages = [message for message, _ in packed]
@@ -335,14 +334,13 @@ class OkTopkAlgorithm(Algorithm):
         yield from collectives.rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
         return region, sum(incoming), sent
 
-    def _candidates(self, region: torch.Tensor, threshold: float, cuts: Sequence[int], rank: int) -> Selection:
+    def _candidates(self, region: RegionSums, threshold: float, cuts: Sequence[int], rank: int) -> Selection:
         """Return the reduced non-zeros of this rank's region that reach ``threshold``, with global indices.
 
         If values are rounded, only those that a message can hold together are candidates.
         """
         low, high = cuts[rank], cuts[rank + 1]
-        found = kernels.select(region, threshold, workspace=self.workspace)
-        found = found._replace(indices=found.indices + low)
+        found = region.at_least(threshold)
         return self.encoding.section(low, high, found.found, divisor=len(cuts) - 1).sendable(found)
 
     def _share_sizes(self, candidates: Selection, received: int, threshold: float, world_size: int) -> Pattern[_Sizes]:

@@ -129,15 +129,15 @@ class SparDL(EntryRecipe):
 
 
 class _WorkingVector:
-    """W: a working copy of the accumulator.
+    """W: the accumulator during the exchange.
 
     Selected entries are removed from W, and received entries are added to it. At the end, W holds the values that
-    this rank has truncated.
+    this rank has truncated. Then :meth:`_collect_residuals <SparDLAlgorithm._collect_residuals>` undoes the changes.
     """
 
     def __init__(self, acc: Accumulator, place: Place) -> None:
         self.place = place
-        self.values = acc.workspace.buffer("spardl", acc.numel, torch.float32, acc.device).copy_(acc.dense())
+        self.edits = acc.edits()
         self.taken: list[torch.Tensor] = []
         self.error = RoundingError()
 
@@ -151,10 +151,10 @@ class _WorkingVector:
             start, stop = cuts[first], cuts[last + 1]
             bounds = [cut - start for cut in cuts[first : last + 2]]
             budgets = self.place.budgets[first : last + 1] if budget is None else [budget]
-            part = kernels.top_k_segments(self.values[start:stop], bounds, budgets)
+            part = kernels.top_k_segments(self.edits.values[start:stop], bounds, budgets)
             parts.append(part._replace(indices=part.indices + start))
         taken = parts[0] if len(parts) == 1 else Selection.join(parts)
-        self.values.index_fill_(0, taken.indices.long(), 0.0)
+        self.edits.clear(taken)
         self.taken.append(taken.indices)
         return taken
 
@@ -173,12 +173,12 @@ class _WorkingVector:
 
     def add(self, entries: Selection) -> None:
         """Add received entries to W."""
-        kernels.scatter_add(self.values, entries.indices, entries.values)
+        self.edits.add(entries.indices, entries.values)
 
     def add_share(self, cut: Selection, share: float) -> bool:
         """Add ``share`` times the truncated entries to W. Return False if W overflows there."""
-        kernels.scatter_add(self.values, cut.indices, cut.values * share)
-        return not kernels.has_non_finite(self.values[cut.indices.long()])
+        self.edits.add(cut.indices, cut.values * share)
+        return not kernels.has_non_finite(self.edits.at(cut.indices))
 
 
 class SparDLAlgorithm(Algorithm):
@@ -310,8 +310,10 @@ class SparDLAlgorithm(Algorithm):
         GRES keeps the accumulator, and W where the result has an entry. LRES clears every entry that this rank sent.
         PRES clears the sent entries that the result contains.
         """
+        truncated = working.edits.at(final)
+        working.edits.undo()
         if self.recipe.residuals == "global":
-            acc.replace(final, working.values[final.long()])
+            acc.replace(final, truncated)
             return
         sent = torch.cat(working.taken).sort().values
         acc.clear(sent if self.recipe.residuals == "local" else sent[kernels.common_positions(sent, final)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,6 +10,8 @@ from typing import TypeVar
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm.primitives.edits import Edits
+from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Padded, Selection, Workspace
@@ -83,10 +86,7 @@ class Accumulator:
         Call this before the sum is computed.
         """
         assert not self._added
-        head, tail = (
-            Accumulator(self._residual[part], self._gradient[part], self._scratch[part], self.workspace, self.verdict)
-            for part in (slice(None, at), slice(at, None))
-        )
+        head, tail = self._parts(at)
         return head, tail
 
     def scaled(self, scale: torch.Tensor) -> Accumulator:
@@ -125,6 +125,11 @@ class Accumulator:
         self._add()
         return self._scratch
 
+    def edits(self) -> Edits:
+        """Return the whole sum for changes in place. Undo them before the end of the exchange, or let it fail."""
+        self._add()
+        return Edits(self._scratch)
+
     def at_least(self, threshold: float) -> Selection:
         """Return the non-zero entries with magnitude at least ``threshold``, ascending by index.
 
@@ -137,6 +142,21 @@ class Accumulator:
             ),
             lambda: kernels.select(self._scratch, threshold, workspace=self.workspace),
         )
+
+    def at_least_inside(self, threshold: float, start: int, stop: int) -> tuple[Selection, bool]:
+        """Return the entries of :meth:`at_least` from ``start`` up to ``stop``, and whether the whole sum is finite.
+
+        On a CPU, one pass over the other coordinates looks for NaN and Inf only, and selects nothing.
+        """
+        if self.device.type != "cpu":
+            passed = self.at_least(threshold)
+            low, high = offsets(passed.indices, (start, stop))
+            return passed.slice(low, high), not kernels.has_non_finite(passed.values)
+        before, inside, after = self._parts(start, stop)
+        own = inside.at_least(threshold)
+        finite = [part.is_finite() for part in (before, after)]  # each of them adds its part of the sum
+        self.absorb(before, inside, after)
+        return own._replace(indices=own.indices + start), all(finite) and not kernels.has_non_finite(own.values)
 
     def top_k(self, k: int) -> Selection:
         """Return the ``k`` entries of largest magnitude, ascending by index.
@@ -218,6 +238,18 @@ class Accumulator:
     def is_finite(self) -> bool:
         """Return False if the sum contains a NaN or Inf. If the sum is not computed yet, one pass adds and checks."""
         return self.at_least(math.inf).found == 0
+
+    def _parts(self, *cuts: int) -> list[Accumulator]:
+        """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
+        parts = []
+        for start, stop in itertools.pairwise((0, *cuts, self.numel)):
+            own = slice(start, stop)
+            part = Accumulator(
+                self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict
+            )
+            part._added = self._added
+            parts.append(part)
+        return parts
 
     def _add(self) -> None:
         if not self._added:

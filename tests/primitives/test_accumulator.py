@@ -1,0 +1,60 @@
+"""Changes that are undone, and selection inside a range."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tritoncomm.primitives.accumulator import Accumulator
+
+from tritoncomm_kernels import Selection
+
+
+def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
+    """An accumulator of random values, and its sum."""
+    residual, gradient = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
+    return Accumulator(residual, gradient, torch.full_like(residual, math.nan)), residual + gradient
+
+
+def test_edits_are_undone_to_the_bit() -> None:
+    """Cleared, added and changed again: undo() restores what was there before the first change."""
+    acc, expected = random_accumulator()
+    edits = acc.edits()
+    taken = acc.top_k(50)
+    edits.clear(taken)
+    assert not acc.dense()[taken.indices.long()].any()
+    edits.add(taken.indices[:20], torch.full((20,), 1e30))
+    edits.add(torch.tensor([0, 999], dtype=torch.int32), torch.tensor([math.inf, 0.1]))
+    edits.clear(Selection.of(taken.indices[:5], edits.at(taken.indices[:5])))
+    assert not torch.equal(acc.dense(), expected)
+    edits.undo()
+    assert torch.equal(acc.dense().view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1000), (0, 300), (300, 700), (700, 1000), (400, 400), (0, 0)])
+@pytest.mark.parametrize("added", [False, True])
+def test_at_least_inside(start: int, stop: int, added: bool) -> None:
+    """The entries of a range are those of the whole selection, and the whole sum is computed."""
+    acc, expected = random_accumulator()
+    if added:
+        acc.dense()
+    own, finite = acc.at_least_inside(1.5, start, stop)
+    at = torch.arange(1000)
+    wanted = at[(expected.abs() >= 1.5) & (at >= start) & (at < stop)]
+    assert finite
+    assert own.indices.dtype == torch.int32
+    assert own.indices.tolist() == wanted.tolist()
+    assert torch.equal(own.values, expected[wanted])
+    assert torch.equal(acc.dense(), expected)
+
+
+@pytest.mark.parametrize("where", [10, 500, 990])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_at_least_inside_finds_every_non_finite_value(where: int, value: float) -> None:
+    """A NaN or Inf before, inside or after the range is found, and the rest of the sum is computed all the same."""
+    acc, expected = random_accumulator()
+    acc.residual[where] = value
+    expected[where] = value
+    assert not acc.at_least_inside(1.5, 300, 700)[1]
+    assert torch.equal(acc.dense().nan_to_num(), expected.nan_to_num())
