@@ -139,16 +139,16 @@ class ScalesByOwnResidual(PreconditionedAlgorithm):
 class ForgetsItsError(DenseTailAlgorithm):
     """Loses what quantization cuts off."""
 
-    def _tail_mean(self, values, rank, world_size):
-        mean, left = yield from super()._tail_mean(values, rank, world_size)
+    def _tail_mean(self, values, rank, world_size, verdict):
+        mean, left = yield from super()._tail_mean(values, rank, world_size, verdict)
         return mean, torch.zeros_like(left)
 
 
 class KeepsItsErrorTwice(DenseTailAlgorithm):
     """Keeps the error of a sender in the residual of the owner as well."""
 
-    def _tail_mean(self, values, rank, world_size):
-        mean, left = yield from super()._tail_mean(values, rank, world_size)
+    def _tail_mean(self, values, rank, world_size, verdict):
+        mean, left = yield from super()._tail_mean(values, rank, world_size, verdict)
         everybody = yield AllGather("small-errors", left)
         length = -(-len(left) // world_size)
         own = slice(rank * length, (rank + 1) * length)
@@ -160,7 +160,7 @@ class KeepsItsErrorTwice(DenseTailAlgorithm):
 class QuantizesItsSum(DenseTailAlgorithm):
     """Quantizes the sum instead of the mean, which every rank then divides and rounds."""
 
-    def _tail_mean(self, values, rank, world_size):
+    def _tail_mean(self, values, rank, world_size, verdict):
         sums = yield AllReduce("small tensors", values)
         sent = self.quantized(sums, world_size)
         return sent, sums - world_size * sent if rank == 0 else torch.zeros_like(values)

@@ -63,15 +63,18 @@ def low_bits_off_by_one(patch: Patch) -> None:
 
 def planes_in_the_wrong_order(patch: Patch) -> None:
     """Store the highest bit of every entry first."""
-    right = sections._write_indices
+    for name in ("_write_indices", "_write_few_indices"):  # of long sections, and of short ones
+        patch.setattr(sections, name, _with_planes_reversed(getattr(sections, name)))
 
+
+def _with_planes_reversed(right: Callable[..., None]) -> Callable[..., None]:
     def wrong(layout: sections.Layout, low: int, indices: np.ndarray, codes: np.ndarray | None, words: np.ndarray):
         right(layout, low, indices, codes, words)
         start = layout.heads + layout.high_words
         rows = words[start : layout.words - layout.value_words].reshape(layout.groups, layout.planes)
         rows[:] = rows[:, ::-1].copy()
 
-    patch.setattr(sections, "_write_indices", wrong)
+    return wrong
 
 
 def error_is_dropped(patch: Patch) -> None:

@@ -75,10 +75,12 @@ FREE = ("AMSGRAD", "MAXIMIZE", "COUPLED", "EVERY")
 
 
 def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch has a compiled case with its warps and constants, and disables automatic fusion."""
+    """Every launch has a compiled case with its warps and constants, Python's numbers, and no automatic fusion."""
     launched: list[tuple[str, dict[str, object]]] = []
 
-    def run(self: object, *_: object, grid: object, warmup: bool, **options: object) -> None:
+    def run(self: object, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
+        scalars = [type(value) for value in arguments if not isinstance(value, torch.Tensor)]
+        assert {*scalars} <= {int, float, type(None)}, f"{self.__name__}: Triton rejects numbers of numpy"
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)

@@ -131,7 +131,7 @@ def test_joined(device: str, n: int, drawn_rows: list[tuple[float, int]], family
 
 @given(lengths, rows_drawn, families, st.integers(0, 2))
 @example(1100, [(1.0, 0), (0.9, 1), (0.9, 2)], "heavy", 0)  # many indices in several rows
-@cases(12)
+@cases(8)
 def test_merge_rows(device: str, n: int, drawn_rows: list[tuple[float, int]], family: str, spare: int) -> None:
     """Union, sums in row order and padding have the same bits, also for small tiles."""
     rows = padded_rows(n, drawn_rows, family, spare)

@@ -57,11 +57,10 @@ class TopkDSA(EntryRecipe):
         check_at_least(self, 1, "bucket_width", whole=True)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. The range is from full overlap to disjoint supports, or to full regions."""
+        """See :meth:`Recipe.formula`. The range is from full overlap to full regions, as in Ok-Topk's table."""
         k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
         pairs = self.entry_words(numel, world_size) * k
-        union = min(world_size * pairs, numel)
-        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + union) * share)
+        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         """See :meth:`Recipe.build`."""
