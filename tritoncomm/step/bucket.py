@@ -150,7 +150,7 @@ class BucketLayout:
                 part.zero_()
             else:
                 copies.append((part, gradient.reshape(-1)))
-        _copy(copies)
+        copy_pairs(copies)
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -203,7 +203,7 @@ class BucketLayout:
                 parameter.grad = _zeros(parameter)
             held = local(parameter.grad.detach())
             copies.append((held, part.view(held.shape)))
-        _copy(copies)
+        copy_pairs(copies)
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -224,7 +224,7 @@ class BucketLayout:
         return [Entries(None if len(values) == length else at, values) for at, values, length in pairs]
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
     if pairs and pairs[0][0].device.type == "cuda":
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
