@@ -20,6 +20,7 @@ from torch import nn
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.step import setup_checks
+from tritoncomm.step.bucket import copy_pairs
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -99,14 +100,13 @@ class ShardHook:
             self._held.clear()
         vector = self.owner.enter(self)
         parts = self._parts(vector, shard)
-        for flat_part, shard_part in parts:
-            flat_part.copy_(shard_part)
+        copy_pairs(parts)
         kept = vector.keeps_gradient()
         if not self.owner.deliver(vector, shard.dtype):
             shard.fill_(math.nan)
             return
-        for flat_part, shard_part in [] if kept else parts:
-            shard_part.copy_(flat_part)
+        if not kept:
+            copy_pairs([(shard_part, flat_part) for flat_part, shard_part in parts])
 
     def discard(self, parameters: set[int]) -> None:
         """Discard the micro-batches of ``parameters`` (ids) that are not exchanged yet."""

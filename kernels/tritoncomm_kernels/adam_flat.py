@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,14 +16,20 @@ from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.workspace import copied_to
 
+logger = logging.getLogger("tritoncomm")
+
 
 class AdamFlat:
     """Adam updates of the same ``parameters`` with the same ``states``, step after step, from flat lists of entries.
 
     Parameter i covers the indices from ``starts[i]`` on. ``starts`` ascend, and the ranges do not overlap. Entries
     outside all ranges are ignored. The bits are those of one :func:`tritoncomm_kernels.adam_update` per parameter. On a
-    GPU nothing waits for the host, and the number of launches does not depend on the number of parameters.
+    GPU nothing waits for the host, and the number of launches does not depend on the number of parameters. Parameters
+    that are not contiguous, such as those in ``torch.channels_last``, are the exception: the host reads where the
+    entries of each are. The first one is logged.
     """
+
+    _has_logged: ClassVar[bool] = False
 
     def __init__(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> None:
         self.parameters = list(parameters)
@@ -70,6 +78,7 @@ class AdamFlat:
                 if own is None or all(each.dtype == dtype and each.is_contiguous() for each in own):
                     self._launch(entries, control, dtype, positions, own)
                     left -= set(positions)
+            self._log_strided(left)
         if left and entries.room:
             self._one_by_one(entries, control, sorted(left), gradients)
 
@@ -93,6 +102,18 @@ class AdamFlat:
             beta_tables(control.betas, torch.float32, device), dtype, amsgrad=self.states.maximum is not None,
             maximize=control.maximize, coupled=control.coupled, limited=control.limited,
         )  # fmt: skip
+
+    def _log_strided(self, left: set[int]) -> None:
+        """Log the first parameter at the positions ``left`` that is not contiguous, once per process."""
+        strided = [self.parameters[i] for i in sorted(left) if not self.parameters[i].is_contiguous()]
+        if not strided or AdamFlat._has_logged:
+            return
+        AdamFlat._has_logged = True
+        logger.warning(
+            "a parameter of shape %s is not contiguous, so the host waits for the GPU to update it, in each step: call "
+            "model.to(memory_format=torch.contiguous_format) before the first step. Further parameters are not logged",
+            tuple(strided[0].shape),
+        )
 
     def _table(self, columns: int, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> np.ndarray:
         """Return the addresses, the starts and the lengths of the parameters at ``positions``."""

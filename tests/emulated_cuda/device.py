@@ -310,6 +310,8 @@ _READS = {"_local_scalar_dense": 1, "equal": 1}
 _DATA_DEPENDENT = {"nonzero": 1, "masked_select": 1, "unique_consecutive": 1, "_unique2": 1, "unique_dim": 1}
 # The range of the values is read first. It is one synchronization for each of its ends.
 _DATA_DEPENDENT |= {"bincount": 2}
+# The length of the result, and whether a count is negative. Not with output_size.
+_DATA_DEPENDENT |= {"repeat_interleave": 2}
 _INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
 _NO_LAUNCH = ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 
@@ -377,7 +379,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if plan.computes or plan.sync:
         for key, tensor in on_gpu:
             tensor.memory.touch(stream, at, partial(extent, tensor.inner), plan.name, write=key in plan.writes)
-    _count_syncs(plan, args, first)
+    _count_syncs(plan, args, kwargs, first)
     if plan.copies and on_host:
         return _copy(func, args, kwargs, first.gpu)
     if "device" in named:
@@ -430,8 +432,9 @@ def check_devices(name: str, tensors: Sequence[torch.Tensor], *, may_copy: bool 
         )
 
 
-def _count_syncs(plan: Operator, args: Sequence[Any], first: CudaTensor) -> None:
-    if plan.sync is not None and (first.numel() or plan.name == "_local_scalar_dense"):
+def _count_syncs(plan: Operator, args: Sequence[Any], kwargs: dict[str, Any], first: CudaTensor) -> None:
+    known = kwargs.get("output_size") is not None  # of repeat_interleave
+    if plan.sync is not None and not known and (first.numel() or plan.name == "_local_scalar_dense"):
         for _ in range(plan.sync[1]):
             first.gpu.synchronized(plan.sync[0])
     if plan.indexes:

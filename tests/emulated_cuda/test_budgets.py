@@ -12,10 +12,12 @@ from torch import nn
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.step import adam
+from tritoncomm.step.optimizer_step import OptimizerStep
+from tritoncomm.step.options import WrapOptions
 
 from depth import trials
 from emulated_cuda import ranks
-from emulated_cuda.device import current_gpu, to_gpu
+from emulated_cuda.device import current_gpu, to_gpu, values_of
 
 METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro")
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
@@ -95,6 +97,14 @@ def test_synchronizations(method: str, world_size: int, values: str) -> None:
     assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
 
 
+def test_renewal() -> None:
+    """The step that renews the scale of the selection, and the next one, stay within the budget of other steps."""
+    steps = steps_of("oktopk", "4bit", 2, 24)
+    assert steps[19].syncs > ORDINARY, "the scale is renewed every 20 steps"
+    assert all(step.syncs <= OTHERS for step in steps)
+    assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly."""
@@ -111,3 +121,46 @@ def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
     assert max(step.launches for step in workers) <= base + 2 * per_doubling
     assert max(step.syncs for step in many) <= ORDINARY
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _unscaled(device: str, scale: float, last: float) -> tuple[bool, list[torch.Tensor]]:
+    """Unscale three gradients of each dtype, whose last value is ``last``."""
+    generator, parameters = torch.Generator().manual_seed(0), []
+    for shape in ((4, 5), (7,), ()):
+        for dtype in DTYPES:
+            values = torch.randn(shape, generator=generator).mul(10.0).to(dtype)
+            parameter = nn.Parameter(to_gpu(values) if device == "cuda" else values)
+            parameter.grad = to_gpu(values) if device == "cuda" else values.clone()
+            parameters.append(parameter)
+    parameters[-2].grad.fill_(last)  # fp16
+    held = torch.tensor(scale)
+    step = OptimizerStep(torch.optim.SGD(parameters), WrapOptions(), delayed=False)
+    finite = step.unscale(to_gpu(held) if device == "cuda" else held)
+    return finite, [values_of(parameter.grad) for parameter in parameters]
+
+
+@pytest.mark.parametrize(
+    ("scale", "last", "is_finite"),
+    [
+        (1024.0, 3.0, True),
+        (1.0, 3.0, True),
+        (3.0, 3.0, True),
+        (1024.0, float("inf"), False),
+        (1024.0, float("nan"), False),
+        (2.0**-10, 3.0, True),
+        (2.0**-10, 1000.0, False),  # 1,024,000 overflows in fp16
+    ],
+)
+def test_unscaled_gradients(scale: float, last: float, is_finite: bool) -> None:
+    """A GPU gets the bits and the verdict of a CPU, and the host waits once, whatever the number of parameters."""
+    finite, expected = _unscaled("cpu", scale, last)
+    assert finite is is_finite
+    with ranks.alone() as gpu:
+        found, gradients = _unscaled("cuda", scale, last)
+        assert sum(gpu.syncs.values()) == 1, gpu.syncs
+    assert found is is_finite
+    for own, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)

@@ -134,6 +134,21 @@ def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
     assert on_gpu == on_cpu
 
 
+def test_ddp_hook_copies_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook copies the parameters of a bucket to its vector in one call, and back in another."""
+    average, copies = CommState._average, []
+
+    def counted(state: CommState, *given: Any) -> None:
+        current_gpu().reset()
+        average(state, *given)
+        copies.append(current_gpu().launches["_foreach_copy_"])
+
+    monkeypatch.setattr(CommState, "_average", counted)
+    fields = {"algo": "topk_allgather", "static": True, "warmup_steps": 0, "dense_below": 0}
+    ranks.run(lambda rank: _train_ddp(rank, "cuda", None, **fields), 2)
+    assert set(copies) == {2}
+
+
 def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
     world_size = dist.get_world_size()
     shards = 2 if world_size % 2 == 0 and world_size > 2 else 1

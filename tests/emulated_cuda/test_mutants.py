@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tritoncomm import OkTopk, TopkAllgather
+from tritoncomm import OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
@@ -17,10 +18,14 @@ from emulated_cuda import exchanges, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
 from emulated_cuda.streams import RaceError
 
-RECIPE = OkTopk(density=0.2)
+
+@pytest.fixture(params=[False, True], ids=["exact", "static"])
+def recipe(request: pytest.FixtureRequest) -> OkTopk:
+    """A recipe in each form of the messages."""
+    return OkTopk(density=0.2, static=request.param)
 
 
-def _exchange(recipe: object = RECIPE) -> None:
+def _exchange(recipe: Recipe) -> None:
     exchanges.emulated(recipe, exchanges.gradients(2, 60, 2))
 
 
@@ -33,31 +38,33 @@ def _cause(work: Callable[[], object]) -> BaseException:
     return error
 
 
-def test_without_a_mutant_nothing_is_found() -> None:
+def test_without_a_mutant_nothing_is_found(recipe: OkTopk) -> None:
     """The exchange of the following tests runs."""
-    _exchange()
+    _exchange(recipe)
 
 
-def test_read_before_the_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_before_the_wait_is_found(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler that does not wait for its operations reads memory that NCCL writes."""
     monkeypatch.setattr(ProcessGroupScheduler, "_wait_for", lambda self, work: None)
-    error = _cause(_exchange)
+    error = _cause(lambda: _exchange(recipe))
     assert isinstance(error, RaceError)
     assert "NCCL stream" in str(error)
 
 
-def test_cpu_tensor_in_a_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_cpu_tensor_in_a_message_is_found(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is in host memory is refused."""
+    sends = SparDL(density=0.2, static=static)  # both of its forms send messages, not only collectives
     operations = ProcessGroupScheduler._operations
 
     def on_host(self, kind, buffer, *further):
         return operations(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
 
     monkeypatch.setattr(ProcessGroupScheduler, "_operations", on_host)
-    assert "No backend type associated with device type cpu" in str(_cause(_exchange))
+    assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(sends)))
 
 
-def test_cpu_tensor_in_a_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensor_in_a_collective_is_found(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective on host memory is refused."""
     collective = ProcessGroupScheduler._collective
 
@@ -65,7 +72,7 @@ def test_cpu_tensor_in_a_collective_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return collective(self, type(op)(op.phase, values_of(op.tensor)))
 
     monkeypatch.setattr(ProcessGroupScheduler, "_collective", on_host)
-    assert "No backend type associated with device type cpu" in str(_cause(_exchange))
+    assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(recipe)))
 
 
 def test_swapped_order_of_collectives_is_found() -> None:
@@ -91,10 +98,10 @@ def test_collective_that_one_rank_leaves_out_is_found() -> None:
         ranks.run(main, 2, network=network)
 
 
-def _syncs() -> int:
+def _syncs(recipe: OkTopk) -> int:
     def main(rank: int) -> int:
-        feedback = ErrorFeedback(RECIPE.build(60), "cuda:0")
-        scheduler = ProcessGroupScheduler(None, device="cuda:0", stamp=repr(RECIPE))
+        feedback = ErrorFeedback(recipe.build(60), "cuda:0")
+        scheduler = ProcessGroupScheduler(None, device="cuda:0", stamp=repr(recipe))
         for given in exchanges.gradients(2, 60, 2):
             current_gpu().reset()
             scheduler.run(feedback.begin(to_gpu(given[rank]), rank, 2))
@@ -104,17 +111,19 @@ def _syncs() -> int:
     return ranks.run(main, 2)[0]
 
 
-def test_hidden_item_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more ``.item()`` on the way is one more synchronization."""
-    before = _syncs()
-    clear = Accumulator.clear
+def test_hidden_item_is_counted(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further ``.item()`` on the way is one more synchronization."""
+    before = _syncs(recipe)
+    # The static form subtracts twice: what it keeps for its own region, and what it sends to others.
+    name, calls = ("subtract_padded", 2) if recipe.static else ("clear", 1)
+    method = getattr(Accumulator, name)
 
-    def reads(self: Accumulator, indices: torch.Tensor) -> None:
-        clear(self, indices)
+    def reads(self: Accumulator, *given: Any, **options: Any) -> None:
+        method(self, *given, **options)
         self.dense()[0].item()
 
-    monkeypatch.setattr(Accumulator, "clear", reads)
-    assert _syncs() == before + 1
+    monkeypatch.setattr(Accumulator, name, reads)
+    assert _syncs(recipe) == before + calls
 
 
 def test_result_on_the_wrong_stream_is_found() -> None:
@@ -139,11 +148,11 @@ def test_result_on_the_wrong_stream_is_found() -> None:
     assert "stream 1" in str(error)
 
 
-def test_gradient_on_the_wrong_stream_is_found() -> None:
+def test_gradient_on_the_wrong_stream_is_found(recipe: OkTopk) -> None:
     """An exchange on a side stream must wait for the gradient that the default stream computes."""
 
     def main(rank: int) -> None:
-        feedback = ErrorFeedback(RECIPE.build(60), "cuda:0")
+        feedback = ErrorFeedback(recipe.build(60), "cuda:0")
         gradient = torch.ones(60, device="cuda") * 2
         with torch.cuda.stream(torch.cuda.Stream()):
             feedback_of_rank = feedback.begin(gradient, rank, 1)

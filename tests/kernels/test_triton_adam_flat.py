@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, kernels_from, seeds
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Padded, Selection, adam_flat
 
 SIZES = st.lists(st.sampled_from([0, 1, 33, 256, 700]), min_size=1, max_size=4)
 
@@ -89,3 +90,26 @@ def test_adam_flat(device: str, sizes: list[int], seed: int, amsgrad: bool, data
 def test_reference(sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject) -> None:
     """The reference equals one update per parameter."""
     check("cpu", sizes, seed, amsgrad, data, kernel=False)
+
+
+def test_strided_parameters_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where kernels run, the first parameter that they leave out is logged with its shape, once, and it is updated."""
+    monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
+    monkeypatch.setattr(kernels.AdamFlat, "_has_logged", False)
+    shapes = [(2, 3, 4, 4), (3, 2, 2, 2)]
+    floats = [[torch.ones(shape).to(memory_format=torch.channels_last) for shape in shapes] for _ in range(3)]
+    last = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+    states = kernels.AdamStates(*floats[1:], last, [torch.tensor(1.0)] * 2, None)
+    control = kernels.AdamControl.of(
+        steps=1, learning_rate=0.01, betas=(0.9, 0.999), epsilon=1e-8, max_catch_up=20, max_relative_update=0.2,
+        device=torch.device("cpu"), coupled_decay=0.0, maximize=False,
+    )  # fmt: skip
+    flat = kernels.AdamFlat(floats[0], states, [0, 96])
+    entries = Padded(torch.tensor([5, 100], dtype=torch.int32), torch.ones(2))
+    with caplog.at_level(logging.WARNING, "tritoncomm"):
+        flat.update(entries, control)
+        flat.update(entries, control)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "shape (2, 3, 4, 4) is not contiguous" in message
+    assert "model.to(memory_format=torch.contiguous_format)" in message
+    assert [int((parameter != 1).sum()) for parameter in floats[0]] == [1, 1]

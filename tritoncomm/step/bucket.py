@@ -11,7 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Padded, constant
 
 
 def split_by_size(
@@ -150,7 +150,7 @@ class BucketLayout:
                 part.zero_()
             else:
                 copies.append((part, gradient.reshape(-1)))
-        _copy(copies)
+        copy_pairs(copies)
         return flat
 
     def multiply(self, factor: float) -> None:
@@ -164,8 +164,18 @@ class BucketLayout:
         """Return False if a value of ``mean`` overflows in the dtype of its parameter."""
         if all(parameter.dtype != torch.float16 for parameter in self.parameters):
             return True
+        if mean.is_padded:
+            return self._fits_half(mean)
         pairs = zip(self.parameters, self.split(mean), strict=True)
         return all(fits_dtype(entries.values, parameter.dtype) for parameter, entries in pairs)
+
+    def _fits_half(self, mean: SparseVector) -> bool:
+        """Return :meth:`fits_dtypes` for a mean with padding. The host waits for a GPU once."""
+        bounds = constant(self.bounds, mean.values.device)
+        half = constant([parameter.dtype == torch.float16 for parameter in self.parameters], mean.values.device)
+        place = torch.searchsorted(bounds[1:], mean.indices.clamp(min=0), right=True)
+        too_large = mean.values.abs() > torch.finfo(torch.float16).max
+        return not bool((too_large & (half[place] != 0)).any())
 
     def scatter(self, delivered: Sequence[Entries]) -> None:
         """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.
@@ -193,7 +203,7 @@ class BucketLayout:
                 parameter.grad = _zeros(parameter)
             held = local(parameter.grad.detach())
             copies.append((held, part.view(held.shape)))
-        _copy(copies)
+        copy_pairs(copies)
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of ``flat`` that belongs to each parameter."""
@@ -214,7 +224,7 @@ class BucketLayout:
         return [Entries(None if len(values) == length else at, values) for at, values, length in pairs]
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
     if pairs and pairs[0][0].device.type == "cuda":
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

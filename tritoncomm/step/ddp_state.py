@@ -27,6 +27,7 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
 )
 from tritoncomm.step import carry_over, setup_checks
+from tritoncomm.step.bucket import copy_pairs
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -335,20 +336,17 @@ class CommState(HookState):
     def _average(self, vector: VectorExchange, dtype: torch.dtype) -> None:
         """Replace the parts of ``vector`` in DDP's buffers by their mean."""
         layout, scale = vector.layout, self._pass.scale
-        pairs = [
-            (self._pass.arrived[id(parameter)], part)
-            for parameter, part in zip(layout.parameters, layout.parts(vector.flat), strict=True)
-        ]
-        for bucket_part, flat_part in pairs:
-            flat_part.copy_(bucket_part)
+        arrived = [self._pass.arrived[id(parameter)] for parameter in layout.parameters]
+        copy_pairs(list(zip(layout.parts(vector.flat), arrived, strict=True)))
         if scale != 1.0:
             vector.flat.mul_(1.0 / scale)
         if self.on_nonfinite == "zero":
             self.exchange.zeroed += vector.zero_non_finite()
         kept = vector.keeps_gradient()
         self.exchange.deliver(vector, scale=scale, dtype=dtype)
-        for bucket_part, flat_part in [] if kept else pairs:
-            bucket_part.copy_(flat_part if scale == 1.0 else flat_part * scale)
+        if not kept:
+            scaled = vector.flat if scale == 1.0 else vector.flat * scale
+            copy_pairs(list(zip(arrived, layout.parts(scaled), strict=True)))
         self._pass.written.update(map(id, layout.parameters))
 
     def _release(self, *, last: bool) -> None:

@@ -140,15 +140,17 @@ class OptimizerStep:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def unscale(self, scale: torch.Tensor) -> bool:
-        """Divide the gradients by the loss ``scale``, and return whether they are finite."""
-        finite = True
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = strided_gradient(parameter)
-                if gradient is not None:
-                    gradient.mul_(1.0 / float(scale))
-                    finite &= bool(gradient.isfinite().all())
-        return finite
+        """Divide the gradients by the loss ``scale``, and return whether they are finite.
+
+        The host waits once for each GPU that has gradients.
+        """
+        every = [strided_gradient(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in every:
+            if gradient is not None:
+                by_device.setdefault(gradient.device, []).append(gradient)
+        finite = [_unscale(gradients, scale) for gradients in by_device.values()]
+        return all(finite)
 
     def is_synthetic(self) -> bool:
         """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
@@ -196,6 +198,26 @@ class OptimizerStep:
         rule = find_rule(self.optimizer)
         if rule is not None:
             rule.restore(self.optimizer, state_dict)
+
+
+def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> bool:
+    """Divide ``gradients``, which are on one device, by ``scale``, and return whether they are finite."""
+    device = gradients[0].device
+    if device.type != "cuda":
+        factor = 1.0 / float(scale)
+        finite = [bool(gradient.mul_(factor).isfinite().all()) for gradient in gradients]
+        return all(finite)
+    found = torch.zeros((), device=device)
+    # The operation takes fp32. The reciprocal is rounded once, as where a number multiplies a tensor.
+    inverse = scale.to(device, torch.float64, non_blocking=True).reciprocal().float()
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for together in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(together, found, inverse)
+        # It checks what it reads. A scale below 1 may make what it writes overflow.
+        torch._amp_foreach_non_finite_check_and_unscale_(together, found, torch.ones_like(inverse))
+    return not found.item()
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:
