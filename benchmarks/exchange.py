@@ -3,6 +3,9 @@
 Every method runs in the same processes on the same gradients, with plain messages, with packed ones, and with values of
 4 bits. Bytes are those of the busiest rank, in the direction
 with more bytes. Times are means over the ranks, and of these the median over the steps.
+
+CPU time is that of the thread that runs the exchange: waiting for the network does not count, nor do the threads of
+gloo. It is also given as a multiple of a plain copy of the vector by the same thread, just before.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class Row:
 
     ``ordinary`` is the forecast of an ordinary step, ``predicted`` the upper bound for this step.
     ``select``, ``exchange`` and ``apply`` are milliseconds: of the selection, of waiting for the network, and of the
-    rest.
+    rest. ``cpu`` is milliseconds of CPU time without the dense form of the mean, ``copy`` those of a plain copy of the
+    vector, and ``dense_form`` those of writing the dense form.
     """
 
     name: str
@@ -59,6 +63,9 @@ class Row:
     exchange: list[float]
     apply: list[float]
     delivered: list[int]
+    cpu: list[float]
+    copy: list[float]
+    dense_form: list[float]
 
 
 def methods(names: list[str], density: float, numel: int, formats: list[str]) -> list[tuple[str, tritoncomm.Recipe]]:
@@ -67,11 +74,13 @@ def methods(names: list[str], density: float, numel: int, formats: list[str]) ->
     for name in names:
         if name != "dense":
             found += in_formats(name, planner.at(name, density), formats)
+    shapes = ((numel // COLUMNS, COLUMNS), (numel % COLUMNS,))
     if "oktopk" in names:
         found.append(("oktopk strict_volume", tritoncomm.OkTopk(density=density, strict_volume=True)))
-        shapes = ((numel // COLUMNS, COLUMNS), (numel % COLUMNS,))
-        inner = tritoncomm.OkTopk(density=density)
-        found.append(("oktopk preconditioned", Preconditioned(recipe=inner, shapes=shapes)))
+    for name in names:
+        if name in ("oktopk", "topk_allgather"):
+            inner = planner.at(name, density)
+            found.append((f"{name} preconditioned", Preconditioned(recipe=inner, shapes=shapes)))
     return found
 
 
@@ -116,17 +125,22 @@ def measure(
         forecast = algorithm.ordinary_traffic(world_size)
         ordinary = max(forecast.sent.bytes, forecast.received.bytes)
         gradient = gradients.at(step)
+        dist.barrier()  # all ranks copy at the same time, as they exchange, and share the memory's bandwidth
+        copy = copy_seconds(gradient, flat)
         dist.barrier()
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.thread_time()
         mean = scheduler.run(feedback.begin(gradient, rank, world_size))
         feedback.commit()
+        worked = time.thread_time()
         mean.write_to(flat)
+        written = time.thread_time()
         seconds = time.perf_counter() - started
         assert feedback.accumulator is not None
         select, waited = feedback.accumulator.seconds, scheduler.meter.waited
         used = max(scheduler.meter.sent.bytes, scheduler.meter.received.bytes)
         row = [used, ordinary, predicted, scheduler.meter.sent.messages, algorithm.report.get("reevaluated", 0.0)]
-        measured.append([*row, select, waited, seconds - select - waited, len(mean)])
+        cpu = [worked - begun, copy, written - worked]
+        measured.append([*row, select, waited, seconds - select - waited, len(mean), *cpu])
     everybody = torch.empty(world_size, steps, len(measured[0]), dtype=torch.float64)
     dist.all_gather(list(everybody), torch.tensor(measured, dtype=torch.float64))
     busiest, mean_time = everybody.amax(0), everybody.mean(0)
@@ -136,7 +150,15 @@ def measure(
         (busiest[:, 4] > 0).tolist(),
         *(mean_time[:, column].mul(1e3).tolist() for column in (5, 6, 7)),
         busiest[:, 8].long().tolist(),
+        *(mean_time[:, column].mul(1e3).tolist() for column in (9, 10, 11)),
     )  # fmt: skip
+
+
+def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the seconds of CPU time that a plain copy takes."""
+    started = time.thread_time()
+    target.copy_(source)
+    return time.thread_time() - started
 
 
 def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
@@ -144,11 +166,14 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
     dense = statistics.median(map(sum, zip(rows[0].select, rows[0].exchange, rows[0].apply, strict=True)))
     print(
         "per step on the busiest rank; words/k: mean; largest: largest step that reuses thresholds; "
-        "re-eval: mean of the other steps; ordinary: forecast; held: no step exceeds the predicted bound"
+        "re-eval: mean of the other steps; ordinary: forecast; held: no step exceeds the predicted bound; cpu ms: of "
+        "the last third of the steps without re-evaluations; copies: the same in copies of the vector; + dense: to "
+        "write the mean as a dense vector"
     )
     print(
         f"{'method':22}{'density':>8}{'MB':>8}{'ordinary':>9}{'predicted':>10}{'words/k':>9}{'largest':>9}{'re-eval':>9}{'6(P-1)/P':>9}"
         f"{'held':>6}{'msgs':>6}{'select':>8}{'exch.':>8}{'apply':>8}{'total ms':>9}{'vs dense':>9}"
+        f"{'cpu ms':>8}{'copies':>8}{'+ dense':>8}"
     )
     results = []
     for row in rows:
@@ -157,6 +182,11 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
         again = [w for w, again in zip(words, row.reevaluated, strict=True) if again]
         parts = [statistics.median(part) for part in (row.select, row.exchange, row.apply)]
         total = statistics.median(map(sum, zip(row.select, row.exchange, row.apply, strict=True)))
+        late = range(2 * len(row.bytes) // 3, len(row.bytes))
+        late = [step for step in late if not row.reevaluated[step]] or list(late)
+        cpu, copy, dense_form = (
+            statistics.median(part[step] for step in late) for part in (row.cpu, row.copy, row.dense_form)
+        )
         figures = {
             "method": row.name, "density": row.density, "k": row.k, "steps": len(row.bytes),
             "bytes_mean": statistics.fmean(row.bytes), "words_per_k_mean": statistics.fmean(words),
@@ -170,6 +200,7 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
             "density_delivered": statistics.fmean(row.delivered) / (row.k / row.density),
             "select_ms": parts[0], "exchange_ms": parts[1], "apply_ms": parts[2], "total_ms": total,
             "ratio_to_dense": total / dense,
+            "cpu_ms": cpu, "copy_ms": copy, "copies": cpu / copy, "dense_form_copies": dense_form / copy,
         }  # fmt: skip
         results.append(figures)
         bound = 6 * (world_size - 1) / world_size
@@ -180,6 +211,7 @@ def show(rows: list[Row], world_size: int) -> list[dict[str, Any]]:
             f"{(statistics.fmean(again) if again else 0):9.2f}{bound:9.2f}"
             f"{'yes' if figures['within_prediction'] else 'NO':>6}{figures['messages_mean']:6.0f}"
             f"{parts[0]:8.1f}{parts[1]:8.1f}{parts[2]:8.1f}{total:9.1f}{total / dense:8.2f}x"
+            f"{cpu:8.1f}{cpu / copy:8.2f}{dense_form / copy:8.2f}"
         )
     return results
 
@@ -192,6 +224,7 @@ def machine() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tritoncomm": tritoncomm.__version__,

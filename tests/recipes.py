@@ -123,6 +123,7 @@ def under_test(density: float) -> dict[str, Recipe]:
         "exdyna-static": ExDyna(density=density, static=True),
         "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
         "micro-static": MiCRO(density=density, static=True),
+        "dense-tail-spardl-static": DenseTail(recipe=SparDL(density=density, static=True), tail=3),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
         "dense-tail-8bit-static": DenseTail(
             recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"

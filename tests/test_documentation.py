@@ -42,6 +42,9 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
         law(ours, case)
     assert main(["plan", "--numel", "1e7", "--workers", "16"]) == 0
     assert "first_entries" in capsys.readouterr().out
+    assert main(["plan", "--numel", "1e7", "--workers", "16", "--device", "cuda"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1:5] for row in rows if row[:1] == ["first_entries"]] == [["3%", "exact", "?", "?"]]
     assert main(["simulate", "--algo", "first_entries", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
     assert "first_entries" in capsys.readouterr().out
 

@@ -123,7 +123,7 @@ class KeepsScaledResidual(PreconditionedAlgorithm):
     """Leaves the residual in scaled units."""
 
     def reduce(self, acc, rank, world_size):
-        acc.unscale_from = lambda scaled, scale: acc.absorb(scaled)
+        acc.unscale_from = lambda scaled, scale: (scaled.dense(), acc.absorb(scaled))
         return (yield from super().reduce(acc, rank, world_size))
 
 

@@ -14,6 +14,7 @@ from tritoncomm import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.bucket import BucketLayout
 
+import tritoncomm_kernels as kernels
 from tritoncomm_kernels import root_mean_square
 
 # The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
@@ -297,6 +298,21 @@ def test_unsupported_optimizers_are_rejected() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigurationError, match="sparse=False"):
         optimizer.step()
+
+
+def test_layout_of_a_mean_with_padding() -> None:
+    """Entries with padding are written to all gradients at once, and checked against the range of fp16 parameters."""
+    a, b = nn.Parameter(torch.zeros(2, 3).t()), nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    layout, workspace = BucketLayout([a, b]), kernels.Workspace()
+    for entries, fits in (([(1, 7.0), (6, 9.0)], True), ([(0, 1e5), (9, 2.0)], True), ([(2, 1.0), (7, 1e5)], False)):
+        indices, values = (torch.tensor(part) for part in zip(*entries, strict=True))
+        padded = kernels.Padded.of(kernels.Selection.of(indices.int(), values), 5)
+        mean = SparseVector.padded(padded, 10)
+        assert layout.fits_dtypes(mean) == layout.fits_dtypes(mean.trimmed()) == fits
+        layout.scatter_flat(mean.write_to(torch.empty(10), workspace=workspace))
+        found = [parameter.grad.clone() for parameter in (a, b)]
+        layout.scatter(layout.split(mean.trimmed()))
+        assert all(torch.equal(grad, parameter.grad) for grad, parameter in zip(found, (a, b), strict=True))
 
 
 def test_algo_accepts_a_recipe() -> None:

@@ -168,6 +168,11 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument("--density", type=_density, default=0.01, help="fraction of entries to deliver")
     _add_values(simulate, "fp32")
     simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
+    simulate.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"),
+        help="cuda: messages have the form that they have on GPUs, and times include host synchronizations and kernel "
+        "launches, which were counted in emulation; nothing runs on a GPU",
+    )  # fmt: skip
     simulate.add_argument("--steps", type=_positive, default=4, help="steps to simulate; the table shows the last one")
     simulate.add_argument("--gradients", default="layered", help="layered, adversarial, or a file from demo --record")
     simulate.add_argument(
@@ -199,7 +204,7 @@ def _simulate(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     for row in compare_methods(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
-        steps=options.steps, memory=options.memory,
+        steps=options.steps, memory=options.memory, gpu=options.device == "cuda",
     ):  # fmt: skip
         rows.append(row)
         print(
@@ -215,7 +220,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.trace:
         timeline(
             recipes[0], rows[0].workers, rows[0].simulated, options.link, _source(options.gradients), options.trace,
-            steps=options.steps,
+            steps=options.steps, gpu=options.device == "cuda",
         )  # fmt: skip
     return 0
 
@@ -276,7 +281,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         choices=("cpu", "cuda"),
-        help="device of the gradients, which packs the messages",
+        help="device of the gradients; on a GPU, host synchronizations and kernel launches take time",
     )
     plan.set_defaults(run=_plan)
 

@@ -74,15 +74,18 @@ def select(
     *,
     capacity: int | None = None,
     clear: bool = False,
+    divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
     Zeros are never selected. NaN is always selected. At most ``capacity`` entries are written. With ``clear``, exactly
-    the written entries become 0 in ``values``, so entries above the capacity are not lost. ``workspace`` keeps GPU
-    scratch memory between calls. Raises ``ValueError`` for a wrong dtype, shape or capacity.
+    the written entries become 0 in ``values``, so entries above the capacity are not lost. With a ``divisor`` (fp32
+    ``[n]``), quotients are compared and returned, and ``values`` stay as they are. There is no Triton kernel for this.
+    ``workspace`` keeps GPU scratch memory between calls. Raises ``ValueError`` for a wrong dtype, shape or capacity.
     """
-    return select_keys(values, threshold_key(threshold), capacity=capacity, clear=clear, workspace=workspace)
+    key = threshold_key(threshold)
+    return select_keys(values, key, capacity=capacity, clear=clear, divisor=divisor, workspace=workspace)
 
 
 def accumulate_and_select(
@@ -93,6 +96,7 @@ def accumulate_and_select(
     *,
     capacity: int | None = None,
     clear: bool = False,
+    divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Compute ``out = residual + gradient`` and :func:`select` from ``out``, in one fused pass.
@@ -101,7 +105,9 @@ def accumulate_and_select(
     Raises ``ValueError`` naming the invalid argument.
     """
     key = threshold_key(threshold)
-    return accumulate_and_select_keys(residual, gradient, out, key, capacity, clear=clear, workspace=workspace)
+    return accumulate_and_select_keys(
+        residual, gradient, out, key, capacity, clear=clear, divisor=divisor, workspace=workspace
+    )
 
 
 def accumulate_and_select_keys(
@@ -112,11 +118,12 @@ def accumulate_and_select_keys(
     capacity: int | None = None,
     *,
     clear: bool = False,
+    divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Run :func:`accumulate_and_select` with the ``key`` of a threshold."""
     check_addends(residual, gradient, out)
-    return _scan(out, key, capacity, clear, (residual, gradient), workspace)
+    return _scan(out, key, capacity, clear, (residual, gradient), divisor, workspace)
 
 
 def select_keys(
@@ -125,11 +132,12 @@ def select_keys(
     capacity: int | None = None,
     *,
     clear: bool = False,
+    divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Run :func:`select` with the ``key`` of a threshold."""
     check_vector("values", values)
-    return _scan(values, key, capacity, clear, None, workspace)
+    return _scan(values, key, capacity, clear, None, divisor, workspace)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -141,17 +149,25 @@ Addends = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def _scan(
-    out: torch.Tensor, key: int, capacity: int | None, clear: bool, addends: Addends, workspace: Workspace | None
+    out: torch.Tensor,
+    key: int,
+    capacity: int | None,
+    clear: bool,
+    addends: Addends,
+    divisor: torch.Tensor | None,
+    workspace: Workspace | None,
 ) -> Selection:
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity={capacity} is negative: pass None for no limit")
+    if divisor is not None:
+        check_vector("divisor", divisor, numel=out.numel(), like=out)
     room = out.numel() if capacity is None else capacity
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
-    if triton_runs(out):
+    if divisor is None and triton_runs(out):
         return _scan_triton(out, key, room, clear, addends, workspace if workspace is not None else Workspace())
     scan = _scan_host if out.device.type == "cpu" else _scan_device
-    return scan(out, key, room, clear, addends)
+    return scan(out, key, room, clear, addends, divisor)
 
 
 def _scan_triton(
@@ -171,24 +187,30 @@ def _scan_triton(
     return Selection(indices, values, count)
 
 
-def _scan_host(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
+def _scan_host(
+    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, divisor: torch.Tensor | None = None
+) -> Selection:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
     floats, chunk = out.numpy(), min(HOST_CHUNK, out.numel())
     add_chunk = _host_addition(out, addends) if addends is not None else None
     reaches, scratch = np.empty(chunk, dtype=np.bool_), np.empty(chunk, dtype=np.bool_)
+    divisors = None if divisor is None else divisor.numpy()
+    quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
     indices, values, count = [], [], 0
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, out.numel(), HOST_CHUNK):
             if add_chunk is not None:
                 add_chunk(slice(start, start + HOST_CHUNK))
-            part = floats[start : start + HOST_CHUNK]
+            part = stored = floats[start : start + HOST_CHUNK]
+            if divisors is not None:
+                part = np.divide(stored, divisors[start : start + HOST_CHUNK], out=quotients[: stored.size])
             (found,) = _reaching(part, key, reaches[: part.size], scratch[: part.size]).nonzero()
             written = found if count + found.size <= room else found[: max(0, room - count)]
             count += found.size
             values.append(part.take(written))
             indices.append(np.add(written, start, dtype=np.int32, casting="unsafe"))
             if clear:
-                part[written] = 0.0
+                stored[written] = 0.0
     joined = torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values))
     return Selection(*joined, count)
 
@@ -206,21 +228,24 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
     """Return in ``out`` which magnitudes of ``part`` have at least ``key``. NaN has, whatever the key."""
     if _SMALLEST_NORMAL <= key <= _INFINITY:  # two comparisons cost less than masking out the sign
         threshold = np.int32(key).view(np.float32)
-        inside = np.logical_and(np.less(part, threshold, out=out), np.greater(part, -threshold, out=scratch), out=out)
-        reached: Flags = np.logical_not(inside, out=out)
-        return reached
-    # Denormals may count as zeros in comparisons of floats (torch.set_flush_denormal).
-    return np.greater_equal(np.bitwise_and(part.view(np.int32), MAGNITUDE_MASK), key, out=out)
+        np.logical_and(np.less(part, threshold, out=out), np.greater(part, -threshold, out=scratch), out=out)
+        np.logical_not(out, out=out)
+    else:  # denormals may count as zeros in comparisons of floats (torch.set_flush_denormal)
+        np.greater_equal(np.bitwise_and(part.view(np.int32), MAGNITUDE_MASK), key, out=out)
+    return out
 
 
-def _scan_device(out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends) -> Selection:
+def _scan_device(
+    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, divisor: torch.Tensor | None = None
+) -> Selection:
     """Same as :func:`_scan_host`, with torch operators on any device."""
     if addends is not None:
         residual, gradient = addends
         add(residual, gradient, out)
-    found = positions((out.view(torch.int32) & MAGNITUDE_MASK) >= key)
+    compared = out if divisor is None else out / divisor
+    found = positions((compared.view(torch.int32) & MAGNITUDE_MASK) >= key)
     written = found[:room]
-    values = out[written]
+    values = compared[written]
     if clear:
         out[written] = 0.0
     return Selection(written.to(torch.int32), values, found.numel())

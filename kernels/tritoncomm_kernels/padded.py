@@ -243,18 +243,19 @@ def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
 
     It is copied there only once, unless thousands of others have been needed since.
     """
-    key = (tuple(content), device)
+    # Work on another stream does not wait for the copy, so each stream has its own.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (tuple(content), device, stream)
     held = _constants.get(key)
     if held is None:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
-        # The host waits for the copy, because work on any stream may use it.
         held = _constants[key] = copied_to(torch.from_numpy(np.asarray(content, dtype=np.int32)), device)
     return held
 
 
 _MOST_CONSTANTS = 4096
-_constants: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+_constants: dict[tuple[tuple[int, ...], torch.device, int], torch.Tensor] = {}
 
 
 def check_launch(rows: int) -> None:

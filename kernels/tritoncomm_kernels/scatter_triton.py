@@ -85,7 +85,7 @@ def sum_lists_kernel(
 @triton.jit(do_not_specialize=["count", "n"], do_not_specialize_on_alignment=["indices_ptr"])
 def mark_indices_kernel(indices_ptr, bits_ptr, invalid_ptr, count, n, BLOCK: tl.constexpr):
     """Set the bit of every index of one list."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = at < count
     index = tl.load(indices_ptr + at, mask=held, other=-1)
     inside = (index >= 0) & (index < n)

@@ -78,7 +78,7 @@ def check_rows(rows: Padded, lows: torch.Tensor, span: int) -> tuple[Padded, tor
     """
     indices, used = rows.indices, rows.indices != PADDING
     low = lows[:, None]
-    bad = used & ((indices < low) | (indices >= low + span))
+    bad = used & ((indices < low) | (indices - low >= span))  # low + span may overflow
     bad[:, 1:] |= used[:, 1:] & ((indices[:, 1:] <= indices[:, :-1]) | ~used[:, :-1])
     wrong = bad.any(1)
     keep = used & ~wrong[:, None]

@@ -42,15 +42,21 @@ def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32) & MAGNITUDE_MASK
 
 
-def top_k(values: torch.Tensor, k: int, *, workspace: Workspace | None = None) -> Selection:
+def top_k(
+    values: torch.Tensor, k: int, *, divisor: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> Selection:
     """Return the ``k`` entries of ``values`` (fp32 ``[n]``) with the largest magnitude, ascending by index.
 
     The result has exactly ``min(k, number of non-zeros)`` entries. Zeros are never selected. Ties go to the lower
-    index, so all ranks break them in the same way. ``workspace`` keeps GPU scratch memory between calls. Raises
-    ``ValueError`` for a negative ``k``, or a wrong dtype or shape.
+    index, so all ranks break them in the same way. ``divisor`` is that of :func:`tritoncomm_kernels.select`.
+    ``workspace`` keeps GPU scratch memory between calls. Raises ``ValueError`` for a negative ``k``, or a wrong dtype
+    or shape.
     """
     _check_k(k)
     check_vector("values", values)
+    if divisor is not None:
+        sample = _divided(_sample_lines(values), divisor)
+        return _exact(partial(select_keys, values, divisor=divisor), sample, k, values.numel())
     if values.numel() and triton_runs(values):
         return _read_back(values, None, values, k, workspace)
     return _exact(partial(select_keys, values), _sample_lines(values), k, values.numel())
@@ -102,6 +108,7 @@ def accumulate_top_k(
     out: torch.Tensor,
     k: int,
     *,
+    divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Compute ``out = residual + gradient`` and return its ``k`` largest magnitudes, in one pass over n.
@@ -111,17 +118,17 @@ def accumulate_top_k(
     """
     _check_k(k)
     check_addends(residual, gradient, out)
-    if out.numel() and triton_runs(out):
+    if divisor is None and out.numel() and triton_runs(out):
         return _read_back(residual, gradient, out, k, workspace)
-    sample = _sample_lines(residual) + _sample_lines(gradient)
+    sample = _divided(_sample_lines(residual) + _sample_lines(gradient), divisor)
     first = True
 
     def candidates(key: int) -> Selection:
         nonlocal first
         if first:
             first = False
-            return accumulate_and_select_keys(residual, gradient, out, key)
-        return select_keys(out, key)
+            return accumulate_and_select_keys(residual, gradient, out, key, divisor=divisor)
+        return select_keys(out, key, divisor=divisor)
 
     return _exact(candidates, sample, k, out.numel())
 
@@ -293,6 +300,10 @@ def _sample_lines(values: torch.Tensor) -> torch.Tensor:
     rows = values.numel() // SAMPLE_STRIDE
     lines = values[: rows * SAMPLE_STRIDE].view(rows, SAMPLE_STRIDE)[:, :SAMPLE_LINE]
     return lines.reshape(-1).to(torch.float32)
+
+
+def _divided(sample: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+    return sample if divisor is None else sample / _sample_lines(divisor)
 
 
 def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +37,19 @@ class Gpu:
             caused it.
         launches: Number of kernel launches by name: one for each operator that computes, and those of the table in
             ``kernel_costs.py`` for the kernels of ``tritoncomm_kernels``.
+        devices: Number of calls of ``torch.cuda.current_stream`` and ``torch.cuda.synchronize`` by the index of their
+            device. A call that names none means the current device. All devices have the same streams here.
     """
 
     def __init__(self, name: str = "rank 0") -> None:
         self.name = name
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
+        self.devices: Counter[int] = Counter()
         self.pinned: dict[int, torch.UntypedStorage] = {}
         self.host_seen: dict[Stream, int] = {}
         self.host_version = 0
+        self.busy_until = 0.0  # by time.perf_counter()
         self._streams = 0
         self._arriving: list[tuple[Stream, int, torch.Tensor, torch.Tensor]] = []
         self.default_stream = Stream(gpu=self, name="default stream")
@@ -56,6 +61,11 @@ class Gpu:
         """Forget the log."""
         self.syncs.clear()
         self.launches.clear()
+        self.devices.clear()
+
+    def keep_busy(self, seconds: float) -> None:
+        """Enqueue work that takes ``seconds``. A wait of the host, and an event without timing, last until its end."""
+        self.busy_until = max(self.busy_until, time.perf_counter()) + seconds
 
     def next_number(self) -> int:
         """Return the number of a new stream."""
@@ -70,6 +80,7 @@ class Gpu:
     def synchronized(self, kind: str, stream: Stream | None = None, seen: dict[Stream, int] | None = None) -> None:
         """Count a synchronization: the host waits for the work on ``stream``, or only for that in ``seen``."""
         self.syncs[kind, site()] += 1
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
         stream = stream or current_stream()
         known = {**stream.seen, stream: stream.enqueue()} if seen is None else seen
         for other, at in known.items():

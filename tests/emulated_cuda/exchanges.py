@@ -10,7 +10,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 from emulated_cuda import ranks
-from emulated_cuda.device import to_gpu, values_of
+from emulated_cuda.device import current_gpu, to_gpu, values_of
 
 
 class Outcome(NamedTuple):
@@ -74,3 +74,26 @@ def simulated(recipe: Recipe, given: list[torch.Tensor]) -> list[list[Outcome]]:
             residual = world.workers[rank].residual.clone()
             outcomes[rank].append(Outcome(mean.indices.clone(), mean.values.clone(), residual, *traffic))
     return outcomes
+
+
+def counted(recipe: Recipe, world_size: int, *, numel: int = 9728, steps: int = 4) -> tuple[int, int]:
+    """Return the host synchronizations and kernel launches of the last step, of the rank that synchronizes most.
+
+    A step is the exchange of one vector and its confirmation. The fourth is the first that reuses Ok-Topk's thresholds.
+    """
+    given = gradients(world_size, numel, steps, seed=1)
+
+    def rank_of(rank: int) -> tuple[int, int]:
+        gpu = current_gpu()
+        subgroups = recipe.subgroups(world_size)
+        scheduler = ProcessGroupScheduler(None, device="cuda:0", stamp=repr(recipe), subgroups=subgroups)
+        feedback = ErrorFeedback(recipe.build(numel), "cuda:0")
+        for step in given:
+            own = to_gpu(step[rank])
+            gpu.reset()
+            scheduler.run(feedback.begin(own, rank, world_size))
+            feedback.commit()
+            scheduler.run(scheduler.confirmation(), new_step=False)
+        return sum(gpu.syncs.values()), sum(gpu.launches.values())
+
+    return max(ranks.run(rank_of, world_size, seed=None))

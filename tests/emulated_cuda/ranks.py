@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
-from tritoncomm.scheduler import process_group, tracing
+from tritoncomm.scheduler import process_group, tracing, watcher
 from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
@@ -38,6 +38,7 @@ _STATE = (
     (private_group, "_free"),
     (hook_state, "_states"),
     (tracing, "_tracers"),
+    (watcher, "_last"),
     (padded, "_constants"),
 )
 _installing = threading.RLock()
@@ -257,11 +258,6 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and (isinstance(device, int) or torch.device(device).type == "cuda")
 
 
-def _index(device: Any) -> int:
-    index = device if isinstance(device, int) else torch.device(device).index
-    return streams.current_device() if index is None else index
-
-
 def _factory(make: Callable[..., torch.Tensor], *, copies: bool) -> Callable[..., torch.Tensor]:
     """Return a factory that makes tensors on the emulated GPU, and pinned ones."""
 
@@ -277,10 +273,10 @@ def _factory(make: Callable[..., torch.Tensor], *, copies: bool) -> Callable[...
             return made
         gpu = current_gpu()
         if copies:
-            return upload(made, make.__name__, gpu, index=_index(device)).requires_grad_(gradient)
+            return upload(made, make.__name__, gpu, index=streams.index_of(device)).requires_grad_(gradient)
         if not make.__name__.startswith("empty"):
             gpu.launched(make.__name__)
-        return written(CudaTensor(made, gpu, index=_index(device)), make.__name__).requires_grad_(gradient)
+        return written(CudaTensor(made, gpu, index=streams.index_of(device)), make.__name__).requires_grad_(gradient)
 
     return create
 
@@ -297,7 +293,7 @@ def _methods() -> dict[str, Any]:
         gpu = current_gpu()
         if non_blocking and gpu.is_pinned(self):
             gpu.pin(converted)
-        made = upload(converted, "to", gpu, non_blocking=non_blocking, index=_index(device))
+        made = upload(converted, "to", gpu, non_blocking=non_blocking, index=streams.index_of(device))
         return made.requires_grad_(self.requires_grad)
 
     def cuda(self: torch.Tensor, device: Any = "cuda", non_blocking: bool = False, **_: Any) -> torch.Tensor:
@@ -327,7 +323,7 @@ def _cuda() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (8, 0),
         "current_device": streams.current_device,
         "set_device": streams.set_device,
-        "synchronize": lambda device=None: current_gpu().synchronized("device synchronize"),
+        "synchronize": streams.synchronize,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,

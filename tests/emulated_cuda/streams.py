@@ -96,13 +96,14 @@ class Event:
         self.enable_timing = enable_timing
         self.stream: Stream | None = None
         self.seen: dict[Stream, int] = {}
-        self.recorded_at = 0.0
+        self.recorded_at = self.ends_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Record the work that is on ``stream`` now, of the current stream by default."""
         self.stream = stream or current_stream()
         self.seen = {**self.stream.seen, self.stream: self.stream.enqueue()}
         self.recorded_at = time.perf_counter()
+        self.ends_at = self.stream.gpu.busy_until
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let ``stream``, by default the current one, wait for the event."""
@@ -114,7 +115,12 @@ class Event:
             self.stream.gpu.synchronized("event synchronize", self.stream, self.seen)
 
     def query(self) -> bool:
-        """Return True if the host is known to have waited for the event. A real event may be complete earlier."""
+        """Return True if the event is complete: one without timing as soon as the work of ``Gpu.keep_busy`` has ended.
+
+        One with timing is complete when the host is known to have waited for it. A real one may be complete earlier.
+        """
+        if not self.enable_timing and time.perf_counter() >= self.ends_at:
+            return True
         return self.stream is None or self.stream.gpu.host_seen.get(self.stream, 0) >= self.seen[self.stream]
 
     def elapsed_time(self, end: Event) -> float:
@@ -179,6 +185,7 @@ def current_stream(device: Any = None) -> Stream:
     from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
 
     gpu = current_gpu()
+    gpu.devices[index_of(device)] += 1
     chosen: Stream | None = getattr(_local, "stream", None)
     return chosen if chosen is not None and chosen.gpu is gpu else gpu.default_stream
 
@@ -283,8 +290,21 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     """Stand for ``torch.cuda.set_device``."""
-    index = device if isinstance(device, int) else torch.device(device).index
-    _local.device = current_device() if index is None else index
+    _local.device = index_of(device)
+
+
+def index_of(device: Any) -> int:
+    """Return the index of ``device``, which is that of the current one if it has none."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def synchronize(device: Any = None) -> None:
+    """Stand for ``torch.cuda.synchronize``."""
+    from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
+
+    current_gpu().devices[index_of(device)] += 1
+    current_gpu().synchronized("device synchronize")
 
 
 class OnDevice:

@@ -98,6 +98,14 @@ def test_synchronizations(method: str, world_size: int, values: str) -> None:
     assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
 
 
+def test_renewal() -> None:
+    """The step that renews the scale of the selection, and the next one, stay within the budget of other steps."""
+    steps = steps_of("oktopk", "4bit", 2, 24)
+    assert steps[19].syncs > ORDINARY, "the scale is renewed every 20 steps"
+    assert all(step.syncs <= OTHERS for step in steps)
+    assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly."""

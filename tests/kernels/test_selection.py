@@ -159,6 +159,32 @@ def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> No
         assert int((y != x).sum()) == 333
 
 
+@given(vectors, thresholds, st.integers(1, 80), st.booleans())
+@examples(50)
+def test_divisor(values: list[float], limit: float, k: int, added: bool) -> None:
+    """Quotients are compared and returned, and the values keep their units."""
+    x = tensor(values)
+    divisor = 2.0 ** (torch.arange(len(values)) % 5)
+    base, gradient = (x, torch.zeros_like(x)) if added else (None, None)
+    for quotients, divided in (
+        (kernels.select(x / divisor, limit), lambda out: kernels.select(out, limit, divisor=divisor)),
+        (kernels.top_k(x / divisor, k), lambda out: kernels.top_k(out, k, divisor=divisor)),
+        (
+            kernels.select(x / divisor, limit),
+            lambda out: kernels.accumulate_and_select(base, gradient, out, limit, divisor=divisor),
+        ),
+        (
+            kernels.top_k(x / divisor, k),
+            lambda out: kernels.accumulate_top_k(base, gradient, out, k, divisor=divisor),
+        ),
+    )[2 * added : 2 * added + 2]:
+        out = x.clone()
+        got = divided(out)
+        assert got.indices.tolist() == quotients.indices.tolist()
+        assert bits(got.values) == bits(quotients.values)
+        assert bits(out + 0.0) == bits(x + 0.0)
+
+
 @given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
 @examples(100)
 def test_device_path(values: list[float], limit: float, capacity: int | None, clear: bool) -> None:

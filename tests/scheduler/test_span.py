@@ -15,6 +15,7 @@ from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern, Round
 from tritoncomm.scheduler.span import Span
+from tritoncomm.scheduler.tracing import Tracer
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -62,6 +63,19 @@ def test_a_span_is_of_its_stream() -> None:
         assert not span.is_known
         side.synchronize()
         assert span.is_known
+
+
+def test_times_are_of_the_device_of_the_exchange() -> None:
+    """It need not be the current one, on whose stream nothing of the exchange runs."""
+    with ranks.alone() as gpu:
+        span = Span(torch.device("cuda", 1)).end()
+        assert gpu.devices == {1: 2}
+        tracer = Tracer()
+        tracer.begin(torch.device("cuda", 1))
+        tracer.operation(0, "gather", span, {}, ())
+        gpu.reset()
+        tracer.settle()
+        assert gpu.devices[1] == 1  # a wait for its work
 
 
 def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -262,6 +264,59 @@ def test_a_slow_exchange_is_not_aborted() -> None:
     assert ranks.run(main, 2) == [6.0, 6.0]
 
 
+def test_queued_work_of_this_rank_is_no_wait() -> None:
+    """The GPUs of all ranks are busy with earlier work for longer than the time-out when the exchange is enqueued."""
+
+    def main(rank: int) -> float:
+        scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
+        scheduler.agree_on_exchange_id()
+        current_gpu().keep_busy(1.0)
+
+        def pattern() -> Pattern[float]:
+            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
+            return float(total)
+
+        return scheduler.run(pattern())
+
+    assert ranks.run(main, 2) == [2.0, 2.0]
+
+
+def waits(own: watcher.Watcher, seconds: float) -> bool:
+    """Return whether the communicators are aborted in an exchange that has waited for ``seconds``."""
+    own._asking = threading.Thread()  # the thread of all watchers must not look first
+    try:
+        with own:
+            watcher._under_way.discard(own)
+            own._since = time.monotonic() - seconds
+            own.poll()
+    except ExchangeTimeoutError:
+        return True
+    return False
+
+
+def test_a_wait_of_an_earlier_exchange_is_a_wait() -> None:
+    """Without a read of the host, the exchange before may still wait for a rank. Its time counts in the next one."""
+
+    def main(rank: int) -> list[bool]:
+        first, second = (ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher for _ in range(2))
+        with first:
+            current_gpu().keep_busy(60.0)  # a collective without the others
+        return [waits(first, 1.0), waits(second, 1.0)]
+
+    assert ranks.run(main, 2) == [[True, True]] * 2
+
+
+def test_queued_work_has_a_limit() -> None:
+    """It may be a collective of the program with a lost rank. The time-out of the process group holds for it."""
+
+    def main(rank: int) -> list[bool]:
+        current_gpu().keep_busy(1e4)
+        own = ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher
+        return [waits(own, 599.0), waits(own, 601.0)]
+
+    assert ranks.run(main, 2) == [[False, True]] * 2
+
+
 class SilentStore:
     """The store of a host that cannot be reached."""
 
@@ -316,6 +371,26 @@ def test_a_report_from_before_is_ignored() -> None:
     assert ranks.run(main, 2) == [2.0, 2.0]
 
 
+def test_a_destroyed_group_frees_its_store() -> None:
+    """A new group on the same port begins with an empty store, on the rank that hosts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        connection = watcher._own_connection(dist.distributed_c10d._get_default_store())
+        assert connection is watcher._own_connection(dist.distributed_c10d._get_default_store())
+        connection.set("key of the first group", "")
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        assert not dist.distributed_c10d._get_default_store().check(["key of the first group"])
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("garbage", [False, True])
 def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a rank, the comparison at wrap() ends after the time-out of the process group."""
@@ -335,30 +410,36 @@ def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPa
     assert 0.5 < found[2] < 3
 
 
+@pytest.mark.parametrize("timeout", [None, LATE])
 @pytest.mark.parametrize("setting", [None, "3", "0"])
 def test_the_watchdog_of_nccl(
-    setting: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str | None, timeout: timedelta | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the setting that lets this rank report a failure, one warning and the error name it."""
+    """Without the setting that lets this rank report a failure, one message and the error name it, and its cost.
+
+    The message is a warning only if the user has asked for errors in time.
+    """
+    caplog.set_level("INFO", "tritoncomm")
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.delenv(name, raising=False)
     if setting is not None:
         monkeypatch.setenv(name, setting)
-    watcher._warn_about_watchdog.cache_clear()
+    watcher._log_advice.cache_clear()
 
     def main(rank: int) -> str:
         for _ in range(2):
-            scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
+            scheduler = ProcessGroupScheduler(None, timeout, "cuda", "test")
         scheduler.agree_on_exchange_id()
         scheduler._failed(AllReduce("sum", torch.ones(1)), RuntimeError("remote process exited or there was an error"))
         return str(scheduler._failure)
 
     texts = ranks.run(main, 2)
-    warned = [record.getMessage() for record in caplog.records if name in record.getMessage()]
-    assert len(warned) == (setting != "0")
-    for text in texts:
+    logged = [record for record in caplog.records if name in record.getMessage()]
+    assert [record.levelname for record in logged] == ["INFO" if timeout is None else "WARNING"] * (setting != "0")
+    for text in [*texts, *(record.getMessage() for record in logged)]:
         assert "lost rank" in text
         assert (f"set {name}=0 before init_process_group" in text) == (setting != "0")
+        assert ("collectives of your own then wait for a lost rank without end" in text) == (setting != "0")
 
 
 def test_the_cpu_has_no_watcher(tmp_path) -> None:

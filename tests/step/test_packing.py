@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, RandomK, Recipe, SparDL, TopkAllgather, Warmup
@@ -11,6 +12,7 @@ from tritoncomm.algorithms import Hierarchical, algorithms
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
+from tritoncomm.step import gpu_cost
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.packing import describe, resolve
 
@@ -48,25 +50,42 @@ def test_static_form_on_a_gpu() -> None:
     """On a GPU, a method with a static form uses it, unless the user asks for something else."""
     methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), IndexRecipe)]
     assert TopkAllgather.has_static_form
-    for method, static in [(TopkAllgather(static=False), False), *((each, each.has_static_form) for each in methods)]:
+    other = [(TopkAllgather(static=False), False), (ExDyna(mode="paper"), False)]
+    for method, static in [*other, *((each, each.has_static_form) for each in methods)]:
         assert resolve(method, NUMEL, 4, "cuda").recipe.static is static
         assert resolve(method, NUMEL, 1, "cuda").recipe.static is static
         assert resolve(method, NUMEL, 4, "cpu").recipe.static == method.static
 
 
 def test_launches_do_not_pay_for_short_messages_on_a_fast_link() -> None:
-    """On a GPU with a fast link, short messages are plain and long ones are packed."""
-    method = OkTopk(density=0.01)
+    """On a GPU with a fast link, short messages are plain and long ones are packed, if packing takes more launches."""
+    method = OkTopk(density=0.01, static=False)
     assert packed(resolve(method, 100_000, 4, "cuda", FAST).recipe) is False
     assert packed(resolve(method, 1_000_000_000, 4, "cuda", Link.parse("100gbit,1us")).recipe) is True
 
 
-def test_static_form_is_packed_at_once() -> None:
-    """On a GPU, the time of packing in the static form does not grow with the number of workers."""
-    few, many = (resolve(OkTopk(density=0.01), NUMEL, world_size, "cuda").coding for world_size in (2, 16))
-    assert few == many > 0
-    few, many = (resolve(OkTopk(density=0.01, static=False), NUMEL, p, "cuda").coding for p in (2, 16))
-    assert few < many
+def test_packing_on_a_gpu_takes_its_launches() -> None:
+    """On a GPU, packing takes the synchronizations and launches by which the counts of the two formats differ."""
+    exact = OkTopk(density=0.01, static=False)
+    plain, packed_ = (gpu_cost.counts(replace(exact, packed=each), 8) for each in (False, True))
+    found = resolve(exact, NUMEL, 8, "cuda")
+    assert found.seconds == pytest.approx(packed_.seconds - plain.seconds)
+    assert found.seconds > 0
+    # In the static form, packed messages take fewer launches than plain ones. They are packed on any link.
+    static = resolve(OkTopk(density=0.01), 100_000, 8, "cuda", FAST)
+    assert (static.packed, static.seconds) == (True, 0)
+    assert "messages are packed: packing saves " in describe([static])
+    assert describe([resolve(OkTopk(density=0.01), NUMEL, 8, "cuda")]) == "messages are packed"
+
+
+def test_packing_of_a_method_without_counts() -> None:
+    """A method that has no counts is packed on a GPU as others are, and packing is taken to need no time."""
+
+    class Another(TopkAllgather):
+        name = "another"
+
+    found = resolve(Another(), NUMEL, 4, "cuda")
+    assert (found.packed, found.seconds) == (True, 0)
 
 
 def test_decision_is_where_time_saved_is_time_spent() -> None:
@@ -121,7 +140,7 @@ def test_nothing_to_pack(recipe: Recipe) -> None:
 
 
 def test_plan_counts_packed_messages() -> None:
-    """On a GPU, a plan for fp32 values counts packed messages. On a CPU it counts their time as well."""
+    """A plan for fp32 values counts packed messages: on a CPU their time, on a GPU all launches."""
 
     def high(**arguments: object) -> float:
         found = planner.estimates(NUMEL, 4, SLOW, densities=(0.01,), **arguments)
@@ -131,6 +150,8 @@ def test_plan_counts_packed_messages() -> None:
     shorter = SparDL(density=0.01, packed=True).formula(NUMEL, 4).seconds(SLOW)[1]
     for device in ("cpu", "cuda"):
         spent = resolve(SparDL(density=0.01), NUMEL, 4, device, SLOW).seconds
+        if device == "cuda":
+            spent = gpu_cost.counts(SparDL(density=0.01, packed=True, static=True), 4).seconds
         assert high(device=device) == pytest.approx(shorter + spent)
         assert shorter < shorter + spent < plain
     chosen = planner.recommend(25_000_000, 8, SLOW, 0.01)

@@ -262,7 +262,7 @@ def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
     if mean.is_padded:  # the value of padding is 0, whatever its scale
         values = mean.values * scale[mean.indices.clamp(min=0).long()]
         return SparseVector.padded(Padded(mean.indices, values), mean.numel)
-    return SparseVector(mean.indices, mean.values * scale[mean.indices.long()], mean.numel)
+    return SparseVector(mean.indices, mean.values * scale.index_select(0, mean.indices), mean.numel)
 
 
 def _differ(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:

@@ -33,6 +33,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import with_verdict
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
@@ -333,7 +334,8 @@ class SparDLAlgorithm(Algorithm):
     def _forecast(self, world_size: int, h: int) -> Forecast:
         place = self._place(0, world_size)
         if place is None:
-            return cost.dense(self.numel, world_size)
+            dense = cost.dense(self.numel, world_size)
+            return with_verdict(dense, world_size) if self.is_static else dense
         if self.is_static:
             return static_forecast(place, min(h, place.room), self.recipe.recursive(place.teams))
         budget, peers, teams = place.room, place.team_size - 1, place.teams

@@ -18,7 +18,9 @@ from tritoncomm.planning.synthetic_gradients import Gradients
 from tritoncomm.scheduler.cost import WORD, Link
 from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld
+from tritoncomm.step import gpu_cost
 from tritoncomm.step.options import DEFAULT_ALGO
+from tritoncomm.step.packing import resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # matplotlib is optional
@@ -117,7 +119,7 @@ class Row:
 
 def compare_methods(
     recipes: Sequence[Recipe], workers: Sequence[int], numel: int, link: Link, source: Source, *,
-    steps: int = STEPS, memory: float = 1e9,
+    steps: int = STEPS, memory: float = 1e9, gpu: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
     """Yield a :class:`Row` for each recipe at each number of workers, as soon as it is measured.
 
@@ -133,23 +135,27 @@ def compare_methods(
         source: Function of ``(numel, rank)`` that returns the gradients of a rank.
         steps: Steps to simulate. The last one is reported.
         memory: Bytes that a simulation may use.
+        gpu: Whether to simulate workers with GPUs: messages have the form that they have there, and times include
+            host synchronizations and kernel launches. See :func:`tritoncomm.step.gpu_cost.counts`.
 
     Raises:
         ConfigurationError: See :func:`shortened`.
     """
     for world_size in workers:
-        for method in recipes:
+        for given in recipes:
+            method = resolve(given, numel, world_size, "cuda", link).recipe if gpu else given
             gathered = max(0.0, method.formula(numel, world_size).high / numel - 2.0) if numel else 0.0
             short = shortened(numel, world_size, method.density, memory, gathered)
-            figures = _measure(method, world_size, short, link, source, steps)
+            figures = _measure(method, world_size, short, link, source, steps, gpu)
             if short < numel:
-                half = _measure(method, world_size, short // 2, link, source, steps)
+                half = _measure(method, world_size, short // 2, link, source, steps, gpu)
                 figures = _continued(figures, half, short, numel, link)
             formula = method.formula(numel, world_size)
+            on_device = gpu_cost.counts(method, world_size).seconds if gpu else 0.0
             yield Row(
                 label(method), world_size, numel, short, method.density, figures.words, figures.busiest,
                 figures.messages, figures.seconds * 1e3, figures.delivered,
-                formula.low, formula.high, formula.seconds(link)[1] * 1e3,
+                formula.low, formula.high, (formula.seconds(link)[1] + on_device) * 1e3,
             )  # fmt: skip
 
 
@@ -197,8 +203,10 @@ class _Figures(NamedTuple):
     delivered: float
 
 
-def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: Source, steps: int) -> _Figures:
-    world = SimulatedWorld(method, world_size, numel, link=link)
+def _measure(
+    method: Recipe, world_size: int, numel: int, link: Link, source: Source, steps: int, gpu: bool
+) -> _Figures:
+    world = SimulatedWorld(method, world_size, numel, link=link, gpu=gpu)
     sources, delivered = [source(numel, rank) for rank in range(world_size)], 0
     for step in range(steps):
         means = world.step(torch.stack([gradients.at(step) for gradients in sources]))
@@ -214,14 +222,17 @@ def _measure(method: Recipe, world_size: int, numel: int, link: Link, source: So
 
 
 def timeline(
-    method: Recipe, world_size: int, numel: int, link: Link, source: Source, file: Path, *, steps: int = STEPS
-) -> None:
+    method: Recipe, world_size: int, numel: int, link: Link, source: Source, file: Path, *,
+    steps: int = STEPS, gpu: bool = False,
+) -> None:  # fmt: skip
     """Simulate ``steps`` steps and write their timeline in virtual time to ``file``, see :func:`tritoncomm.trace`.
 
     See :func:`compare_methods` for the arguments.
     """
+    if gpu:
+        method = resolve(method, numel, world_size, "cuda", link).recipe
     with trace(file):
-        _measure(method, world_size, numel, link, source, steps)
+        _measure(method, world_size, numel, link, source, steps, gpu)
 
 
 def _continued(full: _Figures, half: _Figures, short: int, numel: int, link: Link) -> _Figures:

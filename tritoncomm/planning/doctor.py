@@ -33,7 +33,8 @@ class Diagnosis:
     """The result of :func:`diagnose`. All times are seconds on the slowest rank.
 
     With several ranks, exchange times are measured. In a single process, they are predicted from the cost formulas, and
-    only the selection is measured.
+    on a GPU from counts of synchronizations and launches (:mod:`tritoncomm.step.gpu_cost`). Only the selection is
+    measured.
 
     Attributes:
         workers: Number of workers.
@@ -141,13 +142,14 @@ def diagnose(
         dense = _exchange_seconds(Dense(), gradient, device)
     else:
         found = link or Link.parse("10gbit,30us")
-        dense = Dense().formula(numel, workers).seconds(found)[1]
+        dense = planner.exchange_seconds(Packing(Dense()), numel, workers, found, device)[1]
     packings = {d: resolve(method(d), numel, workers, device, found) for d in densities}
     if together:
         sparse = {d: _exchange_seconds(packing.recipe, gradient, device) for d, packing in packings.items()}
     else:
+        # On a GPU, the launches of the selection are in both parts. They take some tens of microseconds.
         sparse = {
-            d: selection + packing.seconds + packing.recipe.formula(numel, workers).seconds(found)[1]
+            d: selection + planner.exchange_seconds(packing, numel, workers, found, device)[1]
             for d, packing in packings.items()
         }
     selection, dense, *others = _slowest([selection, dense, *sparse.values()], device)

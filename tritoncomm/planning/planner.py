@@ -1,7 +1,7 @@
 """Recommend a method and a density for a given network, or dense, from the papers' cost formulas.
 
 The formula of a method is its ``Recipe.formula`` in :mod:`tritoncomm.algorithms`. :mod:`tritoncomm.scheduler.cost`
-turns it into seconds on a network.
+turns it into seconds on a network. :mod:`tritoncomm.step.gpu_cost` adds what an exchange costs on a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
-from tritoncomm.algorithms.base import EntryRecipe
+from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
+from tritoncomm.step import gpu_cost
+from tritoncomm.step.gpu_cost import Counts
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
-from tritoncomm.step.packing import resolve
+from tritoncomm.step.packing import Packing, resolve
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, and their loss in the training benchmark
@@ -28,25 +30,38 @@ TRUSTED_LOSS = (
     "With 4-bit values, oktopk ended 2.2 to 3.4% below at 5%, 0.3 to 3.2% below at 3%, 0.7 to 2.0% above at 1%"
 )
 # A sparse step must be predicted to take less than this fraction of a dense step. The margin is for the selection,
-# which is not counted.
+# of which no more than the launches on a GPU are counted.
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
-_CODING = ("as measured on one CPU core", "an estimate for GPUs")
+_NOTES_CPU = (
+    "Exchange and step times include writing and reading packed messages, as measured on one CPU core.",
+    "Not counted: selection on the device, and the all-reduce of small tensors.",
+)
+_SYNC, _LAUNCH = f"{1e6 * gpu_cost.SYNCHRONIZATION:g} us", f"{1e6 * gpu_cost.LAUNCH:g} us"
+_NOTES_GPU = (
+    f"Exchange and step times include {_SYNC} per host synchronization and {_LAUNCH} per launch.",
+    "Their numbers were counted on an emulated GPU. Their times are assumptions.",
+    f"The step of a sparse method has {gpu_cost.REST_OF_STEP.launches:.0f} launches more, for AdamW and small tensors.",
+    "Not counted: the time of kernels, and the all-reduce of small tensors.",
+    "form: exact messages are as long as their entries need, static ones have a fixed length. ?: not counted.",
+)
 
 
 class Estimate(NamedTuple):
     """The predicted cost of one recipe, in seconds.
 
     ``low`` and ``high`` are the lower and upper end of the exchange time. Both include the time to write and read
-    packed messages. ``step`` is the time of a whole training step with ``high``. In ``recipe``, ``packed="auto"`` is
-    resolved.
+    packed messages on a CPU, and the time of the ``counts`` on a GPU. ``step`` is the time of a whole training step
+    with ``high``. ``counts`` is None on a CPU, and where the counts of a method are not known. In ``recipe``,
+    ``packed="auto"`` is resolved, and on a GPU ``static="auto"`` is the faster form.
     """
 
     recipe: Recipe
     low: float
     high: float
     step: float
+    counts: Counts | None = None
 
     @property
     def is_dense(self) -> bool:
@@ -62,7 +77,9 @@ def estimates(
 
     A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after the
     backward pass. Selection is not counted, because it depends on the device: ``python benchmarks/selection.py``
-    measures it.
+    measures it. On a GPU, host synchronizations and kernel launches are counted, those of the selection included, see
+    :func:`tritoncomm.step.gpu_cost.counts`. A sparse step then also has the launches of
+    :data:`tritoncomm.step.gpu_cost.REST_OF_STEP`.
 
     Args:
         numel: Number of parameters.
@@ -72,7 +89,8 @@ def estimates(
         densities: Densities to estimate.
         overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
         values: Format of values on the wire, for the methods that send entries.
-        device: Device of the gradients. It determines whether messages are packed, and how long that takes.
+        device: Device of the gradients. It determines the form of messages, whether they are packed, and the time that
+            an exchange takes beside the link.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -83,15 +101,20 @@ def estimates(
         raise ConfigurationError(
             f"step_seconds must be at least 0 and overlap in [0, 1], got step_seconds={step_seconds}, overlap={overlap}"
         )
-    dense = Dense()
-    low, high = dense.formula(numel, world_size).seconds(link)
-    found = [Estimate(dense, low, high, step_seconds + max(0.0, high - overlap * step_seconds))]
+    dense = _estimate(Dense(), numel, world_size, link, device)
+    rest = gpu_cost.REST_OF_STEP.seconds if torch.device(device).type == "cuda" else 0.0
+    found = [dense._replace(step=step_seconds + max(0.0, dense.high - overlap * step_seconds))]
     for name in algorithms():
-        if name != dense.name:
-            found += [
-                _estimate(at(name, density, values), numel, world_size, link, step_seconds, device)
-                for density in densities
-            ]
+        if name != dense.recipe.name:
+            for density in densities:
+                fastest = min(
+                    (
+                        _estimate(each, numel, world_size, link, device)
+                        for each in _forms(at(name, density, values), device)
+                    ),
+                    key=lambda estimate: estimate.high,
+                )
+                found.append(fastest._replace(step=step_seconds + fastest.high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
@@ -101,14 +124,19 @@ def recommend(
 ) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
 
-    The sparse step must take less than 95 % of the dense step. See :func:`estimates` for the arguments.
+    The sparse step must take less than 95 % of the dense step. ``static`` is ``"auto"`` unless the exact lengths are
+    faster on a GPU, where ``"auto"`` is the static form. See :func:`estimates` for the arguments.
     """
     candidates = estimates(
         numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values, device=device
     )
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
-    return trusted.recipe if trusted.step < WORTH_IT * dense.step else dense.recipe
+    if not trusted.step < WORTH_IT * dense.step:
+        return dense.recipe
+    chosen = trusted.recipe
+    # "auto" is True on a GPU. Unlike True, it is possible inside of a hierarchical exchange.
+    return replace(chosen, static="auto") if isinstance(chosen, IndexRecipe) and chosen.static is True else chosen
 
 
 def at(name: str, density: float, values: str = "fp32") -> Recipe:
@@ -119,12 +147,37 @@ def at(name: str, density: float, values: str = "fp32") -> Recipe:
     return replace(found, values=values) if isinstance(found, EntryRecipe) else found
 
 
-def _estimate(
-    method: Recipe, numel: int, world_size: int, link: Link, step_seconds: float, device: torch.device | str
-) -> Estimate:
+def exchange_seconds(
+    packing: Packing, numel: int, world_size: int, link: Link, device: torch.device | str
+) -> tuple[float, float]:
+    """Return the lowest and the highest seconds of an exchange of ``packing.recipe``.
+
+    They are the seconds on the link, and those on the device: the time of packing on a CPU, and that of
+    synchronizations and launches on a GPU, which includes packing.
+    """
+    counts = _counts(packing.recipe, world_size, device)
+    more = packing.seconds if counts is None else counts.seconds
+    low, high = packing.recipe.formula(numel, world_size).seconds(link)
+    return low + more, high + more
+
+
+def _forms(method: Recipe, device: torch.device | str) -> list[Recipe]:
+    """Return ``method`` in each form that it has on a GPU, the static one first."""
+    if torch.device(device).type == "cuda" and isinstance(method, IndexRecipe) and method.can_be_static():
+        return [replace(method, static=True), replace(method, static=False)]
+    return [method]
+
+
+def _estimate(method: Recipe, numel: int, world_size: int, link: Link, device: torch.device | str) -> Estimate:
+    """Return the estimate of ``method`` as it is. Its ``step`` is that of an exchange alone."""
     packing = resolve(method, numel, world_size, device, link)
-    low, high = (packing.seconds + each for each in packing.recipe.formula(numel, world_size).seconds(link))
-    return Estimate(packing.recipe, low, high, step_seconds + high)
+    low, high = exchange_seconds(packing, numel, world_size, link, device)
+    return Estimate(packing.recipe, low, high, high, _counts(packing.recipe, world_size, device))
+
+
+def _counts(recipe: Recipe, world_size: int, device: torch.device | str) -> Counts | None:
+    known = torch.device(device).type == "cuda" and gpu_cost.is_known(recipe)
+    return gpu_cost.counts(recipe, world_size) if known else None
 
 
 def advice(
@@ -153,18 +206,20 @@ def advice(
         f"Other methods at density {_percent(density)}": rest,
         f"{both} at other densities": at_others,
     }
+    on_gpu = torch.device(device).type == "cuda"
+    network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
+    on_device = f"{'form':>8}{'syncs':>7}{'launches':>10}" if on_gpu else ""
     lines = [
-        f"{numel:,} parameters, {world_size} workers, {link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us",
-        f"{'method':16}{'density':>9}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
+        f"{numel:,} parameters, {world_size} workers, {network}{', on GPUs' if on_gpu else ''}",
+        f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
     ]
     for title, group in groups.items():
-        lines += ["", f"{title}:", *(_row(e, dense) for e in sorted(group, key=lambda estimate: estimate.step))]
+        lines += ["", f"{title}:", *(_row(e, dense, on_gpu) for e in sorted(group, key=lambda estimate: estimate.step))]
     lines += [
         "",
         "Exchange times come from the papers' cost formulas. Step times use the upper end of a range.",
-        f"Both include the time to write and read packed messages, {_CODING[torch.device(device).type == 'cuda']}.",
         f"A dense all-reduce overlaps with {overlap:.0%} of the computation, a sparse exchange with none of it.",
-        "Not counted: selection on the device, and the all-reduce of small tensors.",
+        *(_NOTES_GPU if on_gpu else _NOTES_CPU),
         "",
         f"The first row is the fastest step by these formulas, among dense, {both} at density {_percent(density)}.",
         f"So it may differ from the default of wrap, which is {DEFAULT_ALGO} at density {_percent(DEFAULT_DENSITY)}.",
@@ -183,17 +238,22 @@ def advice(
         formats = f", values={values!r}" if values != "fp32" else ""
         if getattr(chosen, "packed", None) is True:
             formats += ", packed=True"
+        if getattr(chosen, "static", "auto") is False:
+            formats += ", static=False"
         arguments = f"algo={chosen.name!r}, density={chosen.density}{formats}"
         lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, {arguments})")
     return "\n".join(lines)
 
 
-def _row(estimate: Estimate, dense: Estimate) -> str:
+def _row(estimate: Estimate, dense: Estimate, on_gpu: bool) -> str:
     low, high = estimate.low * 1e3, estimate.high * 1e3
     exchange = f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
     density = "" if estimate.is_dense else _percent(estimate.recipe.density)
     ratio = estimate.step / dense.step if dense.step else 1.0
-    return f"{estimate.recipe.name:16}{density:>9}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x"
+    form = "" if estimate.is_dense else gpu_cost.form(estimate.recipe)
+    syncs, launches = ("?", "?") if estimate.counts is None else (f"{count:.0f}" for count in estimate.counts)
+    on_device = f"{form:>8}{syncs:>7}{launches:>10}" if on_gpu else ""
+    return f"{estimate.recipe.name:16}{density:>9}{on_device}{exchange:>22}{estimate.step * 1e3:10.2f}{ratio:9.2f}x"
 
 
 def _percent(density: float) -> str:

@@ -15,6 +15,7 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
 from tritoncomm_kernels import Padded, Selection, Workspace
+from tritoncomm_kernels.dispatch import triton_runs
 
 Answer = TypeVar("Answer")
 
@@ -46,6 +47,7 @@ class Accumulator:
         self.workspace = workspace if workspace is not None else Workspace()
         self.verdict = verdict
         self._scale: torch.Tensor | None = None
+        self._divisor: torch.Tensor | None = None  # the scale, as long as ``scratch`` holds the sum in other units
         self._added = False
         self.spans: list[Span] = []
         self.selected = 0
@@ -90,15 +92,17 @@ class Accumulator:
         return head, tail
 
     def scaled(self, scale: torch.Tensor) -> Accumulator:
-        """Return this accumulator divided by ``scale`` (fp32 ``[n]``). Call this before the sum is computed.
+        """Return this accumulator divided by ``scale`` (fp32 ``[n]``, powers of two).
 
-        The result shares the scratch memory. Pass it to :meth:`unscale_from` after the exchange.
+        Call this before the sum is computed. The result shares the scratch memory. Pass it to :meth:`unscale_from`
+        after the exchange. On a CPU, a selection divides what it compares, and the sum itself is divided only when a
+        method needs it. Multiples of powers of two are exact, so the result is the same.
         """
         assert not self._added
-        self._add()
-        self._timed(lambda: self._scratch.div_(scale))
         scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
-        scaled._scale, scaled._added = scale, True
+        scaled._scale = scaled._divisor = scale
+        if self.device.type != "cpu" or triton_runs(self._scratch):
+            scaled._add()
         return scaled
 
     def unscale_from(self, scaled: Accumulator, scale: torch.Tensor) -> None:
@@ -106,7 +110,9 @@ class Accumulator:
 
         ``scaled`` is the result of :meth:`scaled` for the same ``scale``. Its time and selection are taken over.
         """
-        self._timed(lambda: self._scratch.mul_(scale))
+        scaled._add_undivided()
+        if scaled._divisor is None:
+            self._timed(lambda: self._scratch.mul_(scale))
         self.absorb(scaled)
 
     def absorb(self, *parts: Accumulator) -> None:
@@ -138,9 +144,14 @@ class Accumulator:
         """
         return self._select(
             lambda: kernels.accumulate_and_select(
-                self._residual, self._gradient, self._scratch, threshold, workspace=self.workspace
+                self._residual,
+                self._gradient,
+                self._scratch,
+                threshold,
+                divisor=self._divisor,
+                workspace=self.workspace,
             ),
-            lambda: kernels.select(self._scratch, threshold, workspace=self.workspace),
+            lambda: kernels.select(self._scratch, threshold, divisor=self._divisor, workspace=self.workspace),
         )
 
     def at_least_inside(self, threshold: float, start: int, stop: int) -> tuple[Selection, bool]:
@@ -165,13 +176,15 @@ class Accumulator:
         """
         return self._select(
             lambda: kernels.accumulate_top_k(
-                self._residual, self._gradient, self._scratch, k, workspace=self.workspace
+                self._residual, self._gradient, self._scratch, k, divisor=self._divisor, workspace=self.workspace
             ),
-            lambda: kernels.top_k(self._scratch, k, workspace=self.workspace),
+            lambda: kernels.top_k(self._scratch, k, divisor=self._divisor, workspace=self.workspace),
         )
 
     def top_k_padded(self, k: int) -> Padded:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
+        if self._divisor is not None:
+            self._add()
         gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
         entries = self._timed(lambda: kernels.top_k_padded(base, gradient, self._scratch, k, workspace=self.workspace))
         self.selected = k
@@ -192,7 +205,7 @@ class Accumulator:
 
     def clear(self, indices: torch.Tensor) -> None:
         """Set the sum to zero at ``indices``, because these entries have been delivered."""
-        self._add()
+        self._add_undivided()
         self._timed(lambda: self._scratch.index_fill_(0, indices.long(), 0.0))
 
     def subtract(self, delivered: Selection, *, rounded: bool) -> None:
@@ -208,7 +221,7 @@ class Accumulator:
 
     def clear_range(self, start: int, stop: int) -> None:
         """Set the sum to zero at the coordinates from ``start`` up to ``stop``. See :meth:`clear`."""
-        self._add()
+        self._add_undivided()
         self._timed(self._scratch[start:stop].zero_)
 
     def replace(self, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -226,7 +239,9 @@ class Accumulator:
 
         A rank that drops partial sums of other ranks adds them here. They stay in its residual.
         """
-        self._add()
+        self._add_undivided()
+        if self._divisor is not None:
+            values = values * self._divisor.index_select(0, indices)
         self._timed(lambda: kernels.scatter_add(self._scratch, indices, values))
 
     def clear_all(self) -> None:
@@ -248,10 +263,19 @@ class Accumulator:
                 self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict
             )
             part._added = self._added
+            part._scale = None if self._scale is None else self._scale[own]
+            part._divisor = None if self._divisor is None else self._divisor[own]
             parts.append(part)
         return parts
 
     def _add(self) -> None:
+        """Compute the sum, in the units of this accumulator."""
+        self._add_undivided()
+        if self._divisor is not None:
+            divisor, self._divisor = self._divisor, None
+            self._timed(lambda: self._scratch.div_(divisor))
+
+    def _add_undivided(self) -> None:
         if not self._added:
             self._timed(lambda: kernels.accumulate(self._residual, self._gradient, self._scratch))
 

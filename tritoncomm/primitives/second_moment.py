@@ -11,13 +11,19 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tritoncomm.primitives.sparse_vector import SparseVector
 
 _BITS = 62  # width of the integers that sum squares
 _TINY = torch.finfo(torch.float64).tiny
+# On a CPU with this many entries per matrix, one matrix after the other costs less than all at once.
+_MANY_PER_MATRIX = 256
 _BIAS, _MANTISSA = 127, 23  # exponent bias and mantissa bits of fp32
+_BIAS_64, _MANTISSA_64 = 1023, 52  # and of fp64
+_ROOT_BLOCK = 1 << 15  # elements whose roots are computed together: their fp64 squares take 256 KiB
 
 
 class FactoredSecondMoment:
@@ -50,7 +56,7 @@ class FactoredSecondMoment:
 
     def _sparse(self, vector: SparseVector, unit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = _counted(vector.values, unit)
-        row, column = self._places(vector.indices.clamp(min=0) if vector.is_padded else vector.indices)
+        row, column = self._places(vector)
         by_row = counts.new_zeros(sum(self.rows)).index_add_(0, row, counts)
         return by_row, counts.new_zeros(sum(self.columns)).index_add_(0, column, counts)
 
@@ -63,17 +69,36 @@ class FactoredSecondMoment:
             by_column.append(counts.sum((0, 2)))
         return torch.cat(by_row), torch.cat(by_column)
 
-    def _places(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row and the column of each of ``indices``, numbered across all matrices."""
+    def _places(self, vector: SparseVector) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the row and the column of each index of ``vector``, numbered across all matrices."""
+        indices = vector.indices.clamp(min=0) if vector.is_padded else vector.indices
         if self._table is None or self._table.device != indices.device:
             starts = [[0, *accumulate(lengths)][:-1] for lengths in (self.sizes, self.rows, self.columns)]
             table = [*starts, [max(columns, 1) for columns in self.columns], [max(run, 1) for _, _, run in self.cuts]]
             self._table = torch.tensor(table, dtype=torch.int64, device=indices.device)
+        if indices.device.type == "cpu" and not vector.is_padded and len(indices) > _MANY_PER_MATRIX * len(self.sizes):
+            return self._places_by_matrix(indices.numpy())
         start, first_row, first_column, columns, run = self._table
         place = indices.long()
         matrix = torch.searchsorted(start, place, right=True) - 1
         cell = (place - start[matrix]) // run[matrix]
         return first_row[matrix] + cell // columns[matrix], first_column[matrix] + cell % columns[matrix]
+
+    def _places_by_matrix(self, indices: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do the same as :meth:`_places` for ascending ``indices``, with one division by a number for each matrix."""
+        rows, columns = (np.empty(indices.size, dtype=np.int64) for _ in range(2))
+        starts, first_rows, first_columns = (
+            [0, *accumulate(lengths)] for lengths in (self.sizes, self.rows, self.columns)
+        )
+        bounds = np.searchsorted(indices, np.asarray(starts, dtype=np.int32)).tolist()
+        for matrix, (_, width, run) in enumerate(self.cuts):
+            own = slice(bounds[matrix], bounds[matrix + 1])
+            if own.start < own.stop:
+                cell = (indices[own] - np.int32(starts[matrix])) // np.int32(run)
+                row = cell // np.int32(width)
+                np.add(row, first_rows[matrix], out=rows[own])
+                np.add(cell - row * np.int32(width), first_columns[matrix], out=columns[own])
+        return torch.from_numpy(rows), torch.from_numpy(columns)
 
     def root(self, rows: torch.Tensor, columns: torch.Tensor, floor: float) -> torch.Tensor:
         """Return sqrt(second moment / its mean + ``floor``) / sqrt(``floor``), fp32 ``[numel]``.
@@ -91,10 +116,38 @@ class FactoredSecondMoment:
         ):
             whole = max(math.fsum(sums[start : start + len(row)]) * max(cut[2], 1) * mean, _TINY)
             # The exponent of the root is half the binary exponent, rounded down. This is exact on every device.
+            shift = _BIAS - (math.frexp(floor)[1] >> 1)
+            if out.device.type == "cpu":
+                _write_roots(part.numpy().reshape(cut), (row / whole).numpy(), column.numpy(), floor, shift)
+                continue
             exponents = torch.frexp((row / whole)[:, None] * column + floor).exponent >> 1
-            exponents += _BIAS - (math.frexp(floor)[1] >> 1)
+            exponents += shift
             part.view(cut).copy_((exponents << _MANTISSA).view(torch.float32)[:, :, None])
         return out
+
+
+def _write_roots(
+    out: npt.NDArray[np.float32],
+    row: npt.NDArray[np.float64],
+    column: npt.NDArray[np.float64],
+    floor: float,
+    shift: int,
+) -> None:
+    """Write 2^(e // 2 + ``shift`` - bias) to ``out`` (``[rows, columns, run]``), where e = frexp(row x column + floor).
+
+    A block of rows stays in cache. The exponents are read from the bits, because all numbers are normal and positive.
+    """
+    block = max(1, _ROOT_BLOCK // max(1, column.size))
+    for start in range(0, row.size, block):
+        squares = row[start : start + block, None] * column
+        squares += floor
+        bits = squares.view(np.int64)
+        bits >>= _MANTISSA_64
+        bits -= _BIAS_64 - 1  # frexp's mantissa is below 1
+        bits >>= 1
+        bits += shift
+        bits <<= _MANTISSA
+        np.copyto(out.view(np.int32)[start : start + block], bits[:, :, None], casting="unsafe")
 
 
 def _cut(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ class Verdict:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.int32, device=device)
+        self.is_settled = False
         self._sums_only = True  # False if the counter of sums may also hold the NaN and Inf of gradients
 
     def check_gradient(self, values: torch.Tensor) -> None:
@@ -55,6 +56,7 @@ class Verdict:
             NonFiniteError: A gradient has a NaN or Inf, or a sum of gradients overflows.
             ProtocolMismatchError: A rank has received a malformed message.
         """
+        self.is_settled = True
         words = torch.cat([self._counts, *figures])
         everybody = (yield AllGather(_PHASE, words)) if world_size > 1 else words[None]
         rows: list[list[int]] = everybody.tolist()

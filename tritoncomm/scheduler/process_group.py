@@ -157,21 +157,36 @@ class ProcessGroupScheduler:
         assert self._stamp is not None
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
         words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
-        if not self._on_cpu:
-            words = torch.cat([words, self._suspect.long()])
-            self._suspect = torch.zeros_like(self._suspect)
+        words = torch.cat([words, *self.take_suspects()])
         total, *suspect = (yield AllReduce("confirm", words)).tolist()
         if any(suspect):
-            raise ProtocolMismatchError(
-                f"step {self.step} of {self._method}: a rank has received a message of another step, phase, method or "
-                "length, or a corrupt one: run the same steps with the same settings on all ranks"
-            )
+            raise self.suspicion()
         if total != signature * self.world_size:
             raise ProtocolMismatchError(
                 f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
                 "step or optimizer, or froze other parameters: step optimizers in the same order on all ranks, and "
                 "freeze the same parameters"
             )
+
+    def take_suspects(self) -> list[torch.Tensor]:
+        """Return the number of wrong words in headers since the last call (int64 ``[1]``), of subgroups too.
+
+        There is one on a GPU, and none on a CPU, where headers are checked when they arrive.
+        """
+        if self._on_cpu:
+            return []
+        schedulers = [self, *self._subgroups.values()]
+        suspects = torch.stack([scheduler._suspect for scheduler in schedulers]).sum(0)  # noqa: SLF001 - same class
+        for scheduler in schedulers:
+            scheduler._suspect = torch.zeros_like(scheduler._suspect)  # noqa: SLF001 - same class
+        return [suspects.long()]
+
+    def suspicion(self) -> ProtocolMismatchError:
+        """Return the error for wrong headers that a GPU has received."""
+        return ProtocolMismatchError(
+            f"step {self.step} of {self._method}: a rank has received a message of another step, phase, method or "
+            "length, or a corrupt one: run the same steps with the same settings on all ranks"
+        )
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
         """Run ``pattern`` to its end and return its result.

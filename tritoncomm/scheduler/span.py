@@ -11,8 +11,8 @@ class Span:
     """The time from the construction of this object until :meth:`end`, on one device.
 
     On the CPU, this is the time of the host. On a GPU, where the host only enqueues work, it is the time of the current
-    stream between two events. It is known when the GPU has reached the second one. Nothing here waits for that: read it
-    one step later.
+    stream of ``device`` between two events. It is known when the GPU has reached the second one. Nothing here waits for
+    that: read it one step later.
 
     Args:
         device: The device.
@@ -21,17 +21,18 @@ class Span:
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._known: float | None = None
+        self._device = device
         self._started = time.perf_counter()
         if device.type == "cuda":
             self._events = _event(), _event()
-            self._events[0].record()
+            self._events[0].record(torch.cuda.current_stream(device))  # the device may not be the current one
 
     def end(self) -> Span:
         """End the span, and return it."""
         if self._events is None:
             self._known = time.perf_counter() - self._started
         else:
-            self._events[1].record()
+            self._events[1].record(torch.cuda.current_stream(self._device))
         return self
 
     @property

@@ -31,7 +31,8 @@ class Tracer:
         self.ranks: set[int] = set()
         self.simulated = False
         self._threads: dict[int, int] = {}
-        self._anchor: tuple[Span, float] | None = None  # a known span on the GPU, and the time of its start
+        self._device: torch.device | None = None  # the GPU of the spans
+        self._anchor: tuple[Span, float] | None = None  # a known span on it, and the time of its start
         self._unread: list[tuple[int, int, str, Span, Mapping[str, Any], Sequence[tuple[int, int, bool]]]] = []
 
     def begin(self, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class Tracer:
             torch.cuda.synchronize(device)
             at, anchor = now(), Span(device).end()
             torch.cuda.synchronize(device)
-            self._anchor = anchor, at
+            self._device, self._anchor = device, (anchor, at)
 
     def operation(
         self,
@@ -67,7 +68,7 @@ class Tracer:
         """Wait for the GPU, and read the times of all spans on it."""
         if self._anchor is None or not self._unread:
             return
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         anchor, at = self._anchor
         unread, self._unread = self._unread, []
         for track, rank, name, span, details, messages in unread:

@@ -4,6 +4,10 @@ NCCL has no time-out for a wait: ``work.wait()`` orders streams, and the host wa
 peer is lost, it waits there without end and without an error. A thread therefore watches the exchanges that are under
 way. If one makes no progress, the thread looks in the store for a report of another rank. If there is one, or after the
 time-out, it aborts the communicators of this rank, which ends the wait. What is read then has no meaning.
+
+The time begins when the GPU has reached the exchange, because work of this rank that was enqueued before may take long.
+That work may itself be a collective with a lost rank. Two limits hold for it: an exchange that is still under way on
+the GPU counts from its own start, and the time-out of the process group counts from the call of the host.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,11 +38,15 @@ _TIMEOUT = b"timeout"
 _DEFAULT_TIMEOUT = timedelta(minutes=10)  # of a process group, with NCCL
 _HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the second is the older name
 _ADVICE = (
-    f"set {_HANDLING[0]}=0 before init_process_group: NCCL's watchdog may end this process otherwise, before it can "
-    "report the rank that was lost"
+    f"set {_HANDLING[0]}=0 before init_process_group, or NCCL's watchdog may end this process before it can report the "
+    "rank that was lost (collectives of your own then wait for a lost rank without end)"
 )
 
 _under_way: set[Watcher] = set()
+# Start and end of the last exchange on each GPU, also of another watcher.
+_last: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+# Keys are weak: a store that is still referenced after destroy_process_group keeps its server, and with it old keys.
+_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -50,7 +59,8 @@ class Watcher:
     Args:
         group: Process group of the exchanges.
         device: The GPU of this rank.
-        timeout: Maximum time without progress. None means the time-out of the process group.
+        timeout: Maximum time without progress, from when the GPU has reached the exchange. None means the time-out of
+            the process group.
 
     Attributes:
         groups: Process groups whose communicators are aborted: ``group``, and those of its subgroups.
@@ -60,7 +70,9 @@ class Watcher:
         self.groups = [group]
         self._device = device
         self._key = f"tritoncomm/{getattr(group, 'group_name', '')}/failed"  # the same on all ranks
-        self._seconds = (timeout or _timeout_of(group, device)).total_seconds()
+        longest = _timeout_of(group, device)
+        self._seconds = (timeout or longest).total_seconds()
+        self._longest = max(self._seconds, longest.total_seconds())
         self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
         self._told = self._stale = b""
         self._ask()
@@ -69,14 +81,18 @@ class Watcher:
         self._aborting: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._depth = 0
-        self._since = 0.0
+        self._since = 0.0  # progress of the host
+        self._start: torch.cuda.Event | None = None
+        self._reached = 0.0  # the last time that the GPU had not reached the start
         self._reason: ExchangeError | None = None
         self._reported = False
         if dist.get_rank() == 0:
-            _warn_about_watchdog()
+            _log_advice(logging.INFO if timeout is None else logging.WARNING)
 
     def __enter__(self) -> Watcher:  # noqa: PYI034 - Self is not in Python 3.10
         with self._lock:
+            if self._depth == 0:
+                self._start = _begin(self._device)
             self._depth += 1
         self.progress()
         _under_way.add(self)
@@ -92,6 +108,8 @@ class Watcher:
         if not ended:
             return
         _under_way.discard(self)
+        with suppress(RuntimeError):  # the GPU may have failed
+            _end(self._device, self._start)
         end = time.monotonic() + RELEASE_SECONDS
         for thread in self._aborting:  # an abort may hang itself
             thread.join(max(0.0, end - time.monotonic()))
@@ -115,16 +133,19 @@ class Watcher:
 
     def poll(self) -> None:
         """Abort the communicators if the exchange makes no progress because a rank has failed."""
-        waited = time.monotonic() - self._since
+        now = time.monotonic()
+        waited = now - self._since
         if waited < POLL_SECONDS:
             return
+        if not _is_complete(self._start):
+            self._reached = now
         # On a thread of its own, because operations of a store never end if its host cannot be reached.
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=self._ask, daemon=True, name="tritoncomm watcher asks")
             self._asking.start()
         self._asking.join(POLL_SECONDS)
         if self._told == self._stale:
-            if waited <= self._seconds:
+            if now - max(self._since, self._reached) <= self._seconds and waited <= self._longest:
                 return
             reason: ExchangeError = ExchangeTimeoutError(f"the wait timed out after {waited:.1f} s")
         elif self._told.startswith(_TIMEOUT):
@@ -172,10 +193,32 @@ def of(
     return Watcher(group, device, timeout)
 
 
-@lru_cache(maxsize=64)
+def _begin(device: torch.device) -> torch.cuda.Event:
+    """Return the start of an exchange on ``device``: that of the one before, as long as that one has not ended."""
+    stream = torch.cuda.current_stream(device)
+    start, end = _last.get(stream.device, (None, None))
+    return stream.record_event() if start is None or _is_complete(end) else start
+
+
+def _end(device: torch.device, start: torch.cuda.Event | None) -> None:
+    if start is not None:
+        stream = torch.cuda.current_stream(device)
+        _last[stream.device] = start, stream.record_event()
+
+
+def _is_complete(event: torch.cuda.Event | None) -> bool:
+    """Return True if the GPU has reached ``event``, or has failed."""
+    try:
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True
+
+
 def _own_connection(store: Any) -> Any:
     """Return ``store`` with a connection of its own, one for all watchers. Another thread may wait in ``store``."""
-    return store.clone()
+    if store not in _connections:
+        _connections[store] = store.clone()
+    return _connections[store]
 
 
 def advice() -> str:
@@ -184,9 +227,9 @@ def advice() -> str:
 
 
 @cache
-def _warn_about_watchdog() -> None:
+def _log_advice(level: int) -> None:
     if advice():
-        logger.warning("failures of ranks are reported only as far as NCCL lets them: %s", advice())
+        logger.log(level, "failures of ranks are reported only as far as NCCL lets them: %s", advice())
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -11,7 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Padded, constant
 
 
 def split_by_size(
@@ -164,8 +164,18 @@ class BucketLayout:
         """Return False if a value of ``mean`` overflows in the dtype of its parameter."""
         if all(parameter.dtype != torch.float16 for parameter in self.parameters):
             return True
+        if mean.is_padded:
+            return self._fits_half(mean)
         pairs = zip(self.parameters, self.split(mean), strict=True)
         return all(fits_dtype(entries.values, parameter.dtype) for parameter, entries in pairs)
+
+    def _fits_half(self, mean: SparseVector) -> bool:
+        """Return :meth:`fits_dtypes` for a mean with padding. The host waits for a GPU once."""
+        bounds = constant(self.bounds, mean.values.device)
+        half = constant([parameter.dtype == torch.float16 for parameter in self.parameters], mean.values.device)
+        place = torch.searchsorted(bounds[1:], mean.indices.clamp(min=0), right=True)
+        too_large = mean.values.abs() > torch.finfo(torch.float16).max
+        return not bool((too_large & (half[place] != 0)).any())
 
     def scatter(self, delivered: Sequence[Entries]) -> None:
         """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.

@@ -68,6 +68,8 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """Commit the step: the new residual and algorithm state replace the old ones."""
+        verdict = self.accumulator.verdict if self.accumulator is not None else None
+        assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
         self.residual, self._scratch = self._scratch, self.residual
         self._before = self.algorithm.state
 

@@ -303,7 +303,12 @@ class GradientExchange:
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
         if self.verdict is not None:
-            if self.verdict.run(_any(self._rejected is not None, self.verdict.device)):
+            schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
+            suspects = [count for scheduler in schedulers for count in scheduler.take_suspects()]
+            rejected, suspicious = self.verdict.run(_any(self._rejected is not None, suspects, self.verdict.device))
+            if suspicious:
+                raise self.verdict.suspicion()
+            if rejected:
                 raise self._reject()
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
@@ -431,7 +436,10 @@ def _check_range(mean: SparseVector, layout: BucketLayout, scale: float, dtype: 
         raise NonFiniteError(OVERFLOWS.format(dtype or "float16"))
 
 
-def _any(flag: bool, device: torch.device) -> Pattern[bool]:
-    """Return True if ``flag`` is set on any rank."""
-    total = yield AllReduce("commit", torch.tensor([int(flag)], dtype=torch.int32, device=device))
-    return bool(total)
+def _any(flag: bool, suspects: list[torch.Tensor], device: torch.device) -> Pattern[tuple[bool, bool]]:
+    """Return whether ``flag`` is set on any rank, and whether any rank has counted ``suspects`` (int64 ``[1]``)."""
+    flags = torch.full((1,), int(flag), dtype=torch.int64, device=device)
+    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
+        flags = torch.cat([flags, torch.stack([flags.new_zeros(1), *suspects]).sum(0)])
+    total, *suspicious = (yield AllReduce("commit", flags)).tolist()
+    return bool(total), any(suspicious)

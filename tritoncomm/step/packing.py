@@ -1,6 +1,7 @@
 """``packed="auto"``: whether messages with unrounded values are packed, and how long packing takes.
 
-Packing saves bytes on the link, and takes time at both ends. The device decides where the link is not known: a GPU
+Packing saves bytes on the link, and takes time at both ends: on a CPU for each section and entry, on a GPU for the
+synchronizations and launches that plain messages do not need. The device decides where the link is not known: a GPU
 packs, a CPU does not. Where it is known, messages are packed if that saves more time than it takes. All inputs of the
 decision are equal on all ranks, and so is the decision.
 """
@@ -17,6 +18,7 @@ from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Link, Traffic
+from tritoncomm.step import gpu_cost
 
 
 class Speed(NamedTuple):
@@ -36,8 +38,6 @@ class Coding(NamedTuple):
 # One core: benchmarks/results/sections-2026-11-22.md
 _CPU = Coding(Speed(15e-6, 4e-9), Speed(20e-6, 4e-9))
 _CPU_ROUNDED = Coding(Speed(35e-6, 6e-9), Speed(27e-6, 5e-9))
-# An estimate, not a measurement: about ten launches at each end. The entries of a message take less time than these.
-_GPU = Coding(Speed(100e-6, 0.0), Speed(100e-6, 0.0))
 # In these phases a rank writes its entries once, for all ranks. In others it writes as many as it reads.
 _GATHERS = ("all-gather", "indices", "broadcast")
 
@@ -51,7 +51,8 @@ class Packing:
         packed: Whether messages are packed.
         link: The link that is known, or None.
         saved: Bytes that packing and rounding save per step, or would save.
-        coding: Seconds per step that packing takes, or would take, at both ends together.
+        coding: Seconds per step that packing takes, or would take, at both ends together. On a GPU it can be 0, where
+            packed messages take no more synchronizations and launches than plain ones.
     """
 
     recipe: Recipe
@@ -86,10 +87,11 @@ def resolve(
     kept = _with(recipe, packed=False) if is_open else recipe
     plain = _with(recipe, packed=False, **({"values": "fp32"} if hasattr(method, "values") else {}))
     flows = _changed(plain, packed, numel, world_size)
-    words = 2 if hasattr(method, "values") else 1
-    at_once = on_gpu and innermost(recipe).static is True  # the launches do not depend on the number of sections
-    speeds = _GPU if on_gpu else _CPU_ROUNDED if method.encoding.rounds else _CPU
-    coding = _coding(flows, words, world_size - 1, 1 if at_once else world_size - 1, speeds)
+    if on_gpu:
+        coding = _launching(plain, packed, world_size) if flows else 0.0
+    else:
+        words = 2 if hasattr(method, "values") else 1
+        coding = _coding(flows, words, world_size, _CPU_ROUNDED if method.encoding.rounds else _CPU)
     saved = sum(_busier(before).bytes - _busier(after).bytes for before, after in flows.values())
     packs = bool(method.encoding.packed)
     if is_open:
@@ -99,7 +101,7 @@ def resolve(
 
 def describe(packings: Sequence[Packing]) -> str:
     """Return in a few words how the messages of all vectors travel, and why. Empty if no vector has a choice."""
-    found = [packing for packing in packings if packing.coding]
+    found = [packing for packing in packings if packing.coding or packing.saved]
     if not found:
         return ""
     packed = [packing for packing in found if packing.packed]
@@ -116,7 +118,7 @@ def describe(packings: Sequence[Packing]) -> str:
             f"{would}take{'' if would else 's'} {1e3 * coding:.3g} ms"
         )
     if packed:
-        return f"{text}, which takes {1e3 * coding:.3g} ms"
+        return f"{text}, which takes {1e3 * coding:.3g} ms" if coding else text
     return f"{text}: packing pays on links below {8e-9 * saved / coding:.2g} Gbit/s, and the link is not known"
 
 
@@ -149,20 +151,27 @@ def _changed(plain: Recipe, packed: Recipe, numel: int, world_size: int) -> dict
     return {phase: (flow, after[phase]) for phase, flow in before.items() if after[phase] != flow}
 
 
-def _coding(flows: Mapping[str, tuple[Flow, Flow]], words: int, peers: int, sections: int, coding: Coding) -> float:
+def _coding(flows: Mapping[str, tuple[Flow, Flow]], words: int, world_size: int, coding: Coding) -> float:
     """Return the seconds to write and read the entries of ``flows``, each of ``words`` words in plain messages.
 
-    In each phase a rank reads ``sections`` sections, and writes as many, or one for all ``peers`` if it is a gather.
+    In each phase there is a section for every peer.
     """
-    seconds = 0.0
+    seconds, peers = 0.0, world_size - 1
     for phase, (plain, _) in flows.items():
         traffic = _busier(plain)
         entries = (traffic.bytes / cost.WORD - cost.HEADER_WORDS * traffic.messages) / words
-        gathers = phase in _GATHERS
-        seconds += sections * coding.read.section + entries * coding.read.entry
-        seconds += (1 if gathers else sections) * coding.write.section
-        seconds += entries * coding.write.entry / (peers if gathers else 1)
+        copies = peers if phase in _GATHERS else 1
+        seconds += peers * coding.read.section + entries * coding.read.entry
+        seconds += (peers * coding.write.section + entries * coding.write.entry) / copies
     return seconds
+
+
+def _launching(plain: Recipe, packed: Recipe, world_size: int) -> float:
+    """Return the seconds that packing adds on a GPU. They are 0 for a method whose counts are not known."""
+    if not (gpu_cost.is_known(plain) and gpu_cost.is_known(packed)):
+        return 0.0
+    more = gpu_cost.counts(packed, world_size).seconds - gpu_cost.counts(plain, world_size).seconds
+    return max(0.0, more)
 
 
 def _busier(flow: Flow) -> Traffic:

@@ -1,0 +1,122 @@
+"""The table of synchronizations and launches that plans use, against counts on emulated GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from tritoncomm import OkTopk, SparDL, Warmup, algorithms
+from tritoncomm.algorithms import Dense, Hierarchical
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.planning import planner
+from tritoncomm.step import gpu_cost
+
+from emulated_cuda import ranks
+from emulated_cuda.device import current_gpu, to_gpu
+from emulated_cuda.exchanges import counted
+
+DENSITY = 0.03
+VALUES = {"plain": "fp32", "packed": "fp32", "rounded": "4bit"}
+
+
+def _recipe(name: str, form: str, how: str):
+    """Return the recipe that a row of the table stands for."""
+    found = planner.at(name, DENSITY)
+    fields = {"values": VALUES[how]} if hasattr(found, "values") else {}
+    if isinstance(found, IndexRecipe):
+        fields |= {"static": form == "static"} | ({"packed": how == "packed"} if how != "rounded" else {})
+    return type(found)(**{"density": DENSITY, **fields}, **({"reduced_lr": True} if name == "random_block" else {}))
+
+
+def _check(found: tuple[float, float], expected: tuple[float, float]) -> None:
+    for count, figure, few in zip(found, expected, (1, 4), strict=True):
+        assert figure == pytest.approx(count, rel=0.1, abs=few), (found, expected)
+
+
+@pytest.mark.parametrize("key", gpu_cost.TABLE, ids=" ".join)
+def test_table_is_counted(key: tuple[str, str, str]) -> None:
+    """Each row is within a tenth, or a few, of what is counted with 2, 4 and 8 workers."""
+    recipe = _recipe(*key)
+    for world_size in (2, 4, 8):
+        _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
+
+
+@pytest.mark.parametrize(
+    "recipe", [OkTopk(static=False), OkTopk(static=True), SparDL(static=False), SparDL(static=True)]
+)
+def test_growth_holds_for_more_workers(recipe: IndexRecipe) -> None:
+    """The counts that were fitted at 2, 4 and 8 workers hold at 16, and at 6, in both forms."""
+    for world_size in (6, 16):
+        _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
+def test_nodes_are_counted(world_size: int, node_size: int) -> None:
+    """A hierarchical exchange is counted as the method between nodes, and the sums within a node."""
+    recipe = Hierarchical(recipe=OkTopk(density=DENSITY), node_size=node_size)
+    _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
+
+
+def test_every_method_and_form_is_in_the_table() -> None:
+    """The table has every method, and the static form of exactly those methods that have it."""
+    static = {
+        name for name in algorithms() if isinstance(r := planner.at(name, DENSITY), IndexRecipe) and r.can_be_static()
+    }
+    assert {name for name, _, _ in gpu_cost.TABLE} == set(algorithms())
+    assert {name for name, form, _ in gpu_cost.TABLE if form == "static"} == static
+
+
+def test_counts_of_other_recipes() -> None:
+    """A wrapper counts as its method, a method that delivers everything as dense, and a single worker as nothing."""
+    method = OkTopk(density=DENSITY)
+    assert gpu_cost.counts(Warmup(recipe=method, steps=2), 8) == gpu_cost.counts(method, 8)
+    assert gpu_cost.counts(OkTopk(density=1), 8) == gpu_cost.counts(Dense(), 8)
+    assert gpu_cost.counts(method, 1) == gpu_cost.Counts() == (0, 0)
+    assert gpu_cost.Counts(2, 100).seconds == pytest.approx(2 * 15e-6 + 100 * 5e-6)
+
+
+def test_unknown_method_is_named() -> None:
+    """The error for a method without counts names it, and says how to add it."""
+
+    class Another(OkTopk):
+        name = "another"
+
+    with pytest.raises(ConfigurationError, match="'another' are not known: count them with"):
+        gpu_cost.counts(Another(), 4)
+    assert not gpu_cost.is_known(Warmup(recipe=Another(), steps=1))
+    assert gpu_cost.is_known(Warmup(recipe=OkTopk(), steps=1))
+
+
+def _step_of_wrap(method: str, **fields: str) -> int:
+    """Return the launches of a step of AdamW from ``wrap`` with two workers, after the first 20."""
+    shapes = [(64, 64), (64, 48), (40, 64), (64,), (48,), (40,)]
+
+    def rank_of(rank: int) -> int:
+        generator = torch.Generator().manual_seed(rank)
+        parameters = [torch.nn.Parameter(to_gpu(torch.ones(shape))) for shape in shapes]
+        inner = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+        optimizer = tritoncomm.wrap(inner, method, density=DENSITY, warmup_steps=0, small="8bit", **fields)
+        for _ in range(24):
+            for parameter in parameters:
+                parameter.grad = to_gpu(torch.randn(parameter.shape, generator=generator))
+            current_gpu().reset()
+            optimizer.step()
+        return current_gpu().launches.total()
+
+    return max(ranks.run(rank_of, 2, seed=None))
+
+
+def test_rest_of_a_sparse_step() -> None:
+    """A sparse step of AdamW has as many more launches than a dense one, beside the exchange, as plans count."""
+    rest = {
+        name: _step_of_wrap(name, **({"values": "4bit"} if name != "dense" else {}))
+        - gpu_cost.counts(recipe, 2).launches
+        for name, recipe in (
+            ("dense", Dense()),
+            ("spardl", SparDL(values="4bit", static=True)),
+            ("oktopk", OkTopk(values="4bit", static=True)),
+        )
+    }
+    for name in planner.TRUSTED:
+        assert rest[name] - rest["dense"] == pytest.approx(gpu_cost.REST_OF_STEP.launches, rel=0.1)
