@@ -60,7 +60,9 @@ def register(
         dense_below: Tensors with fewer elements, or at most one dimension, are sent dense. 0 sends none dense.
             Default: 1024.
         small: See :class:`CommState`. Default: None, which is ``"8bit"``.
-        **recipe_fields: Further fields of the recipe of ``algo``.
+        **recipe_fields: Further fields of the recipe of ``algo``. ``static`` says whether messages have a fixed length.
+            By default they do on a GPU if the method has this form, because the host then waits less often. It has
+            nothing to do with ``static_graph`` of DDP.
 
     Returns:
         The state of the hook, with metrics and checkpoints.

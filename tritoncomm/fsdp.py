@@ -327,7 +327,9 @@ def register(
             dense. Default: 1024.
         small: Format in which these shards travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
             None, which is ``"8bit"``.
-        **recipe_fields: Further fields of the recipe of ``algo``.
+        **recipe_fields: Further fields of the recipe of ``algo``. ``static`` says whether messages have a fixed length.
+            By default they do on a GPU if the method has this form, because the host then waits less often. It has
+            nothing to do with ``static_graph`` of DDP.
 
     Returns:
         The state of the exchanges, with metrics and checkpoints.

@@ -117,6 +117,8 @@ def wrap(
             ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. ``packed`` says
             whether values that are not rounded travel in packed messages. ``"auto"``, the default, decides by the
             device, or by the link where ``algo="auto"`` measures it. ``"1gbit,30us"`` decides for this link.
+            ``static`` says whether messages have a fixed length. By default they do on a GPU if the method has this
+            form, because the host then waits less often. It has nothing to do with ``static_graph`` of DDP.
 
     Returns:
         The wrapped optimizer.

@@ -12,11 +12,12 @@ from torch import nn
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.step import adam
+from tritoncomm.step.ddp_state import CommState, comm_hook
 from tritoncomm.step.optimizer_step import OptimizerStep
 from tritoncomm.step.options import WrapOptions
 
 from depth import trials
-from emulated_cuda import ranks
+from emulated_cuda import doors, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
 
 METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro")
@@ -121,6 +122,40 @@ def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
     assert max(step.launches for step in workers) <= base + 2 * per_doubling
     assert max(step.syncs for step in many) <= ORDINARY
+
+
+RENEWED = 20  # the step that renews the scale of the selection
+
+
+def test_renewal_of_the_scale() -> None:
+    """A step that renews the scale of the selection waits two more times."""
+    steps = steps_of("topk_allgather", "4bit", 2, RENEWED + 1)
+    assert [step.syncs for step in steps[1:]] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
+
+
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_hook_of_ddp(buckets: int) -> None:
+    """With a hook, a step waits once for each bucket and once more, and twice for each to renew the scale."""
+
+    def main(rank: int) -> list[int]:
+        model, found = doors.model_on("cuda"), []
+        state = CommState(None, "topk_allgather", density=0.1, warmup_steps=0, dense_below=20)
+        state.name(dict(model.named_parameters()))
+        reducer = doors.PythonReducer(model, state, comm_hook, buckets)
+        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for step in range(RENEWED + 1):
+            optimizer.zero_grad()
+            loss = doors.loss_of(model, rank, step, "cuda")
+            current_gpu().reset()
+            loss.backward()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+        assert reducer is not None
+        return found
+
+    for found in ranks.run(main, 2):
+        ordinary = buckets + 1
+        assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2 * buckets, ordinary]
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -76,8 +76,8 @@ class CommState(HookState):
 
     :func:`register` creates one. Otherwise, pass it to ``ddp_model.register_comm_hook(state, comm_hook)``. On the CPU,
     buckets are exchanged on a separate thread, in parallel with the backward pass. On a GPU, they are exchanged at its
-    end: see :meth:`schedule`. Pickles and copies have the settings only. Save
-    residuals with :meth:`state_dict`. A deep copy of a DDP module has no hook: register it.
+    end: see :meth:`schedule`. Pickles and copies have the settings only. Save residuals with :meth:`state_dict`. A deep
+    copy of a DDP module has no hook: register it.
 
     Args:
         process_group: Process group of the DDP module. The exchange uses a new group of the same ranks. Default: the
@@ -101,7 +101,9 @@ class CommState(HookState):
             all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
         small: Format in which these tensors travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
             None, which is ``"8bit"``.
-        **recipe_fields: Further fields of the recipe of ``algo``.
+        **recipe_fields: Further fields of the recipe of ``algo``. ``static`` says whether messages have a fixed length.
+            By default they do on a GPU if the method has this form, because the host then waits less often. It has
+            nothing to do with ``static_graph`` of DDP.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -150,9 +152,7 @@ class CommState(HookState):
         self._failure: BaseException | None = None
         self._broken: BaseException | None = None
         self.has_averaged = False  # gradients hold a mean to which nothing has been added
-        self.is_unfinished = (
-            False  # a backward pass with gradient synchronization has begun, not reached its last bucket
-        )
+        self.is_unfinished = False  # a backward pass that synchronizes has begun, not reached its last bucket
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self.is_registered = True  # False for the copy in a copy of a DDP module, which DDP does not register
 

@@ -207,7 +207,7 @@ def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> bool:
         factor = 1.0 / float(scale)
         finite = [bool(gradient.mul_(factor).isfinite().all()) for gradient in gradients]
         return all(finite)
-    found = torch.zeros((), device=device)
+    found = torch.zeros((), dtype=torch.float32, device=device)
     # The operation takes fp32. The reciprocal is rounded once, as where a number multiplies a tensor.
     inverse = scale.to(device, torch.float64, non_blocking=True).reciprocal().float()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
