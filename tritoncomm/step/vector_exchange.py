@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -260,7 +261,7 @@ class VectorExchange:
                 self._before = self._latest
             self._latest, times = times, self._before
         times.meter.settle()
-        selecting, waited = sum(each.seconds for each in times.selecting), times.meter.waited
+        selecting, waited = math.fsum(each.seconds for each in times.selecting), times.meter.waited
         whole = times.whole.seconds if times.whole is not None else 0.0
         self.last = {
             "density": self.recipe.density,
