@@ -53,6 +53,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, mean: SparseVector, feedback: ErrorFeedback, sent: Traffic, received: Traffic) -> Seen:
         """Return the results as plain numbers, which can be sent between processes and compared."""
+        mean = mean.trimmed()
         values, residual = (tensor.view(torch.int32).tolist() for tensor in (mean.values, feedback.residual))
         return cls(mean.indices.tolist(), values, residual, feedback.algorithm.state, sent, received)
 
