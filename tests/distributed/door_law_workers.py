@@ -211,7 +211,8 @@ def recorded(rank: int, world_size: int, setup: Setup) -> list[Seen]:
         gradient = trained.step(given[rank])
         (vector,) = trained.optimizer._exchange.vectors
         (delivered,) = trained.optimizer._exchange.delivered
-        mean = SparseVector(delivered.mean.indices.clone(), delivered.mean.values.clone(), delivered.mean.numel)
+        mean = delivered.mean.trimmed()
+        mean = SparseVector(mean.indices.clone(), mean.values.clone(), mean.numel)
         assert torch.equal(mean.to_dense(), gradient), setup
         state, meter = trained.states()[0], copy.deepcopy(vector.meter)
         seen.append(Seen(trained.prescribed(given), before, mean, trained.residual(), state, saved, allowed, meter))
