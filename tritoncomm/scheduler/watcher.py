@@ -175,12 +175,13 @@ class Watcher:
         Each group has a thread: an abort can wait for operations of another group.
         """
         threading.Thread(target=self._tell, args=(reason,), daemon=True, name="tritoncomm watcher tells").start()
-        self._aborting = [
+        threads = [
             threading.Thread(target=_abort, args=(group, self._device), daemon=True, name="tritoncomm abort")
             for group in self.groups
         ]
-        for thread in self._aborting:
+        for thread in threads:
             thread.start()
+        self._aborting = threads  # only now, because another thread joins them
 
 
 def of(
