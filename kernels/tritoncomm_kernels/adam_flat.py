@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
-from tritoncomm_kernels.adam_many import AdamStates
-from tritoncomm_kernels.checks import GRADIENT_DTYPES
+from tritoncomm_kernels.adam_many import AdamStates, alike, decay
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.workspace import copied_to
@@ -27,6 +26,8 @@ class AdamFlat:
     GPU nothing waits for the host, and the number of launches does not depend on the number of parameters. Parameters
     that are not contiguous, such as those in ``torch.channels_last``, are the exception: the host reads where the
     entries of each are. The first one is logged.
+
+    Raises ``ValueError`` if a state does not have the shape and device of its parameter.
     """
 
     _has_logged: ClassVar[bool] = False
@@ -35,20 +36,10 @@ class AdamFlat:
         self.parameters = list(parameters)
         self.states = states
         self.starts = list(starts)
-        columns = [self.parameters, *map(list, states.columns())]
-        if any(len(column) != len(starts) for column in columns):
-            raise ValueError(f"states must have one tensor in each field for each of {len(starts)} parameters")
-        self._columns = columns
+        columns = [self.parameters, *states.columns()]
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
         self._tables: dict[torch.dtype, torch.Tensor] = {}
-        together: dict[torch.dtype, list[int]] = {}
-        for position, parameter in enumerate(self.parameters):
-            floats = (parameter, states.first[position], states.second[position])
-            if any(held.dtype != parameter.dtype or not held.is_contiguous() for held in floats):
-                continue
-            if parameter.dtype in GRADIENT_DTYPES:
-                together.setdefault(parameter.dtype, []).append(position)
-        self._together = together
+        self._together = alike(self.parameters, states)
 
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> bool:
         """Return True if these are the tensors of this object, in the same memory."""
@@ -69,8 +60,7 @@ class AdamFlat:
         The gradient of an entry is its value, rounded to the dtype of its parameter. If ``gradients`` are given, one
         per parameter, it is read from there instead.
         """
-        if keep != 1:
-            _scale(self.parameters, keep)
+        decay(self.parameters, keep)
         left = set(range(len(self.parameters)))
         if entries.room and self.parameters and triton_runs(self.parameters[0]):
             for dtype, positions in self._together.items():
@@ -147,12 +137,3 @@ class AdamFlat:
             else:
                 gradient = gradients[position]
             adam_update(parameter, gradient, self.states.at(position), control, at)
-
-
-def _scale(parameters: list[torch.Tensor], keep: float) -> None:
-    """Multiply all ``parameters``. fp16 is multiplied one by one, because ``_foreach_mul_`` would round the factor."""
-    if any(parameter.dtype == torch.float16 for parameter in parameters):
-        for parameter in parameters:
-            parameter.mul_(keep)
-    else:
-        torch._foreach_mul_(parameters, keep)

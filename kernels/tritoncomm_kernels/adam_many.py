@@ -78,27 +78,11 @@ class AdamMany:
     def __init__(self, parameters: Sequence[torch.Tensor], states: AdamStates) -> None:
         self._columns = [list(parameters), *map(list, states.columns())]
         self._states = states
-        if any(len(column) != len(parameters) for column in self._columns):
-            raise ValueError(f"states must have one tensor in each field for each of {len(parameters)} parameters")
-        for parameter, first, second, last, _, *maximum in zip(*self._columns, strict=True):
-            for tensor in (first, second, last, *maximum):
-                if tensor.shape != parameter.shape or tensor.device != parameters[0].device:
-                    raise ValueError(
-                        f"a state has shape {tuple(tensor.shape)} on {tensor.device}: "
-                        f"expected {tuple(parameter.shape)} on {parameters[0].device}, like the parameter"
-                    )
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
         self._shapes = [parameter.shape for parameter in parameters]
-        together: dict[torch.dtype, list[int]] = {dtype: [] for dtype in GRADIENT_DTYPES}
-        for position, (parameter, first, second, last, _, *maximum) in enumerate(zip(*self._columns, strict=True)):
-            floats = (parameter, first, second, *maximum)
-            alike = len({tensor.dtype for tensor in floats}) == 1 and last.dtype == torch.int32
-            if alike and parameter.dtype in together and all(t.is_contiguous() for t in (*floats, last)):
-                together[parameter.dtype].append(position)
         self._groups = [
             _Group(dtype, positions, [[column[i] for i in positions] for column in self._columns])
-            for dtype, positions in together.items()
-            if positions
+            for dtype, positions in alike(parameters, states).items()
         ]
         grouped = {position for group in self._groups for position in group.positions}
         self._others = [position for position in range(len(parameters)) if position not in grouped]
@@ -168,6 +152,41 @@ class AdamMany:
                 )
 
 
+def alike(parameters: Sequence[torch.Tensor], states: AdamStates) -> dict[torch.dtype, list[int]]:
+    """Return the positions of the parameters that a kernel can update together, by dtype.
+
+    They and their states are contiguous, and their floats are of one supported dtype. Raises ``ValueError`` if a state
+    does not have the shape and device of its parameter.
+    """
+    columns = [parameters, *states.columns()]
+    if any(len(column) != len(parameters) for column in columns):
+        raise ValueError(f"states must have one tensor in each field for each of {len(parameters)} parameters")
+    found: dict[torch.dtype, list[int]] = {}
+    for position, (parameter, first, second, last, _, *maximum) in enumerate(zip(*columns, strict=True)):
+        for tensor in (first, second, last, *maximum):
+            if tensor.shape != parameter.shape or tensor.device != parameters[0].device:
+                raise ValueError(
+                    f"a state has shape {tuple(tensor.shape)} on {tensor.device}: "
+                    f"expected {tuple(parameter.shape)} on {parameters[0].device}, like the parameter"
+                )
+        floats = (parameter, first, second, *maximum)
+        one_dtype = len({tensor.dtype for tensor in floats}) == 1 and parameter.dtype in GRADIENT_DTYPES
+        if one_dtype and last.dtype == torch.int32 and all(tensor.is_contiguous() for tensor in (*floats, last)):
+            found.setdefault(parameter.dtype, []).append(position)
+    return found
+
+
+def decay(parameters: list[torch.Tensor], keep: float) -> None:
+    """Multiply all ``parameters`` by ``keep``, in place."""
+    if keep == 1:
+        return
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        for parameter in parameters:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
+            parameter.mul_(keep)
+    else:
+        torch._foreach_mul_(parameters, keep)
+
+
 @dataclass(frozen=True)
 class _Group:
     """Contiguous parameters of one dtype, and their states. ``columns`` are those of :class:`AdamMany`."""
@@ -198,11 +217,7 @@ class _Group:
     ) -> None:
         """Update with the Triton kernel. It reads ``values``, if there are any, rounded as the gradients are."""
         parameters, first, second, last, param_rms, *maximum = self.columns
-        if keep != 1 and self.dtype == torch.float16:  # _foreach_mul_ would round the factor to fp16, too, on the CPU
-            for parameter in parameters:
-                parameter.mul_(keep)
-        elif keep != 1:
-            torch._foreach_mul_(parameters, keep)
+        decay(parameters, keep)
         torch.autograd.graph.increment_version(parameters)
         read = gradients if values is None else [each.to(self.dtype) for each in values]
         kernel("adam_triton").update_many(

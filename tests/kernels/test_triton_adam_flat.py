@@ -92,6 +92,27 @@ def test_reference(sizes: list[int], seed: int, amsgrad: bool, data: st.DataObje
     check("cpu", sizes, seed, amsgrad, data, kernel=False)
 
 
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [(1, torch.Tensor.bfloat16), (3, torch.Tensor.long), (3, "strided"), (5, torch.Tensor.bfloat16), (5, "strided")],
+)
+def test_states_that_a_kernel_cannot_update(column: int, change: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter is left out if any of its states has other strides or another dtype than the kernel writes."""
+    monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
+    columns = [[torch.zeros(4, 6), torch.zeros(4, 6)] for _ in range(6)]
+    columns[3] = [tensor.int() for tensor in columns[3]]
+    columns[4] = [torch.tensor(1.0)] * 2
+    other = columns[column][1]
+    columns[column][1] = other.t().contiguous().t() if change == "strided" else change(other)
+    states = kernels.AdamStates(*columns[1:5], columns[5])
+    launched: list[list[int]] = []
+    monkeypatch.setattr(kernels.AdamFlat, "_launch", lambda self, entries, control, dtype, at, own: launched.append(at))
+    monkeypatch.setattr(kernels.AdamFlat, "_one_by_one", lambda self, entries, control, at, own: launched.append(at))
+    flat = kernels.AdamFlat(columns[0], states, [0, 24])
+    flat.update(Padded(torch.tensor([5], dtype=torch.int32), torch.ones(1)), control=None)
+    assert launched == [[0], [1]]
+
+
 def test_strided_parameters_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where kernels run, the first parameter that they leave out is logged with its shape, once, and it is updated."""
     monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
