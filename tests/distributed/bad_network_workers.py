@@ -45,6 +45,11 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def enter(hosts: list, rank: int) -> None:
+    """Move a worker to its host, a :class:`namespaces.Host`."""
+    hosts[rank].enter()
+
+
 def wait_for(plan: Plan, name: str) -> None:
     """Wait until the test has created the file ``name``."""
     while not (Path(plan.signals) / name).exists():

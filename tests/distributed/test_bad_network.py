@@ -49,11 +49,6 @@ class Report(NamedTuple):
     text: str = ""
 
 
-def enter(hosts: list, rank: int) -> None:
-    """Move a worker to its host."""
-    hosts[rank].enter()
-
-
 def run(
     plan: Plan, change: Change, heal: Change | None = None, at_end: Change | None = None
 ) -> dict[int, list[Report]]:
@@ -77,7 +72,7 @@ def run(
 
         with suppress(WorkerError):  # workers end without a result
             run_workers(
-                bad_network_workers.host, count, plan, listen=listen, prepare=partial(enter, network.hosts),
+                bad_network_workers.host, count, plan, listen=listen, prepare=partial(bad_network_workers.enter, network.hosts),
                 limit=timedelta(seconds=60),
             )  # fmt: skip
         if at_end is not None:
