@@ -27,7 +27,7 @@ from emulated_cuda.device import current_gpu, to_gpu, values_of
 from emulated_cuda.nccl import Network
 
 VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
-SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=15)
+SOON, LATE = timedelta(seconds=1), timedelta(seconds=15)
 METHODS = (
     *("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2"),
     *("spardl-static", "topk-allgather-static-4bit"),
@@ -140,12 +140,12 @@ def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
         assert type(error) is ExchangeTimeoutError, error
         assert error.peers == (VICTIM,)
         assert "no answer from rank 1 within the time-out" in str(error)
-        assert 0.5 < seconds < 3
+        assert 1 < seconds < 5
         assert unchanged
 
 
-@pytest.mark.parametrize(("name", "garbage"), [(name, True) for name in METHODS])
-def test_a_rank_that_hangs(name: str, garbage: bool) -> None:
+@pytest.mark.parametrize("name", ["oktopk-short-periods", "spardl-static", "hierarchical-2", "dense"])
+def test_a_rank_that_hangs(name: str) -> None:
     """All others name it after the time-out. When it goes on, it raises an error that names itself."""
     released = threading.Event()
     waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
@@ -156,11 +156,11 @@ def test_a_rank_that_hangs(name: str, garbage: bool) -> None:
             waiting.wait(10)
         return outcome
 
-    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=garbage)
+    network = Network(WORLD_SIZE, limit=5.0, garbage_after_abort=True)
     for error, seconds, unchanged in ranks.run(main, WORLD_SIZE, network=network, errors=True):
         assert type(error) is ExchangeTimeoutError, error
         assert error.peers == (VICTIM,)
-        assert 0.5 < seconds < 4
+        assert 1 < seconds < 5
         assert unchanged
 
 
@@ -255,7 +255,7 @@ def test_a_slow_exchange_is_not_aborted() -> None:
             total = torch.zeros(1, device="cuda")
             for _ in range(3):
                 if rank == VICTIM:
-                    time.sleep(0.3)
+                    time.sleep(0.5)
                 total = total + (yield AllReduce("sum", torch.ones(1, device="cuda")))
             return float(total)
 
@@ -270,7 +270,7 @@ def test_queued_work_of_this_rank_is_no_wait() -> None:
     def main(rank: int) -> float:
         scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
         scheduler.agree_on_exchange_id()
-        current_gpu().keep_busy(1.0)
+        current_gpu().keep_busy(2.0)
 
         def pattern() -> Pattern[float]:
             total = yield AllReduce("sum", torch.ones(1, device="cuda"))
@@ -301,7 +301,7 @@ def test_a_wait_of_an_earlier_exchange_is_a_wait() -> None:
         first, second = (ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher for _ in range(2))
         with first:
             current_gpu().keep_busy(60.0)  # a collective without the others
-        return [waits(first, 1.0), waits(second, 1.0)]
+        return [waits(first, 2.0), waits(second, 2.0)]
 
     assert ranks.run(main, 2) == [[True, True]] * 2
 
