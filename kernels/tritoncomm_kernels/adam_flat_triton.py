@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
-from tritoncomm_kernels.adam_triton import _step
+from tritoncomm_kernels.adam_triton import _step, _write
 from tritoncomm_kernels.dispatch import on_device_of
 
 # int64 numbers per tensor: addresses of parameter, gradient, moments, last, param_rms and maximum; start, elements.
@@ -91,20 +91,13 @@ def adam_flat_kernel(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
         0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    tl.debug_barrier()  # the stores may use other threads than the loads
-    tl.store(first_ptr + at, first, mask=inside)
-    tl.store(second_ptr + at, second, mask=inside)
-    if AMSGRAD:
-        tl.store(maximum_ptr + at, largest, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
-    rms = tl.load(_address(row_ptr, 5, inside, tl.float32), mask=inside, other=0.0)
-    reach = tl.load(control_ptr + 8).to(tl.float32) * rms
-    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-    total = tl.load(total_ptr + tensor, mask=inside, other=0).to(tl.float32)
-    length = tl.sqrt_rn(tl.div_rn(total, tl.load(row_ptr + 8, mask=inside, other=1).to(tl.float32)))
-    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
-    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+    _write(
+        parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
+        parameter, first, second, largest, move, factor,
+        tl.load(_address(row_ptr, 5, inside, tl.float32), mask=inside, other=0.0),
+        tl.load(total_ptr + tensor, mask=inside, other=0), tl.load(row_ptr + 8, mask=inside, other=1),
+        AMSGRAD, FINE, BLOCK,
+    )  # fmt: skip
 
 
 def update(

@@ -88,6 +88,27 @@ def _step(
     return first, second, largest, move, factor
 
 
+@triton.jit
+def _write(
+    parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
+    parameter, first, second, largest, move, factor, param_rms, total, n,
+    AMSGRAD: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the results of :func:`_step`, and move the parameter, by less if its tensor of ``n`` would move too far."""
+    tl.debug_barrier()  # the stores may use other threads than the loads
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    if AMSGRAD:
+        tl.store(maximum_ptr + at, largest, mask=inside)
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
+    rate = tl.load(control_ptr + 1).to(tl.float32)
+    reach = tl.load(control_ptr + 8).to(tl.float32) * param_rms
+    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
+    length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), n.to(tl.float32)))
+    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
+    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+
+
 @triton.jit(do_not_specialize=["count", "n"])
 def length_kernel(
     parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, indices_ptr, control_ptr, tables_ptr,
@@ -122,18 +143,11 @@ def adam_kernel(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
         at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    tl.debug_barrier()  # the stores may use other threads than the loads
-    tl.store(first_ptr + at, first, mask=inside)
-    tl.store(second_ptr + at, second, mask=inside)
-    if AMSGRAD:
-        tl.store(maximum_ptr + at, largest, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
-    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(param_rms_ptr)
-    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-    length = tl.sqrt_rn(tl.div_rn(tl.load(total_ptr).to(tl.float32), n.to(tl.float32)))
-    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
-    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+    _write(
+        parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
+        parameter, first, second, largest, move, factor, tl.load(param_rms_ptr), tl.load(total_ptr), n,
+        AMSGRAD, FINE, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -195,19 +209,13 @@ def adam_many_kernel(
         parameter_ptr, tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)), first_ptr, second_ptr, maximum_ptr, last_ptr,
         control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    tl.debug_barrier()  # the stores may use other threads than the loads
-    tl.store(first_ptr + at, first, mask=inside)
-    tl.store(second_ptr + at, second, mask=inside)
-    if AMSGRAD:
-        tl.store(maximum_ptr + at, largest, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
-    reach = tl.load(control_ptr + 8).to(tl.float32) * tl.load(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32)))
-    reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
-    total = tl.load(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)))
-    length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), tl.load(row_ptr + 9).to(tl.float32)))
-    factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
-    tl.store(parameter_ptr + at, parameter - rate * (factor * move), mask=inside)
+    _write(
+        parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
+        parameter, first, second, largest, move, factor,
+        tl.load(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))),
+        tl.load(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0))), tl.load(row_ptr + 9),
+        AMSGRAD, FINE, BLOCK,
+    )  # fmt: skip
 
 
 def update(

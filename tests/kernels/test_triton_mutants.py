@@ -102,7 +102,7 @@ SCATTERING = {
     "less than a dense step": Mutant(
         "adam", "tl.div_rn(reach, length), 1.0)", "tl.div_rn(reach, length), 0.0)", scatter.test_adam
     ),
-    "no param_rms": Mutant("adam", " * tl.load(param_rms_ptr)", "", scatter.test_adam),
+    "no param_rms": Mutant("adam", " * param_rms", "", scatter.test_adam),
     "NaN is no limit": Mutant(
         "adam", "tl.where(reach > FINE, reach, FINE)", "tl.where(reach < FINE, FINE, reach)", scatter.test_adam
     ),
