@@ -72,8 +72,8 @@ def run(
 
         with suppress(WorkerError):  # workers end without a result
             run_workers(
-                bad_network_workers.host, count, plan, listen=listen, prepare=partial(bad_network_workers.enter, network.hosts),
-                limit=timedelta(seconds=60),
+                bad_network_workers.host, count, plan, listen=listen,
+                prepare=partial(bad_network_workers.enter, network.hosts), limit=timedelta(seconds=60),
             )  # fmt: skip
         if at_end is not None:
             at_end(network)
