@@ -162,7 +162,7 @@ def test_bound_of_several_sections() -> None:
     ("fields", "message"),
     [
         ({"values": "5bit"}, "values='5bit'.*must be one of fp32, bf16"),
-        ({"packed": "yes"}, "packed='yes'.*True, False, 'auto' or 'always'"),
+        ({"packed": "yes"}, "packed='yes'.*True, False, 'auto', 'always', or a link"),
         ({"values": "4bit", "packed": False}, "packed=False.*values='4bit' are always packed"),
     ],
 )

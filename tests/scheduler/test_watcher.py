@@ -312,7 +312,7 @@ def test_queued_work_has_a_limit() -> None:
     def main(rank: int) -> list[bool]:
         current_gpu().keep_busy(1e4)
         own = ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher
-        return [waits(own, 599.0), waits(own, 601.0)]
+        return [waits(own, 590.0), waits(own, 610.0)]
 
     assert ranks.run(main, 2) == [[False, True]] * 2
 
