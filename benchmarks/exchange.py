@@ -244,7 +244,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.numel, options.steps, options.density = 2e5, 22, [0.01]  # Preconditioned scales from step 20 on
+        options.numel, options.workers, options.density = 1e5, 2, [0.01]
+        options.steps = 22  # Preconditioned scales from step 20 on
     numel, world_size = int(options.numel), options.workers
     print(f"{numel} fp32 values, {world_size} gloo workers, {options.steps} steps")
     rows: list[Row] = []

@@ -26,7 +26,7 @@ from race_methods import Contender
 VALIDATIONS = 20  # evaluations of the validation loss per run
 PROGRESS_SECONDS = 10.0
 PINGS = 32
-ALONE_STEPS = 4
+ALONE_STEPS = 9
 PARTS = ("compute", "select", "exchange", "apply")
 
 
@@ -148,13 +148,17 @@ class Run:
         return found
 
     def _alone(self, model: nn.Module) -> float:
-        """Return the median seconds of a step without any exchange, while the other workers do the same."""
+        """Return the median seconds of a step that exchanges nothing, in which the workers wait for each other.
+
+        So it is a step of the slowest worker, as that of every method that exchanges in each step.
+        """
         optimizer, seconds = self.optimizer(model), []
         dist.barrier()
         for step in range(ALONE_STEPS):
             started = time.perf_counter()
             optimizer.zero_grad()
             self.loss(model, step).backward()
+            dist.barrier()
             optimizer.step()
             seconds.append(time.perf_counter() - started)
         return statistics.median(seconds[1:])  # the first one makes the optimizer's state

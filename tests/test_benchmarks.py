@@ -55,8 +55,6 @@ def test_exchange_compares_formats(tmp_path: Path) -> None:
         sys.executable,
         str(ROOT / "benchmarks" / "exchange.py"),
         "--smoke",
-        "--workers",
-        "2",
         "--json",
         str(file),
     ]
