@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -53,6 +54,18 @@ class Row:
     validations: list[list[float]]
 
     @property
+    def cores(self) -> int:
+        """CPU cores of the machine of the first worker."""
+        found = re.search(r"(\d+) cores", self.machine)
+        return int(found[1]) if found else 1
+
+    @property
+    def kilobytes_per_step(self) -> float:
+        """Kilobytes per step, the mean over all steps of the run, of which those that were not taken are ordinary."""
+        missing = self.cell.steps - len(self.seconds)
+        return (self.kilobytes * len(self.seconds) + self.kilobytes_after_warmup * missing) / self.cell.steps
+
+    @property
     def is_complete(self) -> bool:
         """Whether all steps were taken."""
         return bool(self.validations)
@@ -72,7 +85,13 @@ def read(path: Path | None) -> Rows:
 def write(rows: Rows, path: Path, about: dict[str, Any]) -> None:
     """Write all rows, with what follows from all of them."""
     content = [
-        asdict(row) | {"seconds_to_target": to_target(row, rows), "gap": gap(row, rows), "predicted": predicted(row)}
+        asdict(row)
+        | {
+            "kilobytes_per_step": row.kilobytes_per_step,
+            "seconds_to_target": to_target(row, rows),
+            "gap": gap(row, rows),
+            "predicted": predicted(row),
+        }
         for row in rows.values()
     ]
     partial = path.with_suffix(".partial")  # a run that is stopped here must not lose the rows of hours
@@ -131,10 +150,13 @@ def gap(row: Row, rows: Rows) -> float | None:
 def predicted(row: Row) -> float | None:
     """Return the seconds per step that ``plan`` predicts, or None for what it does not know.
 
-    It is given the rate of the interface, the measured latency, and the seconds of a step without exchange.
+    It is given the rate of the interface, the measured latency, and the seconds of a step without exchange. Workers in
+    namespaces share the cores of one machine.
     """
     contender = Contender.parse(row.cell.contender)
-    if row.rate == 0 or contender.name == "auto" or not (contender.is_ours or contender.name == "dense"):
+    door = contender.get("door", "wrap")
+    known = contender.name == "dense" or (contender.is_ours and contender.name != "auto" and door != "fsdp")
+    if row.rate == 0 or not known:
         return None
     link = Link(row.latency, row.rate / 8)
     density = contender.get("density", DEFAULT_DENSITY)
@@ -142,8 +164,10 @@ def predicted(row: Row) -> float | None:
     try:
         recipe(contender.name, density=density)
         found = planner.estimates(
-            row.numel, row.cell.workers, link, row.seconds_alone, densities=(density,), values=values
-        )
+            row.numel, row.cell.workers, link, row.seconds_alone, densities=(density,), values=values,
+            cores=min(1.0, row.cores / row.cell.workers),
+            buckets=contender.buckets(4 * row.numel) if door == "ddp" else 1,
+        )  # fmt: skip
     except ConfigurationError:
         return None
     return next((e.step for e in found if e.recipe.name == contender.name), None)
@@ -154,7 +178,7 @@ def line(row: Row, rows: Rows) -> str:
     reached, behind = to_target(row, rows), gap(row, rows)
     parts = ", ".join(f"{name} {row.parts[name]:.3f}" for name in PARTS)
     return (
-        f"{row.cell}: {row.seconds_per_step:.3f} s/step ({parts}), {row.kilobytes:.1f} kB/step, "
+        f"{row.cell}: {row.seconds_per_step:.3f} s/step ({parts}), {row.kilobytes_per_step:.1f} kB/step, "
         f"gap {'?' if behind is None else f'{behind:+.1f} %'}, "
         f"target after {'?' if reached is None else f'{reached:.1f} s'}"
     )
@@ -203,7 +227,7 @@ def table(rows: Rows) -> str:
                 f"{1e3 * statistics.fmean(row.seconds_per_step for row in own):.0f}",
                 *(f"{1e3 * statistics.fmean(row.parts[name] for row in own):.0f}" for name in PARTS),
                 _text(_mean(row.hidden for row in own), ".0%"),
-                f"{statistics.fmean(row.kilobytes for row in own):.0f}",
+                f"{statistics.fmean(row.kilobytes_per_step for row in own):.0f}",
                 _text(_mean(gap(row, rows) for row in own), "+.1f") + " %",
                 "not reached" if time is None else f"{time:.0f}{_spread(reached)}",
                 _text(dense_time / time if time and dense_time else None, ".1f"),

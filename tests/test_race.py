@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -95,6 +96,40 @@ def test_time_to_target(module, row) -> None:
     assert results.gap(ours, rows) == pytest.approx(-23.0)
     assert results.to_target(behind, rows) is None
     assert "not reached" in results.table(rows)
+
+
+def test_bytes_of_a_run_cut_short(module, row) -> None:
+    """Steps that were not taken count with the bytes of those after the dense steps at the start."""
+    found = dataclasses.replace(row("oktopk", "fast", [1.0, 3.0], []), kilobytes=51.0, kilobytes_after_warmup=2.0)
+    assert found.kilobytes_per_step == (100 + 3 * 2) / 4
+
+
+def test_buckets(module) -> None:
+    """DDP's first bucket has one MiB by default. With a size, all buckets have it."""
+    parse, megabyte = module("race_methods").Contender.parse, 2**20
+    default, half, one = (parse(f"oktopk:door=ddp{more}") for more in ("", ",bucket_mb=0.5", ",bucket_mb=1000"))
+    assert [default.buckets(size * megabyte) for size in (0.5, 1, 3.3, 26, 27)] == [1, 1, 2, 2, 3]
+    assert [half.buckets(size * megabyte) for size in (0.1, 3.3)] == [1, 7]
+    assert one.buckets(40 * megabyte) == 1
+
+
+def test_predictions(module, row) -> None:
+    """``plan`` predicts dense and this library's methods, and more for workers that share cores and for more buckets."""
+    results = module("race_results")
+
+    def of(contender: str, machine: str = "x86_64, 4 cores, Linux", **fields: float) -> float | None:
+        return results.predicted(
+            dataclasses.replace(row(contender, "slow", [1.0], []), machine=machine, numel=900_000, **fields)
+        )
+
+    alone = of("oktopk")
+    assert alone > 0.1
+    assert of("dense") > alone
+    assert alone < of("oktopk", "x86_64, 2 cores, Linux") < 3 * alone
+    assert of("oktopk:door=ddp") > alone
+    assert of("oktopk:door=ddp,bucket_mb=1000") == alone
+    assert [of(other) for other in ("fp16", "powersgd:rank=4", "diloco", "auto", "oktopk:door=fsdp")] == [None] * 5
+    assert of("oktopk", rate=0.0) is None
 
 
 def test_missing_tools(module, monkeypatch) -> None:

@@ -121,7 +121,7 @@ def test_plan_command_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "cpu"]) == 0
     out = capsys.readouterr().out
     assert "launches" not in out
-    assert "as measured on one CPU core" in out
+    assert "as measured on an AMD EPYC" in out
 
 
 def test_doctor_predicts_like_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

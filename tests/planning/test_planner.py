@@ -54,7 +54,7 @@ def test_impossible_plans_are_rejected(arguments: tuple, named: str) -> None:
         estimates(*arguments)
 
 
-PLAN = ["plan", "--numel", "124e6", "--workers", "64", "--link", "10gbit,30us", "--step-ms", "350"]
+PLAN = ["plan", "--numel", "124e6", "--workers", "64", "--link", "1gbit,30us", "--step-ms", "350"]
 
 
 def _table(out: str) -> list[list[str]]:
@@ -66,7 +66,7 @@ def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     """``plan`` prints the ranking and a line of code, and recommends dense on a fast network."""
     assert main(PLAN) == 0
     out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.03, values='4bit')" in out
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='oktopk', density=0.03, values='4bit')" in out
     assert {row[0] for row in _table(out)} == set(algorithms())
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
     assert "Stay dense: at density 3%" in capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[
     assert main(PLAN) == 0
     out = capsys.readouterr().out
     rows = _table(out)
-    assert [row[:2] for row in rows[:2]] == [["spardl", "3%"], ["oktopk", "3%"]]
+    assert [row[:2] for row in rows[:2]] == [["oktopk", "3%"], ["spardl", "3%"]]
     assert rows[2][0] == "dense"
     assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 3%." in out
     assert "So it may differ from the default of wrap, which is oktopk at density 3%." in out
@@ -91,8 +91,8 @@ def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
     """``--density`` plans at another density, and the code uses it."""
     assert main([*PLAN, "--density", "0.05"]) == 0
     out = capsys.readouterr().out
-    assert _table(out)[0][:2] == ["spardl", "5%"]
-    assert "algo='spardl', density=0.05, values='4bit')" in out
+    assert _table(out)[0][:2] == ["oktopk", "5%"]
+    assert "algo='oktopk', density=0.05, values='4bit')" in out
     assert "among dense, oktopk and spardl at density 5%." in out
 
 

@@ -32,9 +32,8 @@ _REPEATS = 3
 class Diagnosis:
     """The result of :func:`diagnose`. All times are seconds on the slowest rank.
 
-    With several ranks, exchange times are measured. In a single process, they are predicted from the cost formulas, and
-    on a GPU from counts of synchronizations and launches (:mod:`tritoncomm.step.gpu_cost`). Only the selection is
-    measured.
+    With several ranks, exchange times are measured. In a single process, they are predicted as by ``plan``, see
+    :func:`tritoncomm.planning.planner.estimates`. Only the selection is measured.
 
     Attributes:
         workers: Number of workers.
@@ -147,9 +146,11 @@ def diagnose(
     if together:
         sparse = {d: _exchange_seconds(packing.recipe, gradient, device) for d, packing in packings.items()}
     else:
-        # On a GPU, the launches of the selection are in both parts. They take some tens of microseconds.
+        # On a CPU, the prediction includes the selection. On a GPU, it includes its launches alone, some tens of
+        # microseconds that are counted twice.
+        more = selection if torch.device(device).type == "cuda" else 0.0
         sparse = {
-            d: selection + planner.exchange_seconds(packing, numel, workers, found, device)[1]
+            d: more + planner.exchange_seconds(packing, numel, workers, found, device)[1]
             for d, packing in packings.items()
         }
     selection, dense, *others = _slowest([selection, dense, *sparse.values()], device)

@@ -1,7 +1,8 @@
 """Recommend a method and a density for a given network, or dense, from the papers' cost formulas.
 
 The formula of a method is its ``Recipe.formula`` in :mod:`tritoncomm.algorithms`. :mod:`tritoncomm.scheduler.cost`
-turns it into seconds on a network. :mod:`tritoncomm.step.gpu_cost` adds what an exchange costs on a GPU.
+turns it into seconds on a network. :mod:`tritoncomm.step.cpu_cost` and :mod:`tritoncomm.step.gpu_cost` add what an
+exchange costs on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step import gpu_cost
+from tritoncomm.step import cpu_cost, gpu_cost
 from tritoncomm.step.gpu_cost import Counts
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
 from tritoncomm.step.packing import Packing, resolve
@@ -29,14 +30,16 @@ TRUSTED_LOSS = (
     "1.6 to 3.8% below dense at density 5%, 0.6 to 1.9% above at 1%, 23 to 28% above at 0.1%, in fp32. "
     "With 4-bit values, oktopk ended 2.2 to 3.4% below at 5%, 0.3 to 3.2% below at 3%, 0.7 to 2.0% above at 1%"
 )
-# A sparse step must be predicted to take less than this fraction of a dense step. The margin is for the selection,
-# of which no more than the launches on a GPU are counted.
+# A sparse step must be predicted to take less than this fraction of a dense step: a margin for what is not counted.
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
+_REST_MS, _REST_NS = f"{1e3 * cpu_cost.REST_OF_STEP:g}", f"{1e9 * cpu_cost.REST_OF_STEP_VALUE:g}"
 _NOTES_CPU = (
-    "Exchange and step times include writing and reading packed messages, as measured on one CPU core.",
-    "Not counted: selection on the device, and the all-reduce of small tensors.",
+    "Exchange and step times include the work of a core: selection, messages, packing, as measured on an AMD EPYC.",
+    f"Links count as {8e-9 * cpu_cost.GLOO_BANDWIDTH:.1f} Gbit/s at most: gloo sends no faster with a core.",
+    f"A sparse step takes {_REST_MS} ms and {_REST_NS} ns per parameter more than its exchange, for AdamW.",
+    "Not counted: the all-reduce of small tensors.",
 )
 _SYNC, _LAUNCH = f"{1e6 * gpu_cost.SYNCHRONIZATION:g} us", f"{1e6 * gpu_cost.LAUNCH:g} us"
 _NOTES_GPU = (
@@ -51,10 +54,10 @@ _NOTES_GPU = (
 class Estimate(NamedTuple):
     """The predicted cost of one recipe, in seconds.
 
-    ``low`` and ``high`` are the lower and upper end of the exchange time. Both include the time to write and read
-    packed messages on a CPU, and the time of the ``counts`` on a GPU. ``step`` is the time of a whole training step
-    with ``high``. ``counts`` is None on a CPU, and where the counts of a method are not known. In ``recipe``,
-    ``packed="auto"`` is resolved, and on a GPU ``static="auto"`` is the faster form.
+    ``low`` and ``high`` are the lower and upper end of the exchange time. Both include the work on a CPU, and the time
+    of the ``counts`` on a GPU. ``step`` is the time of a whole training step with ``high``. ``counts`` is None on a
+    CPU, and where the counts of a method are not known. In ``recipe``, ``packed="auto"`` is resolved, and on a GPU
+    ``static="auto"`` is the faster form.
     """
 
     recipe: Recipe
@@ -71,15 +74,16 @@ class Estimate(NamedTuple):
 
 def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
-    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu",
+    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0,
+    buckets: int = 1,
 ) -> list[Estimate]:  # fmt: skip
     """Return the estimates of dense and of every method at every density, fastest step first.
 
     A dense all-reduce overlaps with computation, as in ``DistributedDataParallel``. A sparse exchange starts after the
-    backward pass. Selection is not counted, because it depends on the device: ``python benchmarks/selection.py``
-    measures it. On a GPU, host synchronizations and kernel launches are counted, those of the selection included, see
-    :func:`tritoncomm.step.gpu_cost.counts`. A sparse step then also has the launches of
-    :data:`tritoncomm.step.gpu_cost.REST_OF_STEP`.
+    backward pass. On a CPU, the work of a sparse exchange is counted, see :mod:`tritoncomm.step.cpu_cost`. On a GPU,
+    host synchronizations and kernel launches are counted, see :func:`tritoncomm.step.gpu_cost.counts`. The selection
+    is included. The rest of a sparse step is longer than that of a dense one, see
+    :func:`tritoncomm.step.cpu_cost.rest_of_step` and :data:`tritoncomm.step.gpu_cost.REST_OF_STEP`.
 
     Args:
         numel: Number of parameters.
@@ -91,6 +95,9 @@ def estimates(
         values: Format of values on the wire, for the methods that send entries.
         device: Device of the gradients. It determines the form of messages, whether they are packed, and the time that
             an exchange takes beside the link.
+        cores: CPU cores for each worker, in (0, 1]. Workers that share a core do their work one after the other, and
+            computation hides nothing.
+        buckets: Number of equal vectors that a sparse method exchanges one after the other, such as the buckets of DDP.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -101,20 +108,27 @@ def estimates(
         raise ConfigurationError(
             f"step_seconds must be at least 0 and overlap in [0, 1], got step_seconds={step_seconds}, overlap={overlap}"
         )
-    dense = _estimate(Dense(), numel, world_size, link, device)
-    rest = gpu_cost.REST_OF_STEP.seconds if torch.device(device).type == "cuda" else 0.0
-    found = [dense._replace(step=step_seconds + max(0.0, dense.high - overlap * step_seconds))]
+    if not (0 < cores <= 1 and buckets >= 1):
+        raise ConfigurationError(
+            f"cores must be above 0 and at most 1, and buckets at least 1, got cores={cores}, buckets={buckets}"
+        )
+    on_gpu = torch.device(device).type == "cuda"
+    dense = _estimate(Dense(), numel, world_size, link, device, cores)
+    rest = gpu_cost.REST_OF_STEP.seconds if on_gpu else cpu_cost.rest_of_step(numel) / cores
+    hidden = overlap * step_seconds if on_gpu or cores == 1 else 0.0
+    found = [dense._replace(step=step_seconds + max(0.0, dense.high - hidden))]
     for name in algorithms():
         if name != dense.recipe.name:
             for density in densities:
                 fastest = min(
                     (
-                        _estimate(each, numel, world_size, link, device)
+                        _estimate(each, -(-numel // buckets), world_size, link, device, cores)
                         for each in _forms(at(name, density, values), device)
                     ),
                     key=lambda estimate: estimate.high,
                 )
-                found.append(fastest._replace(step=step_seconds + fastest.high + rest))
+                low, high = buckets * fastest.low, buckets * fastest.high
+                found.append(fastest._replace(low=low, high=high, step=step_seconds + high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
@@ -148,17 +162,23 @@ def at(name: str, density: float, values: str = "fp32") -> Recipe:
 
 
 def exchange_seconds(
-    packing: Packing, numel: int, world_size: int, link: Link, device: torch.device | str
+    packing: Packing, numel: int, world_size: int, link: Link, device: torch.device | str, cores: float = 1.0
 ) -> tuple[float, float]:
     """Return the lowest and the highest seconds of an exchange of ``packing.recipe``.
 
-    They are the seconds on the link, and those on the device: the time of packing on a CPU, and that of
-    synchronizations and launches on a GPU, which includes packing.
+    They are the seconds on the link, and those on the device: the work of selection and messages on a CPU, and
+    synchronizations and launches on a GPU, both with packing. See :func:`estimates` for ``cores``.
     """
-    counts = _counts(packing.recipe, world_size, device)
-    more = packing.seconds if counts is None else counts.seconds
-    low, high = packing.recipe.formula(numel, world_size).seconds(link)
-    return low + more, high + more
+    recipe, on_gpu = packing.recipe, torch.device(device).type == "cuda"
+    if not on_gpu:
+        link = cpu_cost.on_gloo(link, cores)
+    low, high = recipe.formula(numel, world_size).seconds(link)
+    if on_gpu:
+        counts = _counts(recipe, world_size, device)
+        more = packing.seconds if counts is None else counts.seconds
+        return low + more, high + more
+    least, most = cpu_cost.work(recipe, numel, world_size)
+    return low + (least + packing.seconds) / cores, high + (most + packing.seconds) / cores
 
 
 def _forms(method: Recipe, device: torch.device | str) -> list[Recipe]:
@@ -168,10 +188,12 @@ def _forms(method: Recipe, device: torch.device | str) -> list[Recipe]:
     return [method]
 
 
-def _estimate(method: Recipe, numel: int, world_size: int, link: Link, device: torch.device | str) -> Estimate:
+def _estimate(
+    method: Recipe, numel: int, world_size: int, link: Link, device: torch.device | str, cores: float
+) -> Estimate:
     """Return the estimate of ``method`` as it is. Its ``step`` is that of an exchange alone."""
     packing = resolve(method, numel, world_size, device, link)
-    low, high = exchange_seconds(packing, numel, world_size, link, device)
+    low, high = exchange_seconds(packing, numel, world_size, link, device, cores)
     return Estimate(packing.recipe, low, high, high, _counts(packing.recipe, world_size, device))
 
 

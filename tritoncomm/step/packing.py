@@ -85,7 +85,7 @@ def resolve(
     link = method.known_link or link
     packed = _with(recipe, packed=True) if is_open else recipe
     kept = _with(recipe, packed=False) if is_open else recipe
-    plain = _with(recipe, packed=False, **({"values": "fp32"} if hasattr(method, "values") else {}))
+    plain = unpacked(recipe)
     flows = _changed(plain, packed, numel, world_size)
     if on_gpu:
         coding = _launching(plain, packed, world_size) if flows else 0.0
@@ -126,6 +126,14 @@ def innermost(recipe: Recipe) -> Any:
     """Return the recipe inside of all recipes that wrap it."""
     inner = getattr(recipe, "recipe", None)
     return recipe if inner is None else innermost(inner)
+
+
+def unpacked(recipe: Recipe) -> Recipe:
+    """Return ``recipe`` with plain messages and values that are not rounded."""
+    method = innermost(recipe)
+    if not isinstance(method, IndexRecipe):
+        return _with(recipe, values="fp32") if hasattr(method, "values") else recipe
+    return _with(recipe, packed=False, **({"values": "fp32"} if hasattr(method, "values") else {}))
 
 
 def rounds(recipe: Recipe) -> bool:

@@ -1,0 +1,115 @@
+"""What an exchange costs on a CPU: the table of work, and the plans that count it."""
+
+from __future__ import annotations
+
+import pytest
+from tritoncomm import ConfigurationError, Hierarchical, Warmup
+from tritoncomm.algorithms import Dense, algorithms
+from tritoncomm.planning import planner
+from tritoncomm.planning.doctor import diagnose
+from tritoncomm.planning.planner import Estimate, at, estimates
+from tritoncomm.scheduler.cost import Link
+from tritoncomm.step import cpu_cost
+from tritoncomm.step.packing import resolve, unpacked
+
+NUMEL, SLOW, FAST = 1_000_000, Link.parse("10mbit,50us"), Link.parse("400gbit,5us")
+
+
+def _plan(link: Link, **arguments: object) -> dict[str, Estimate]:
+    found = estimates(NUMEL, 4, link, 0.1, densities=(0.03,), values="4bit", **arguments)
+    return {estimate.recipe.name: estimate for estimate in found}
+
+
+def test_every_method_has_a_row() -> None:
+    """All methods but dense are in the table. The all-reduce of dense is gloo's work."""
+    assert set(cpu_cost.TABLE) == set(algorithms()) - {"dense"}
+    assert cpu_cost.work(Dense(), NUMEL, 4) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(cpu_cost.TABLE))
+def test_work_grows(name: str) -> None:
+    """More values, entries and workers are more work. One worker has none."""
+    base = cpu_cost.work(at(name, 0.03), NUMEL, 4)
+    assert 0 < base[0] <= base[1]
+    assert cpu_cost.work(at(name, 0.03), 2 * NUMEL, 4)[0] > base[0]
+    assert cpu_cost.work(at(name, 0.06), NUMEL, 4)[0] >= base[0]
+    assert cpu_cost.work(at(name, 0.03), NUMEL, 8)[1] > base[1]
+    assert cpu_cost.work(at(name, 0.03), NUMEL, 1) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["oktopk", "random_k", "exdyna"])
+def test_the_format_is_packing_and_no_work(name: str) -> None:
+    """Rounded and packed values are the same work. ``packing`` counts what they take."""
+    plain, rounded = at(name, 0.03), at(name, 0.03, "4bit")
+    assert cpu_cost.work(plain, NUMEL, 4) == cpu_cost.work(rounded, NUMEL, 4)
+    assert resolve(unpacked(rounded), NUMEL, 4, "cpu").seconds == 0
+    wrapped = Warmup(recipe=rounded, steps=5)
+    assert cpu_cost.work(wrapped, NUMEL, 4) == cpu_cost.work(plain, NUMEL, 4)
+
+
+def test_a_hierarchical_exchange_is_work() -> None:
+    """The method between nodes counts."""
+    method = at("oktopk", 0.03)
+    assert cpu_cost.work(Hierarchical(recipe=method, node_size=2), NUMEL, 8) == cpu_cost.work(method, NUMEL, 4)
+    assert cpu_cost.work(Hierarchical(recipe=method, node_size=4), NUMEL, 4) == (0.0, 0.0)
+
+
+def test_an_unknown_method_has_the_work_of_others() -> None:
+    """A recipe of a user is not free."""
+
+    class Mine(type(at("topk_allgather", 0.03))):
+        name = "mine"
+
+    assert 0 < cpu_cost.work(Mine(density=0.03), NUMEL, 4)[0] < cpu_cost.work(at("sidco", 0.03), NUMEL, 4)[0]
+
+
+def test_plans_count_the_work() -> None:
+    """An exchange takes its time on the link, its work and its packing. The rest of the step follows."""
+    found = _plan(SLOW)["oktopk"]
+    packing = resolve(at("oktopk", 0.03, "4bit"), NUMEL, 4, "cpu", SLOW)
+    on_link = packing.recipe.formula(NUMEL, 4).seconds(SLOW)
+    works = cpu_cost.work(packing.recipe, NUMEL, 4)
+    for got, link, work in zip((found.low, found.high), on_link, works, strict=True):
+        assert got == pytest.approx(link + work + packing.seconds)
+    assert found.step == pytest.approx(0.1 + found.high + cpu_cost.rest_of_step(NUMEL))
+
+
+def test_workers_share_cores() -> None:
+    """With half a core for each worker, work takes twice as long, and computation hides nothing."""
+    whole, half = _plan(SLOW), _plan(SLOW, cores=0.5)
+    packing = resolve(at("oktopk", 0.03, "4bit"), NUMEL, 4, "cpu", SLOW)
+    more = cpu_cost.work(packing.recipe, NUMEL, 4)[1] + packing.seconds
+    assert half["oktopk"].high == pytest.approx(whole["oktopk"].high + more)
+    assert half["oktopk"].step == pytest.approx(whole["oktopk"].step + more + cpu_cost.rest_of_step(NUMEL))
+    assert half["dense"].high == whole["dense"].high
+    assert half["dense"].step == pytest.approx(whole["dense"].step + planner.OVERLAP * 0.1)
+    for wrong in ({"cores": 0.0}, {"cores": 2.0}, {"buckets": 0}):
+        with pytest.raises(ConfigurationError, match="cores must be above 0 and at most 1, and buckets at least 1"):
+            _plan(SLOW, **wrong)
+
+
+def test_buckets_are_exchanges() -> None:
+    """Each bucket has its own messages. Together they have the same entries."""
+    one, four = _plan(SLOW)["oktopk"], _plan(SLOW, buckets=4)["oktopk"]
+    messages = at("oktopk", 0.03).formula(NUMEL, 4).latencies
+    more = four.high - one.high
+    assert more > 3 * (cpu_cost.EXCHANGE + messages * cpu_cost.MESSAGE)
+    assert more < 3 * (cpu_cost.EXCHANGE + messages * (cpu_cost.MESSAGE + 1e-3))
+    assert _plan(SLOW, buckets=4)["dense"] == _plan(SLOW)["dense"]
+
+
+def test_gloo_has_a_bandwidth() -> None:
+    """A link faster than gloo is no faster, and a slow one stays as it is. It takes a core for that."""
+    assert cpu_cost.on_gloo(SLOW) == SLOW
+    assert cpu_cost.on_gloo(FAST) == Link(FAST.latency, cpu_cost.GLOO_BANDWIDTH)
+    assert cpu_cost.on_gloo(FAST, 0.5).bandwidth == cpu_cost.GLOO_BANDWIDTH / 2
+    dense = _plan(FAST)["dense"]
+    assert dense.high == pytest.approx(2 * 3 / 4 * 4 * NUMEL / cpu_cost.GLOO_BANDWIDTH, rel=0.01)
+
+
+def test_doctor_counts_the_selection_once() -> None:
+    """In a single process, the predicted exchange holds the selection, and the measured one is shown beside it."""
+    found = diagnose(NUMEL, lambda density: at("spardl", density), 0.03, link=SLOW, workers=4)
+    packing = resolve(at("spardl", 0.03), NUMEL, 4, "cpu", SLOW)
+    assert found.selection > 0
+    assert found.sparse[0.03] == pytest.approx(planner.exchange_seconds(packing, NUMEL, 4, SLOW, "cpu")[1])
