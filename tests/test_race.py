@@ -114,7 +114,7 @@ def test_buckets(module) -> None:
 
 
 def test_predictions(module, row) -> None:
-    """``plan`` predicts dense and this library's methods, and more for workers that share cores and for more buckets."""
+    """``plan`` predicts dense and our methods, and more for workers that share cores and for more buckets."""
     results = module("race_results")
 
     def of(contender: str, machine: str = "x86_64, 4 cores, Linux", **fields: float) -> float | None:
