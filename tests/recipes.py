@@ -113,6 +113,8 @@ def under_test(density: float) -> dict[str, Recipe]:
         "topk-allgather-static": TopkAllgather(density=density, static=True),
         "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
+        "dgc-static": DGC(density=density, static=True, momentum=0.0),
+        "dgc-static-4bit": DGC(density=density, static=True, momentum=0.0, values="4bit"),
         "spardl-static": SparDL(density=density, static=True),
         "spardl-static-packed": SparDL(density=density, static=True, packed="always"),
         "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tritoncomm import (
+    DGC,
     ConfigurationError,
     ExDyna,
     MiCRO,
@@ -36,6 +37,9 @@ SAME = [
     (TopkAllgather(density=0.05), 5),
     (TopkAllgather(density=0.05, packed=True), 8),
     (TopkAllgather(density=0.05, values="4bit"), 3),
+    *((DGC(density=0.05), world_size) for world_size in (1, 5)),
+    (DGC(density=0.05, nesterov=True, masking=False, packed=True), 4),
+    (DGC(density=0.05, clip_norm=5.0, clip_scale="inv_sqrtP", values="4bit"), 3),
     *((SparDL(density=0.05), world_size) for world_size in (1, 2, 3, 5, 6, 8, 17)),
     (SparDL(density=0.05, packed=True), 7),
     (SparDL(density=0.05, values="4bit"), 7),

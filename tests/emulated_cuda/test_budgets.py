@@ -11,6 +11,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.planning import planner
 from tritoncomm.step import adam
 from tritoncomm.step.ddp_state import CommState, comm_hook
 from tritoncomm.step.optimizer_step import OptimizerStep
@@ -19,12 +20,14 @@ from tritoncomm.step.options import WrapOptions
 from depth import trials
 from emulated_cuda import doors, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.exchanges import counted
 
-METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro")
+METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro", "dgc")
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
 OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
 # Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
 LAUNCHES = {"topk_allgather": (215, 3), "spardl": (245, 40), "oktopk": (385, 5), "exdyna": (250, 3), "micro": (250, 3)}
+LAUNCHES |= {"dgc": (170, 3)}
 # In their first steps, root mean squares of parameters are computed each time: here in three, otherwise in twenty.
 SETTLED = 4
 
@@ -40,14 +43,16 @@ class Step(NamedTuple):
 
 @cache
 def steps_of(method: str, values: str, world_size: int, steps: int = 10, matrices: int = 3) -> list[Step]:
-    """Train ``matrices`` matrices and as many vectors with AdamW, and count in ``step()`` alone."""
+    """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone."""
     shapes = [shape for _ in range(matrices) for shape in ((24, 32), (24,))]
 
     def main(rank: int) -> list[Step]:
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(to_gpu(torch.randn(shape, generator=generator))) for shape in shapes]
         fields = {"values": values} if method not in ("exdyna", "micro") else {}
-        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        if method == "dgc":  # it has its own momentum
+            inner = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
         optimizer = tritoncomm.wrap(
             inner, algo=method, density=0.05, small="8bit", warmup_steps=0, dense_below=100, **fields
         )
@@ -122,6 +127,13 @@ def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
     assert max(step.launches for step in workers) <= base + 2 * per_doubling
     assert max(step.syncs for step in many) <= ORDINARY
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("name", ["random_k", "random_block"])
+def test_shared_coordinates(name: str, world_size: int) -> None:
+    """Methods whose coordinates all ranks know wait twice without a static form, if values are not rounded."""
+    assert counted(planner.at(name, 0.05), world_size)[0] == ORDINARY
 
 
 RENEWED = 20  # the step that renews the scale of the selection

@@ -7,7 +7,6 @@ density warm-up is ``Warmup(schedule="exponential")``. Biases and norm layers tr
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,8 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
@@ -40,6 +41,7 @@ class DGC(EntryRecipe):
     """
 
     name: ClassVar[str] = "dgc"
+    has_static_form: ClassVar[bool] = True
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
@@ -107,6 +109,11 @@ class DGCAlgorithm(Algorithm):
         self.k = entries_to_keep(numel, recipe.density)
         self.state = DGCState()
 
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and self.k < self.numel
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         self.prepare(acc, world_size)
@@ -115,6 +122,8 @@ class DGCAlgorithm(Algorithm):
         gradient = acc.gradient.float()
         velocity, update = self._with_momentum(self.state.velocity, gradient)
         acc.replace_gradient(update)
+        if acc.verdict is not None:
+            return (yield from self._reduce_static(acc, acc.verdict, velocity, world_size))
         own = acc.top_k(self.k)
         encoding = self.recipe.encoding
         mean, sent = yield from all_gather_mean(own, [self.k] * world_size, encoding, acc, rank, world_size)
@@ -122,6 +131,20 @@ class DGCAlgorithm(Algorithm):
         self.report = rounding_figures(own, sent) if encoding.rounds else {}
         if self.recipe.masking:
             velocity = velocity.index_fill(0, sent.indices.long(), 0.0)
+        self.state = replace(self.state, velocity=velocity)
+        return mean
+
+    def _reduce_static(
+        self, acc: Accumulator, verdict: Verdict, velocity: torch.Tensor, world_size: int
+    ) -> Pattern[SparseVector]:
+        """Do the rest of :meth:`reduce` without waiting for a GPU before the verdict."""
+        rows = rows_of(self.recipe.encoding, self.numel, self.k, world_size, acc.device)
+        mean, sent = yield from all_gather_mean_static(acc.top_k_padded(self.k), rows, acc, verdict, world_size)
+        acc.subtract_padded(sent, rounded=rows.rounds)
+        if self.recipe.masking:
+            velocity = velocity.clone()  # it may be the update
+            kernels.set_at(velocity, sent.indices)
+        yield from verdict.settle(world_size)
         self.state = replace(self.state, velocity=velocity)
         return mean
 
@@ -164,10 +187,10 @@ class DGCAlgorithm(Algorithm):
             return
         gradient = acc.gradient.float()
         limit = self.recipe.clip_norm * world_size ** _CLIP_SCALES[self.recipe.clip_scale]
-        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         # A gradient that is not finite stays unchanged, so that the exchange rejects it.
-        if math.isfinite(norm) and norm > limit:
-            acc.replace_gradient(gradient * (limit / norm))
+        scale = torch.where(torch.isfinite(norm) & (norm > limit), limit / norm, 1.0)
+        acc.replace_gradient(gradient * scale)
 
     def adopt_across_layout(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_layout`.
@@ -194,4 +217,6 @@ class DGCAlgorithm(Algorithm):
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
+        if self.is_static:
+            return static_traffic(self.recipe.encoding, self.numel, self.k, world_size)
         return Forecast({"all-gather": both(cost.bruck(self.recipe.encoding.words(self.numel, self.k), world_size))})

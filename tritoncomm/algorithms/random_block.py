@@ -117,9 +117,9 @@ class RandomBlockAlgorithm(Algorithm):
         if self.size >= self.numel:
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)
-        finite = acc.is_finite()
         indices = torch.cat([torch.arange(*bounds, dtype=torch.int32, device=acc.device) for bounds in ranges])
         if self.recipe.values == "fp32":
+            finite = acc.finite()  # before dense(): on a CPU, the same pass adds and checks
             own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
             sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
             for start, stop in ranges:
@@ -127,7 +127,9 @@ class RandomBlockAlgorithm(Algorithm):
             mean = SparseVector(indices, sums / world_size, self.numel)
         else:
             bits = BITS[self.recipe.values]
-            mean = yield from deliver_quantized(acc, indices, finite, rank, world_size, bits=bits, phase=_PHASE)
+            mean = yield from deliver_quantized(
+                acc, indices, acc.is_finite(), rank, world_size, bits=bits, phase=_PHASE
+            )
         acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)
         return mean

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_sum
@@ -81,16 +82,18 @@ class RandomKAlgorithm(Algorithm):
         """See :meth:`Algorithm.reduce`."""
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
-        indices = self.indices(self.state.step).to(acc.device)
-        finite = acc.is_finite()
+        indices = kernels.copied_to(self.indices(self.state.step), acc.device)
         if self.recipe.values == "fp32":
+            finite = acc.finite()  # before dense(): on a CPU, the same pass adds and checks
             own = acc.dense()[indices.long()]
             sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
             acc.clear(indices)
             mean = SparseVector(indices, sums / world_size, self.numel)
         else:
             bits = BITS[self.recipe.values]
-            mean = yield from deliver_quantized(acc, indices, finite, rank, world_size, bits=bits, phase=_PHASE)
+            mean = yield from deliver_quantized(
+                acc, indices, acc.is_finite(), rank, world_size, bits=bits, phase=_PHASE
+            )
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)
         return mean

@@ -8,20 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import Verdict, with_verdict
+from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
-from tritoncomm.scheduler.rounds import AllGather, Pattern
-from tritoncomm.scheduler.wire import PLAIN, Encoding, Rows
-from tritoncomm_kernels import Padded
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.wire import PLAIN, Encoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,31 +69,16 @@ class TopkAllgatherAlgorithm(Algorithm):
 
     def _reduce_static(self, acc: Accumulator, verdict: Verdict, world_size: int) -> Pattern[SparseVector]:
         """Do the same as :meth:`reduce` without waiting for a GPU before the verdict."""
-        own, held = acc.top_k_padded(self.k), acc.workspace
-        verdict.check_gradient(own.values)
-        rows = self._rows(world_size, acc.device)
-        message, sent = rows.pack(Padded(own.indices[None], own.values[None]), workspace=held)
-        gathered = (yield AllGather("all-gather", message[0])) if world_size > 1 else message
-        lists, malformed = rows.unpack(gathered, workspace=held)
-        verdict.check_messages(malformed)
-        union = kernels.merge_rows(lists, self.numel, workspace=held)
-        verdict.check_sums(union.values)
+        rows = rows_of(self.encoding, self.numel, self.k, world_size, acc.device)
+        mean, sent = yield from all_gather_mean_static(acc.top_k_padded(self.k), rows, acc, verdict, world_size)
         acc.subtract_padded(sent, rounded=rows.rounds)
         yield from verdict.settle(world_size)
-        mean = union.values if rows.rounds else union.values / world_size
-        return SparseVector.padded(union._replace(values=mean), self.numel)
-
-    def _rows(self, world_size: int, device: torch.device) -> Rows:
-        encoding = self.encoding if world_size > 1 else PLAIN
-        lows = kernels.constant((0,) * world_size, device)
-        return Rows(encoding, lows, self.numel, self.k, divisor=world_size if encoding.rounds else 1)
+        return mean
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
         if self.static:
-            words = self._rows(world_size, torch.device("cpu")).words
-            gathered = both(cost.all_gather(words, cost.WORD, world_size))
-            return with_verdict(Forecast({"all-gather": gathered}), world_size)
+            return static_traffic(self.encoding, self.numel, self.k, world_size)
         return Forecast({"all-gather": both(cost.bruck(self.encoding.words(self.numel, self.k), world_size))})

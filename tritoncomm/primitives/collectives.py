@@ -316,13 +316,13 @@ def all_gather_mean(
     return SparseVector(indices, sums if encoding.rounds else sums / world_size, acc.numel), sent
 
 
-def shared_sum(values: torch.Tensor, finite: bool, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:
+def shared_sum(values: torch.Tensor, finite: torch.Tensor, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:
     """Return the sum over ranks of ``values`` (fp32 ``[m]``), which belong to the same coordinates on all ranks.
 
-    A rank that is not ``finite`` sends NaN, even if its NaN or Inf is at another coordinate. All ranks then see NaN in
-    the sum and raise :class:`~tritoncomm.NonFiniteError`.
+    A rank that is not ``finite`` (bool ``[]``) sends NaN, even if its NaN or Inf is at another coordinate. All ranks
+    then see NaN in the sum and raise :class:`~tritoncomm.NonFiniteError`.
     """
-    total = values if finite else torch.full_like(values, torch.nan)
+    total = torch.where(finite, values, torch.nan)
     if world_size > 1:
         total = yield AllReduce(phase, total)
     if kernels.has_non_finite(total):
