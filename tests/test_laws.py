@@ -98,7 +98,7 @@ def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(8)
+@examples(6)
 def test_recorded_laws_hold_exactly(name: str, case: laws.Case, density: float) -> None:
     """Every law of recorded runs holds bit for bit."""
     recipe = under_test(density)[name]
@@ -109,7 +109,7 @@ def test_recorded_laws_hold_exactly(name: str, case: laws.Case, density: float) 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
-@examples(6)
+@examples(4)
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
     """A failure in any phase changes nothing. A deep run fails every round."""
     obeys(partial(laws.atomicity, every_round=DEEP), name, case, density)
