@@ -4,6 +4,8 @@ Every method runs in the same processes on the same gradients, with plain messag
 4 bits. Bytes are those of the busiest rank, in the direction
 with more bytes. Times are means over the ranks, and of these the median over the steps.
 
+A message is a short one, sent or received: the CPU time of the scheduler, and of ``isend`` or ``irecv`` alone.
+
 CPU time is that of the thread that runs the exchange: waiting for the network does not count, nor do the threads of
 gloo. It is also given as a multiple of a plain copy of the vector by the same thread, just before.
 """
@@ -30,9 +32,11 @@ from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import Pattern, Round
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 COLUMNS = 1000
+MESSAGE_WORDS = 100
 # Label and fields of each format. A method has those whose fields it has.
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {"packed": False},
@@ -154,6 +158,38 @@ def measure(
     )  # fmt: skip
 
 
+def messages(rank: int, world_size: int, send: Send, count: int) -> None:
+    """Send and receive ``count`` short messages around a ring. Rank 0 sends the CPU seconds that one of them takes.
+
+    They are those of the scheduler, and those of ``isend`` and ``irecv`` alone. Of each, the least of five runs counts.
+    """
+    scheduler, content = ProcessGroupScheduler(), torch.ones(MESSAGE_WORDS, dtype=torch.int32)
+    buffer, after, before = torch.empty_like(content), (rank + 1) % world_size, (rank - 1) % world_size
+
+    def ring() -> Pattern[None]:
+        for _ in range(count):
+            yield Round("ring", {after: content}, {before: MESSAGE_WORDS})
+
+    def bare() -> None:
+        for _ in range(count):
+            works = [dist.irecv(buffer, before), dist.isend(content, after)]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    seconds = []
+    for run in (lambda: scheduler.run(ring()), bare):
+        taken = []
+        for _ in range(5):
+            dist.barrier()
+            started = time.thread_time()
+            run()
+            taken.append((time.thread_time() - started) / (2 * count))  # one is sent, and one received
+        seconds.append(min(taken))
+    if rank == 0:
+        send(tuple(seconds))
+
+
 def copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     """Return the seconds of CPU time that a plain copy takes."""
     started = time.thread_time()
@@ -252,9 +288,14 @@ def main() -> None:
     settings = (numel, options.algo, options.density, options.formats, options.steps)
     run_workers(work, world_size, *settings, listen=rows.append)
     exchanged = show(rows, world_size)
+    found: list[tuple[float, float]] = []
+    run_workers(messages, world_size, 20 if options.smoke else 500, listen=found.append)
+    message, bare = (1e6 * seconds for seconds in found[0])
+    print(f"a message of {MESSAGE_WORDS} words: {message:.0f} us of CPU, isend or irecv alone {bare:.0f} us")
     if options.json:
         used = {"numel": numel, "workers": world_size, "steps": options.steps}
         content = {"machine": machine(), "settings": used, "exchange": exchanged}
+        content["message_us"] = {"scheduler": message, "isend_or_irecv": bare}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

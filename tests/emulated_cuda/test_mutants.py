@@ -55,12 +55,12 @@ def test_read_before_the_wait_is_found(recipe: OkTopk, monkeypatch: pytest.Monke
 def test_cpu_tensor_in_a_message_is_found(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is in host memory is refused."""
     sends = SparDL(density=0.2, static=static)  # both of its forms send messages, not only collectives
-    operations = ProcessGroupScheduler._operations
+    parts = ProcessGroupScheduler._parts
 
     def on_host(self, kind, buffer, *further):
-        return operations(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
+        return parts(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
 
-    monkeypatch.setattr(ProcessGroupScheduler, "_operations", on_host)
+    monkeypatch.setattr(ProcessGroupScheduler, "_parts", on_host)
     assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(sends)))
 
 

@@ -7,7 +7,7 @@ as its ring algorithm, whichever algorithm the backend picks. The counts therefo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,6 +134,12 @@ def both(traffic: Traffic) -> Flow:
 def message(words: int) -> Traffic:
     """Return the traffic of one point-to-point message of ``words`` payload words. An empty message is not sent."""
     return Traffic(1, WORD * (words + HEADER_WORDS)) if words else Traffic()
+
+
+def messages_of(sizes: Sequence[int]) -> Traffic:
+    """Return the traffic of point-to-point messages with ``sizes`` payload words. Empty messages are not sent."""
+    sent = [words for words in sizes if words]
+    return Traffic(len(sent), WORD * (sum(sent) + HEADER_WORDS * len(sent)))
 
 
 def messages(count: int, words: int) -> Traffic:

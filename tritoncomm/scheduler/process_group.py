@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,15 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+class _Part(NamedTuple):
+    """A message to or from ``peer``, or a part of it. ``kind`` is :func:`torch.distributed.isend` or ``irecv``."""
+
+    kind: Callable[..., Any]
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+
+
 class ProcessGroupScheduler:
     """Runs patterns on one rank of the process group ``group``. ``None`` is the default process group.
 
@@ -87,6 +96,9 @@ class ProcessGroupScheduler:
     ) -> None:
         self.group = group
         self.device = torch.device(device)
+        # Whether messages are in host memory, and headers are checked when they arrive. On a GPU, wrong headers are
+        # counted on the device, and confirmation() reports them.
+        self._on_cpu = self.device.type == "cpu"
         self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -345,29 +357,27 @@ class ProcessGroupScheduler:
         frame = wire.Frame(self.step, self._number, round_.phase, self._stamp)
         buffers: dict[int, torch.Tensor] = {}
         sends: list[torch.Tensor] = []
-        operations: list[dist.P2POp] = []
-        peers: list[int] = []  # of the operations
+        parts: list[_Part] = []
         for peer, words in round_.receives.items():
             # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
             # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
             # received only by a rank that expects exactly its length.
             capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
             buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
-            operations += self._operations(dist.irecv, buffers[peer], words, peer, self._received)
-            peers += [peer] * (len(operations) - len(peers))
+            parts += self._parts(dist.irecv, buffers[peer], words, peer, self._received)
         for peer, payload in round_.sends.items():
             sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
-            operations += self._operations(dist.isend, sends[-1], payload.numel(), peer, self._sent)
-            peers += [peer] * (len(operations) - len(peers))
-        works = dist.batch_isend_irecv(operations) if operations else []
+            parts += self._parts(dist.isend, sends[-1], payload.numel(), peer, self._sent)
+        works = self._start(parts)
         self._count(round_)
         # Keep the sent messages until the wait, because the backend reads them in the background.
+        peers = [part.peer for part in parts]
         return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
 
-    def _operations(
+    def _parts(
         self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
-    ) -> list[dist.P2POp]:
-        """Return the operations for one message: one for a short message, two for the parts of a long one.
+    ) -> list[_Part]:
+        """Return the parts of one message: one of a short message, two of a long one.
 
         The tag of a first part is the number of the message, which both ends count. It therefore matches the next
         message of the peer, whatever its length. The tag of a second part also depends on the length. It matches only a
@@ -377,12 +387,20 @@ class ProcessGroupScheduler:
         first_part = cost.HEADER_WORDS + _FIRST_PART_WORDS
         tag = counter[peer] % _TAGS
         if not self._splits_messages or words <= _FIRST_PART_WORDS:
-            return [dist.P2POp(kind, buffer, self._global_ranks[peer], self.group, tag)]
+            return [_Part(kind, buffer, peer, tag)]
         second_tag = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
-        return [
-            dist.P2POp(kind, buffer[:first_part], self._global_ranks[peer], self.group, tag),
-            dist.P2POp(kind, buffer[first_part:], self._global_ranks[peer], self.group, second_tag),
+        return [_Part(kind, buffer[:first_part], peer, tag), _Part(kind, buffer[first_part:], peer, second_tag)]
+
+    def _start(self, parts: Sequence[_Part]) -> list[Any]:
+        """Send and receive ``parts`` in the background. Return what to wait for."""
+        if self._on_cpu:  # isend() and irecv() would do the same, and take more time than gloo itself
+            group: Any = self.group or dist.group.WORLD
+            starts = {dist.isend: group.send, dist.irecv: group.recv}
+            return [starts[part.kind]([part.tensor], part.peer, part.tag) for part in parts]
+        operations = [
+            dist.P2POp(part.kind, part.tensor, self._global_ranks[part.peer], self.group, part.tag) for part in parts
         ]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _wait(self, ticket: Ticket) -> Inbox:
         frame, works, buffers, words, _, peers = ticket.token
@@ -392,8 +410,8 @@ class ProcessGroupScheduler:
             at = 0
             for peer, buffer in buffers.items():
                 self._wait_for_one(*pending.pop(at), pending)
-                with self._naming_ranks(peer):
-                    totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
+                header = buffer[: cost.HEADER_WORDS]
+                totals[peer] = self._checked(peer, wire.check_frame, header, frame, words[peer])
                 at += words[peer] > _FIRST_PART_WORDS
         while pending:
             self._wait_for_one(*pending.pop(0), pending)
@@ -403,27 +421,15 @@ class ProcessGroupScheduler:
             if not self._on_cpu:
                 self._suspect += wire.check_on_device(buffer[: cost.HEADER_WORDS], inbox[peer], frame)
                 continue
-            with self._naming_ranks(peer):
-                if peer not in totals:
-                    totals[peer] = wire.check_frame(buffer[: cost.HEADER_WORDS], frame, words[peer])
-                wire.check_payload(inbox[peer], totals[peer])
+            self._checked(peer, wire.check_payload, inbox[peer], totals[peer])
         return inbox
 
-    @contextmanager
-    def _naming_ranks(self, peer: int) -> Iterator[None]:
-        """Add the sending and the receiving rank to the error about a message."""
+    def _checked(self, peer: int, check: Callable[..., Result], *arguments: Any) -> Result:
+        """Return the result of a check of a message. Add the sending and the receiving rank to its error."""
         try:
-            yield
+            return check(*arguments)
         except ProtocolMismatchError as error:
             raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
-
-    @property
-    def _on_cpu(self) -> bool:
-        """True if messages are in host memory, and headers are checked when they arrive.
-
-        On a GPU, wrong headers are counted on the device. :meth:`confirmation` reports them.
-        """
-        return self.device.type == "cpu"
 
     @property
     def _splits_messages(self) -> bool:
@@ -472,9 +478,8 @@ class ProcessGroupScheduler:
             raise
 
     def _count(self, round_: Round) -> None:
-        sent = [cost.message(payload.numel()) for payload in round_.sends.values()]
-        received = [cost.message(words) for words in round_.receives.values()]
-        self.meter.count(round_.phase, cost.total(sent), cost.total(received))
+        sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
+        self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
 
 
 def _peers(op: Op) -> list[int]:

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -409,10 +409,16 @@ class Frame(NamedTuple):
         They are the step, the round, the number of payload words, the stamp, the first 8 bytes of the phase (two
         words), the checksum ``total`` of the payload, and a CRC-32 of all these and the whole phase.
         """
-        text = self.phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
-        phase = [int.from_bytes(text[at : at + 4], "little", signed=True) for at in range(0, _PHASE_BYTES, 4)]
-        fields = [self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK, *phase, total]
+        place = self.step & _WORD_MASK, self.number & _WORD_MASK, words, self.stamp & _WORD_MASK
+        fields = [*place, *_phase_words(self.phase), total]
         return [*fields, zlib.crc32(repr((fields, self.phase)).encode()) & _WORD_MASK]
+
+
+@cache
+def _phase_words(phase: str) -> list[int]:
+    """Return the first 8 bytes of the name of a phase as two words."""
+    text = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+    return [int.from_bytes(text[at : at + 4], "little", signed=True) for at in range(0, _PHASE_BYTES, 4)]
 
 
 def stamp(text: str) -> int:
