@@ -3,8 +3,9 @@
 ``exchange.py`` times one exchange of every method between local processes: vectors of 25 million values and of one
 million, two densities, two and four workers, plain messages and values of 4 bits. ``--measured`` reads files that it
 has written. The seconds are those of the wall clock, with the waits for other ranks, times the cores per worker. The
-time of packing (``step/packing.py``) is subtracted. The constants are those with the least squared relative errors.
-None of them is negative.
+time of packing (``step/packing.py``) and of the bytes at gloo's bandwidth are subtracted, which ``plan`` counts
+separately. The bandwidth is that of the largest dense all-reduce. The constants are those with the least squared
+relative errors. None of them is negative.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ SMOKE: list[tuple[int, int, list[float], int]] = [(20_000, 2, [0.03, 0.01], 2)]
 
 @dataclass(frozen=True)
 class Point:
-    """One measured exchange. ``seconds`` are those of an exchange without packing, with one core for each worker."""
+    """One measured exchange, with one core for each worker. ``other`` is what is not fitted: packing and bytes."""
 
     method: str
     label: str
     numel: int
     seconds: float
-    packing: float
+    other: float
     messages: float
     entries: float
 
     @property
     def weight(self) -> float:
-        """One over the seconds with packing: errors are relative to them."""
-        return 1 / (self.seconds + self.packing)
+        """One over all seconds: errors are relative to them."""
+        return 1 / self.seconds
 
 
 def measured(numel: int, workers: int, densities: list[float], steps: int, names: list[str]) -> dict[str, Any]:
@@ -61,20 +62,35 @@ def measured(numel: int, workers: int, densities: list[float], steps: int, names
     return {"machine": exchange.machine(), "settings": settings, "exchange": exchange.show(rows, workers)}
 
 
-def points(file: dict[str, Any]) -> list[Point]:
-    """Return the exchanges in a file of ``exchange.py``, without those of dense and of options of methods."""
+def bandwidth(files: list[dict[str, Any]]) -> float:
+    """Return the bytes per second of the largest dense all-reduce in ``files``."""
+    file = max(files, key=lambda file: file["settings"]["numel"])
+    dense = next(row for row in file["exchange"] if row["method"] == "dense")
+    return float(dense["bytes_mean"] / (dense["exchange_ms"] * 1e-3 * _cores(file)))
+
+
+def _cores(file: dict[str, Any]) -> float:
+    return min(1.0, file["machine"]["cores"] / file["settings"]["workers"])
+
+
+def points(file: dict[str, Any], gloo: float) -> list[Point]:
+    """Return the exchanges in a file of ``exchange.py``, without those of options of methods."""
     numel, workers = file["settings"]["numel"], file["settings"]["workers"]
-    cores, found = min(1.0, file["machine"]["cores"] / workers), []
+    found = []
     for row in file["exchange"]:
         name, _, form = row["method"].partition(" ")
-        if name == "dense" or form not in {"", "4bit"}:
+        if form not in {"", "4bit"}:
+            continue
+        parts = [row[part] for part in ("select_ms", "exchange_ms", "apply_ms")]
+        seconds, sent = sum(parts) * 1e-3 * _cores(file), row["bytes_mean"] / gloo
+        if name == "dense":
+            found.append(Point(name, f"{numel / 1e6:g} million, {workers} workers", numel, seconds, sent, 1, 0))
             continue
         recipe = planner.at(name, row["density"], "4bit" if form else "fp32")
         packing = resolve(recipe, numel, workers, "cpu").seconds
-        seconds = sum(row[part] for part in ("select_ms", "exchange_ms", "apply_ms")) * 1e-3 * cores
         formula = planner.at(name, row["density"]).formula(numel, workers)
         label = f"{numel / 1e6:g} million, {workers} workers, {row['density']:.0%}{', ' + form if form else ''}"
-        found.append(Point(name, label, numel, seconds - packing, packing, formula.latencies, formula.high / 2))
+        found.append(Point(name, label, numel, seconds, packing + sent, formula.latencies, formula.high / 2))
     return found
 
 
@@ -89,7 +105,7 @@ def fitted(found: list[Point]) -> tuple[float, float, dict[str, tuple[float, flo
         matrix[line] *= point.weight
     scale = matrix.max(0, keepdims=True)
     scale[scale == 0] = 1
-    target = np.array([point.seconds * point.weight for point in found])
+    target = np.array([1 - point.other * point.weight for point in found])
     solution, _ = nnls(matrix / scale, np.maximum(target, 0))
     solution /= scale[0]
     errors = dict(zip(found, (matrix @ solution - target).tolist(), strict=True))
@@ -110,16 +126,17 @@ def main() -> None:
     else:
         names = ["topk_allgather", "random_k"] if options.smoke else tritoncomm.algorithms()
         files = [measured(*run, names) for run in (SMOKE if options.smoke else RUNS)]
-    found = [point for file in files for point in points(file)]
+    gloo = bandwidth(files)
+    found = [point for file in files for point in points(file, gloo)]
     fixed, message, rates, errors = fitted(found)
-    print(f"EXCHANGE, MESSAGE = {fixed:.2g}, {message:.2g}")
+    print(f"GLOO_BANDWIDTH = {gloo:.2g}\nEXCHANGE, MESSAGE = {fixed:.2g}, {message:.2g}")
     for name, (value, entry) in rates.items():
         print(f'    "{name}": Work({1e9 * value:.1f}e-9, {1e9 * entry:.0f}e-9),')
     print("| exchange | measured ms | error |\n|---|---|---|")
     for point, error in errors.items():
         print(f"| {point.method}, {point.label} | {1e3 / point.weight:.1f} | {error:+.0%} |")
     if options.json:
-        constants = {"exchange": fixed, "message": message, "methods": rates}
+        constants = {"gloo": gloo, "exchange": fixed, "message": message, "methods": rates}
         options.json.write_text(json.dumps({"constants": constants, "files": files}, indent=1) + "\n")
 
 

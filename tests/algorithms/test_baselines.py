@@ -22,6 +22,7 @@ from tritoncomm import (
     TopkDSA,
     Warmup,
 )
+from tritoncomm.algorithms import DenseTail
 from tritoncomm.algorithms.gtopk import tree
 from tritoncomm.primitives.selection import gaussian_selection, sidco_selection
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
@@ -269,6 +270,35 @@ def test_dgc_clips_the_whole_gradient() -> None:
     optimizer.step()
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, net.parameters(), strict=True)])
     assert float(moved.detach().norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_dgc_rejects_an_overflow_in_small_tensors(static: bool) -> None:
+    """Momentum of small tensors that overflows rejects the step, in both forms, and nothing changes."""
+    world = SimulatedWorld(DenseTail(recipe=DGC(density=0.1, static=static), tail=4), 2, 40)
+    gradient = torch.zeros(2, 40)
+    gradient[:, 38] = 1e38
+    for _ in range(3):  # 2.7e38 after three steps
+        world.step(gradient)
+    before = world.state_dict()
+    with pytest.raises(NonFiniteError):
+        world.step(gradient)
+    after = world.state_dict()
+    assert str(before) == str(after)
+    assert torch.isfinite(world.workers[0].algorithm.inner.state.dense_velocity).all()
+
+
+def test_dgc_has_the_same_small_tensors_in_both_forms() -> None:
+    """The momentum of small tensors passes on from a warm-up, and is the same with messages of a fixed length."""
+    worlds = [
+        SimulatedWorld(DenseTail(recipe=Warmup(recipe=DGC(density=0.1, static=static), steps=2), tail=6), 3, 90)
+        for static in (False, True)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        gradients = torch.randn(3, 90, generator=generator)
+        exact, static = (world.step(gradients)[0].to_dense() for world in worlds)
+        assert torch.equal(exact, static)
 
 
 def test_dgc_without_momentum_accepts_momentum_optimizers() -> None:

@@ -12,6 +12,7 @@ from tritoncomm import (
     DGC,
     ConfigurationError,
     ExDyna,
+    Hierarchical,
     MiCRO,
     NonFiniteError,
     ProtocolMismatchError,
@@ -19,6 +20,7 @@ from tritoncomm import (
     SimulatedWorld,
     SparDL,
     TopkAllgather,
+    Warmup,
 )
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.algorithms.exdyna import ExDynaState
@@ -118,6 +120,13 @@ def test_every_method_with_a_static_form_is_tested() -> None:
     assert tested == {
         recipe.name for recipe in under_test(0.1).values() if isinstance(recipe, IndexRecipe) and recipe.can_be_static()
     }
+
+
+@pytest.mark.parametrize("recipe", [DGC(static=True), Warmup(recipe=DGC(static=True), steps=3)])
+def test_no_static_form_between_nodes(recipe: Recipe) -> None:
+    """A hierarchical exchange refuses a method with messages of a fixed length, also inside of a warm-up."""
+    with pytest.raises(ConfigurationError, match="a hierarchical exchange has no static form: leave it out"):
+        Hierarchical(recipe=recipe, node_size=2)
 
 
 @pytest.mark.parametrize("capacity", [1.0, 1.5])

@@ -144,7 +144,7 @@ def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
         assert unchanged
 
 
-@pytest.mark.parametrize("name", ["oktopk-short-periods", "spardl-static", "hierarchical-2", "dense"])
+@pytest.mark.parametrize("name", METHODS)
 def test_a_rank_that_hangs(name: str) -> None:
     """All others name it after the time-out. When it goes on, it raises an error that names itself."""
     released = threading.Event()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+
 import pytest
 from tritoncomm import ConfigurationError, Hierarchical, Warmup
 from tritoncomm.algorithms import Dense, algorithms
@@ -12,6 +15,8 @@ from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import cpu_cost
 from tritoncomm.step.packing import resolve, unpacked
 
+from pages import ROOT
+
 NUMEL, SLOW, FAST = 1_000_000, Link.parse("10mbit,50us"), Link.parse("400gbit,5us")
 
 
@@ -21,12 +26,28 @@ def _plan(link: Link, **arguments: object) -> dict[str, Estimate]:
 
 
 def test_every_method_has_a_row() -> None:
-    """All methods but dense are in the table. The all-reduce of dense is gloo's work."""
-    assert set(cpu_cost.TABLE) == set(algorithms()) - {"dense"}
-    assert cpu_cost.work(Dense(), NUMEL, 4) == (0.0, 0.0)
+    """All methods are in the table. A method that delivers everything is work like dense."""
+    assert set(cpu_cost.TABLE) == set(algorithms())
+    dense = cpu_cost.work(Dense(), NUMEL, 4)
+    assert 0 < dense[0] == dense[1] < cpu_cost.work(at("oktopk", 0.03), NUMEL, 4)[0]
+    assert cpu_cost.work(at("oktopk", 1.0), NUMEL, 4) == dense
 
 
-@pytest.mark.parametrize("name", sorted(cpu_cost.TABLE))
+def test_the_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constants are those that ``benchmarks/cpu_cost.py`` fits to the committed measurements, rounded."""
+    pytest.importorskip("scipy", reason="needs the extra 'benchmarks'")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("cpu_cost")
+    files = json.loads((ROOT / "benchmarks/results/cpu-cost-2026-11-22.json").read_text())["files"]
+    gloo = script.bandwidth(files)
+    fixed, message, rates, _ = script.fitted([point for file in files for point in script.points(file, gloo)])
+    assert pytest.approx(gloo, rel=0.02) == cpu_cost.GLOO_BANDWIDTH
+    assert (fixed, message) == pytest.approx((cpu_cost.EXCHANGE, cpu_cost.MESSAGE), rel=0.01)
+    for name, work in cpu_cost.TABLE.items():
+        assert rates[name] == pytest.approx(work, rel=0.03, abs=0.6e-9), name
+
+
+@pytest.mark.parametrize("name", sorted(set(cpu_cost.TABLE) - {"dense"}))
 def test_work_grows(name: str) -> None:
     """More values, entries and workers are more work. One worker has none."""
     base = cpu_cost.work(at(name, 0.03), NUMEL, 4)
@@ -48,19 +69,20 @@ def test_the_format_is_packing_and_no_work(name: str) -> None:
 
 
 def test_a_hierarchical_exchange_is_work() -> None:
-    """The method between nodes counts."""
+    """The method between nodes counts. A worker exchanges its share of the vector."""
     method = at("oktopk", 0.03)
-    assert cpu_cost.work(Hierarchical(recipe=method, node_size=2), NUMEL, 8) == cpu_cost.work(method, NUMEL, 4)
+    assert cpu_cost.work(Hierarchical(recipe=method, node_size=2), NUMEL, 8) == cpu_cost.work(method, NUMEL // 2, 4)
     assert cpu_cost.work(Hierarchical(recipe=method, node_size=4), NUMEL, 4) == (0.0, 0.0)
 
 
 def test_an_unknown_method_has_the_work_of_others() -> None:
-    """A recipe of a user is not free."""
+    """A recipe of a user is about as much work as a top-k method."""
 
     class Mine(type(at("topk_allgather", 0.03))):
         name = "mine"
 
-    assert 0 < cpu_cost.work(Mine(density=0.03), NUMEL, 4)[0] < cpu_cost.work(at("sidco", 0.03), NUMEL, 4)[0]
+    own, like = (cpu_cost.work(recipe, NUMEL, 4)[1] for recipe in (Mine(density=0.03), at("topk_allgather", 0.03)))
+    assert own == pytest.approx(like, rel=0.2)
 
 
 def test_plans_count_the_work() -> None:
@@ -83,8 +105,9 @@ def test_workers_share_cores() -> None:
     assert half["oktopk"].step == pytest.approx(whole["oktopk"].step + more + cpu_cost.rest_of_step(NUMEL))
     assert half["dense"].high == whole["dense"].high
     assert half["dense"].step == pytest.approx(whole["dense"].step + planner.OVERLAP * 0.1)
-    for wrong in ({"cores": 0.0}, {"cores": 2.0}, {"buckets": 0}):
-        with pytest.raises(ConfigurationError, match="cores must be above 0 and at most 1, and buckets at least 1"):
+    assert _plan(SLOW, cores=4) == whole
+    for wrong, said in (({"cores": 0.0}, "got cores=0.0"), ({"buckets": 0}, "got buckets=0")):
+        with pytest.raises(ConfigurationError, match=said):
             _plan(SLOW, **wrong)
 
 
@@ -96,6 +119,16 @@ def test_buckets_are_exchanges() -> None:
     assert more > 3 * (cpu_cost.EXCHANGE + messages * cpu_cost.MESSAGE)
     assert more < 3 * (cpu_cost.EXCHANGE + messages * (cpu_cost.MESSAGE + 1e-3))
     assert _plan(SLOW, buckets=4)["dense"] == _plan(SLOW)["dense"]
+    few = estimates(3, 4, SLOW, densities=(0.03,), buckets=100)
+    assert few == estimates(3, 4, SLOW, densities=(0.03,), buckets=3)
+
+
+def test_dense_of_wrap_is_work() -> None:
+    """``algo="auto"`` compares with a dense exchange of this library, which overlaps nothing, ``plan`` with DDP."""
+    ddp, wrapped = _plan(SLOW)["dense"], _plan(SLOW, wrapped_dense=True)["dense"]
+    assert wrapped.high == pytest.approx(ddp.high + cpu_cost.work(Dense(), NUMEL, 4)[1])
+    assert wrapped.step == pytest.approx(0.1 + wrapped.high)
+    assert _plan(SLOW)["oktopk"] == _plan(SLOW, wrapped_dense=True)["oktopk"]
 
 
 def test_gloo_has_a_bandwidth() -> None:
@@ -113,3 +146,11 @@ def test_doctor_counts_the_selection_once() -> None:
     packing = resolve(at("spardl", 0.03), NUMEL, 4, "cpu", SLOW)
     assert found.selection > 0
     assert found.sparse[0.03] == pytest.approx(planner.exchange_seconds(packing, NUMEL, 4, SLOW, "cpu")[1])
+
+
+def test_doctor_counts_the_rest_of_the_step() -> None:
+    """A sparse exchange that is faster by less than the rest of its step takes longer does not pay."""
+    link = Link.parse("400mbit,30us")
+    found = diagnose(50_000, lambda density: at("spardl", density, "4bit"), 0.03, link=link, workers=8)
+    assert found.sparse[0.03] < planner.WORTH_IT * found.dense < found.sparse[0.03] + cpu_cost.rest_of_step(50_000)
+    assert not found.pays

@@ -84,10 +84,12 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         self.inner.prepare(acc, world_size)
         head, small = acc.split(self.inner.numel)
         small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
-        mean = yield from self.inner.reduce(head, rank, world_size)
-        dense = self.inner.dense_update(small_mean)
+        dense = self.inner.dense_update(small_mean)  # before the exchange of the head, which ends with the verdict
         if acc.verdict is None and kernels.has_non_finite(dense):
             raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
+        if acc.verdict is not None and dense is not small_mean:
+            acc.verdict.check_sums(dense)
+        mean = yield from self.inner.reduce(head, rank, world_size)
         small.clear_all()
         if left is not None:
             small.replace_range(0, left)

@@ -189,8 +189,11 @@ class DGCAlgorithm(Algorithm):
         limit = self.recipe.clip_norm * world_size ** _CLIP_SCALES[self.recipe.clip_scale]
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         # A gradient that is not finite stays unchanged, so that the exchange rejects it.
-        scale = torch.where(torch.isfinite(norm) & (norm > limit), limit / norm, 1.0)
-        acc.replace_gradient(gradient * scale)
+        clips = torch.isfinite(norm) & (norm > limit)
+        if self.is_static:  # the host does not wait to see whether it clips
+            acc.replace_gradient(gradient * torch.where(clips, limit / norm, 1.0))
+        elif clips:
+            acc.replace_gradient(gradient * (limit / norm))
 
     def adopt_across_layout(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_layout`.

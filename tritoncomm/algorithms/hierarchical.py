@@ -41,7 +41,10 @@ class Hierarchical(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "node_size", whole=True)
-        exact = getattr(self.recipe, "static", "auto") is not True
+        method: Any = self.recipe
+        while isinstance(method, WrapperRecipe):
+            method = method.recipe
+        exact = getattr(method, "static", "auto") is not True
         check(self, "recipe", exact, "has static=True, but a hierarchical exchange has no static form: leave it out")
 
     def check_world_size(self, world_size: int) -> None:

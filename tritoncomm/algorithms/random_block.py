@@ -119,7 +119,7 @@ class RandomBlockAlgorithm(Algorithm):
         ranges = self.ranges(self.state.step)
         indices = torch.cat([torch.arange(*bounds, dtype=torch.int32, device=acc.device) for bounds in ranges])
         if self.recipe.values == "fp32":
-            finite = acc.finite()  # before dense(): on a CPU, the same pass adds and checks
+            finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
             own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
             sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
             for start, stop in ranges:

@@ -84,7 +84,7 @@ class RandomKAlgorithm(Algorithm):
             return (yield from dense_exchange(acc, world_size))
         indices = kernels.copied_to(self.indices(self.state.step), acc.device)
         if self.recipe.values == "fp32":
-            finite = acc.finite()  # before dense(): on a CPU, the same pass adds and checks
+            finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
             own = acc.dense()[indices.long()]
             sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
             acc.clear(indices)

@@ -112,7 +112,7 @@ class WholeVectorWrapper(WrapperAlgorithm):
         self.inner.prepare(acc, world_size)
 
     def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`. The inner algorithm has completed its step by then."""
+        """See :meth:`Algorithm.dense_update`. It belongs to the step that the inner algorithm is about to take."""
         return self.inner.dense_update(mean)
 
     def predicted_traffic(self, world_size: int) -> Forecast:

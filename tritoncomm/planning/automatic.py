@@ -62,7 +62,9 @@ def automatic_recipe(
     device = parameters[0].device
     setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group, device)
     link = measure_link(group, device)
-    chosen = recommend(numel, dist.get_world_size(group), link, density, values=values, device=device)
+    chosen = recommend(
+        numel, dist.get_world_size(group), link, density, values=values, device=device, wrapped_dense=True
+    )
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",

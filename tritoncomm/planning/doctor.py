@@ -33,7 +33,7 @@ class Diagnosis:
     """The result of :func:`diagnose`. All times are seconds on the slowest rank.
 
     With several ranks, exchange times are measured. In a single process, they are predicted as by ``plan``, see
-    :func:`tritoncomm.planning.planner.estimates`. Only the selection is measured.
+    :func:`tritoncomm.planning.planner.estimates`. Only the selection is measured, and shown beside them.
 
     Attributes:
         workers: Number of workers.
@@ -48,8 +48,9 @@ class Diagnosis:
         sparse: Time of the sparse exchange by density, selection included.
         break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
         packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
-        pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense
-            all-reduce. The exposed time is the part that computation does not hide.
+        pays: Whether the sparse exchange at ``density``, and what the rest of a sparse step takes longer (predicted),
+            take less than 95 % of the exposed time of a dense all-reduce. The exposed time is the part that computation
+            does not hide.
     """
 
     workers: int
@@ -160,7 +161,7 @@ def diagnose(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
         measured=together, selection=selection, dense=dense, sparse=sparse,
         break_even=break_even(sparse, dense), packing=packings[density],
-        pays=sparse[density] < planner.WORTH_IT * exposed,
+        pays=sparse[density] + planner.rest_of_step(numel, device) < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

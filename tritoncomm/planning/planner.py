@@ -34,11 +34,12 @@ TRUSTED_LOSS = (
 WORTH_IT = 0.95
 # The backward pass is about two thirds of a step's computation. Most of it follows the first bucket.
 OVERLAP = 0.5
-_REST_MS, _REST_NS = f"{1e3 * cpu_cost.REST_OF_STEP:g}", f"{1e9 * cpu_cost.REST_OF_STEP_VALUE:g}"
+_REST_MS, _REST_NS = f"{1e3 * cpu_cost.REST:g}", f"{1e9 * cpu_cost.REST_VALUE:g}"
 _NOTES_CPU = (
     "Exchange and step times include the work of a core: selection, messages, packing, as measured on an AMD EPYC.",
     f"Links count as {8e-9 * cpu_cost.GLOO_BANDWIDTH:.1f} Gbit/s at most: gloo sends no faster with a core.",
     f"A sparse step takes {_REST_MS} ms and {_REST_NS} ns per parameter more than its exchange, for AdamW.",
+    "The work was measured with 2 and 4 workers. Predictions of single exchanges were off by up to a half.",
     "Not counted: the all-reduce of small tensors.",
 )
 _SYNC, _LAUNCH = f"{1e6 * gpu_cost.SYNCHRONIZATION:g} us", f"{1e6 * gpu_cost.LAUNCH:g} us"
@@ -75,7 +76,7 @@ class Estimate(NamedTuple):
 def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
     overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0,
-    buckets: int = 1,
+    buckets: int = 1, wrapped_dense: bool = False,
 ) -> list[Estimate]:  # fmt: skip
     """Return the estimates of dense and of every method at every density, fastest step first.
 
@@ -95,9 +96,11 @@ def estimates(
         values: Format of values on the wire, for the methods that send entries.
         device: Device of the gradients. It determines the form of messages, whether they are packed, and the time that
             an exchange takes beside the link.
-        cores: CPU cores for each worker, in (0, 1]. Workers that share a core do their work one after the other, and
-            computation hides nothing.
+        cores: CPU cores for each worker. Workers that share a core, below 1, do their work one after the other, and
+            computation hides nothing. Ignored on a GPU.
         buckets: Number of equal vectors that a sparse method exchanges one after the other, such as the buckets of DDP.
+        wrapped_dense: Whether dense is ``wrap(algo="dense")`` instead of ``DistributedDataParallel``. It overlaps with
+            nothing, and its work on a CPU is counted.
 
     Raises:
         ConfigurationError: A number is out of range.
@@ -108,14 +111,22 @@ def estimates(
         raise ConfigurationError(
             f"step_seconds must be at least 0 and overlap in [0, 1], got step_seconds={step_seconds}, overlap={overlap}"
         )
-    if not (0 < cores <= 1 and buckets >= 1):
+    if not cores > 0:
+        raise ConfigurationError(f"cores must be above 0, the CPU cores for each worker, got cores={cores}")
+    if buckets < 1:
         raise ConfigurationError(
-            f"cores must be above 0 and at most 1, and buckets at least 1, got cores={cores}, buckets={buckets}"
+            f"buckets must be at least 1, the number of exchanges in a step, got buckets={buckets}"
         )
     on_gpu = torch.device(device).type == "cuda"
+    cores, buckets = 1.0 if on_gpu else min(1.0, cores), min(buckets, numel)
     dense = _estimate(Dense(), numel, world_size, link, device, cores)
-    rest = gpu_cost.REST_OF_STEP.seconds if on_gpu else cpu_cost.rest_of_step(numel) / cores
-    hidden = overlap * step_seconds if on_gpu or cores == 1 else 0.0
+    hidden = overlap * step_seconds if cores == 1 else 0.0
+    if wrapped_dense:
+        hidden = 0.0
+    elif not on_gpu:
+        ddp = Dense().formula(numel, world_size).seconds(cpu_cost.on_gloo(link, cores))
+        dense = dense._replace(low=ddp[0], high=ddp[1])
+    rest = rest_of_step(numel, device) / cores
     found = [dense._replace(step=step_seconds + max(0.0, dense.high - hidden))]
     for name in algorithms():
         if name != dense.recipe.name:
@@ -132,9 +143,15 @@ def estimates(
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
+def rest_of_step(numel: int, device: torch.device | str) -> float:
+    """Return the seconds that a sparse step of ``wrap`` with AdamW is longer than a dense one beside its exchange."""
+    on_gpu = torch.device(device).type == "cuda"
+    return gpu_cost.REST_OF_STEP.seconds if on_gpu else cpu_cost.rest_of_step(numel)
+
+
 def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP,
-    values: str = "fp32", device: torch.device | str = "cpu",
+    values: str = "fp32", device: torch.device | str = "cpu", wrapped_dense: bool = False,
 ) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
 
@@ -142,8 +159,9 @@ def recommend(
     faster on a GPU, where ``"auto"`` is the static form. See :func:`estimates` for the arguments.
     """
     candidates = estimates(
-        numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values, device=device
-    )
+        numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values, device=device,
+        wrapped_dense=wrapped_dense,
+    )  # fmt: skip
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
     if not trusted.step < WORTH_IT * dense.step:
@@ -170,9 +188,7 @@ def exchange_seconds(
     synchronizations and launches on a GPU, both with packing. See :func:`estimates` for ``cores``.
     """
     recipe, on_gpu = packing.recipe, torch.device(device).type == "cuda"
-    if not on_gpu:
-        link = cpu_cost.on_gloo(link, cores)
-    low, high = recipe.formula(numel, world_size).seconds(link)
+    low, high = recipe.formula(numel, world_size).seconds(link if on_gpu else cpu_cost.on_gloo(link, cores))
     if on_gpu:
         counts = _counts(recipe, world_size, device)
         more = packing.seconds if counts is None else counts.seconds
@@ -192,7 +208,8 @@ def _estimate(
     method: Recipe, numel: int, world_size: int, link: Link, device: torch.device | str, cores: float
 ) -> Estimate:
     """Return the estimate of ``method`` as it is. Its ``step`` is that of an exchange alone."""
-    packing = resolve(method, numel, world_size, device, link)
+    usable = link if torch.device(device).type == "cuda" else cpu_cost.on_gloo(link, cores)
+    packing = resolve(method, numel, world_size, device, usable)
     low, high = exchange_seconds(packing, numel, world_size, link, device, cores)
     return Estimate(packing.recipe, low, high, high, _counts(packing.recipe, world_size, device))
 

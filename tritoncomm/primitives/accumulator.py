@@ -254,11 +254,12 @@ class Accumulator:
         """Return False if the sum contains a NaN or Inf. If the sum is not computed yet, one pass adds and checks."""
         return self.at_least(math.inf).found == 0
 
-    def finite(self) -> torch.Tensor:
+    def finite_flag(self) -> torch.Tensor:
         """Return the result of :meth:`is_finite` as a tensor, bool ``[]``. Nothing waits for a GPU."""
         if self.device.type == "cpu":
             return torch.tensor(self.is_finite())
-        return torch.isfinite(self.dense()).all()
+        self._add()
+        return self._timed(lambda: torch.isfinite(self._scratch).all())
 
     def _parts(self, *cuts: int) -> list[Accumulator]:
         """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
