@@ -179,13 +179,19 @@ def race(options: argparse.Namespace, place: Place, run: Runner, workers: int, r
             failed.append(f"{cell}: {error}")
             progress(failed[-1])
             continue
-        row = Row(cell, place.bits, machine(), **columns)
+        row = Row(cell, place.bits, machine(), cores(place, workers), **columns)
         rows[cell] = row
         if writes:
             print(race_results.line(row, rows), flush=True)
             if options.json:
                 race_results.write(rows, options.json, about())
     return failed
+
+
+def cores(place: Place, workers: int) -> float:
+    """Return the CPU cores for each worker. Workers in namespaces share one machine."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return own / (int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if place.kind == "torchrun" else workers)
 
 
 def machine() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -33,14 +32,16 @@ Rows = dict[Cell, "Row"]
 class Row:
     """A run and its results, means over the workers.
 
-    ``rate`` is the rate of every interface in bit/s, 0 if it is not limited. Averages over steps leave out the dense
-    steps at the start. ``seconds`` holds the time of each step that was taken. A run that took fewer than
-    ``cell.steps`` steps has no ``validations``: pairs of a number of steps and the loss after them.
+    ``rate`` is the rate of every interface in bit/s, 0 if it is not limited. ``cores`` are the CPU cores for each
+    worker. Averages over steps leave out the dense steps at the start. ``seconds`` holds the time of each step that was
+    taken. A run that took fewer than ``cell.steps`` steps has no ``validations``: pairs of a number of steps and the
+    loss after them.
     """
 
     cell: Cell
     rate: float
     machine: str
+    cores: float
     numel: int
     warmup_steps: int
     latency: float
@@ -52,12 +53,6 @@ class Row:
     kilobytes_after_warmup: float
     seconds: list[float]
     validations: list[list[float]]
-
-    @property
-    def cores(self) -> int:
-        """CPU cores of the machine of the first worker."""
-        found = re.search(r"(\d+) cores", self.machine)
-        return int(found[1]) if found else 1
 
     @property
     def kilobytes_per_step(self) -> float:
@@ -150,8 +145,7 @@ def gap(row: Row, rows: Rows) -> float | None:
 def predicted(row: Row) -> float | None:
     """Return the seconds per step that ``plan`` predicts, or None for what it does not know.
 
-    It is given the rate of the interface, the measured latency, and the seconds of a step without exchange. Workers in
-    namespaces share the cores of one machine.
+    It is given the rate of the interface, the measured latency, the seconds of a step without exchange, and the cores.
     """
     contender = Contender.parse(row.cell.contender)
     door = contender.get("door", "wrap")
@@ -165,7 +159,7 @@ def predicted(row: Row) -> float | None:
         recipe(contender.name, density=density)
         found = planner.estimates(
             row.numel, row.cell.workers, link, row.seconds_alone, densities=(density,), values=values,
-            cores=min(1.0, row.cores / row.cell.workers),
+            cores=row.cores,
             buckets=contender.buckets(4 * row.numel) if door == "ddp" else 1,
         )  # fmt: skip
     except ConfigurationError:
