@@ -288,6 +288,16 @@ def test_dgc_rejects_an_overflow_in_small_tensors(static: bool) -> None:
     assert torch.isfinite(world.workers[0].algorithm.inner.state.dense_velocity).all()
 
 
+@pytest.mark.parametrize("small", ["fp32", "8bit"])
+def test_nan_in_small_tensors_is_no_overflow(small: str) -> None:
+    """With messages of a fixed length, the error does not call a NaN of one rank an overflow of finite gradients."""
+    world = SimulatedWorld(DenseTail(recipe=TopkAllgather(density=0.1, static=True), tail=20, small=small), 2, 60)
+    gradient = torch.ones(2, 60)
+    gradient[1, 50] = torch.nan
+    with pytest.raises(NonFiniteError, match="a gradient or a sum of gradients contains NaN or Inf"):
+        world.step(gradient)
+
+
 def test_dgc_has_the_same_small_tensors_in_both_forms() -> None:
     """The momentum of small tensors passes on from a warm-up, and is the same with messages of a fixed length."""
     worlds = [

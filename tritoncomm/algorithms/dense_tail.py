@@ -88,7 +88,7 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         if acc.verdict is None and kernels.has_non_finite(dense):
             raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
         if acc.verdict is not None and dense is not small_mean:
-            acc.verdict.check_sums(dense)
+            acc.verdict.check_result(dense)
         mean = yield from self.inner.reduce(head, rank, world_size)
         small.clear_all()
         if left is not None:
@@ -115,7 +115,7 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
         if verdict is not None:
-            verdict.check_sums(values)
+            verdict.check_result(values)
         elif kernels.has_non_finite(values):
             raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
         return values / world_size, None

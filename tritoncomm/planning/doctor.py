@@ -46,7 +46,8 @@ class Diagnosis:
         selection: Time of the selection at ``density``.
         dense: Time of a dense all-reduce.
         sparse: Time of the sparse exchange by density, selection included.
-        break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
+        break_even: Density at which sparse and dense take the same time, with what the rest of a sparse step takes
+            longer. 0 if sparse is slower at every density.
         packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
         pays: Whether the sparse exchange at ``density``, and what the rest of a sparse step takes longer (predicted),
             take less than 95 % of the exposed time of a dense all-reduce. The exposed time is the part that computation
@@ -142,8 +143,8 @@ def diagnose(
         dense = _exchange_seconds(Dense(), gradient, device)
     else:
         found = link or Link.parse("10gbit,30us")
-        dense = planner.exchange_seconds(Packing(Dense()), numel, workers, found, device)[1]
-    packings = {d: resolve(method(d), numel, workers, device, found) for d in densities}
+        dense = planner.ddp_seconds(numel, workers, found, device)
+    packings = {d: resolve(method(d), numel, workers, device, planner.usable(found, device)) for d in densities}
     if together:
         sparse = {d: _exchange_seconds(packing.recipe, gradient, device) for d, packing in packings.items()}
     else:
@@ -156,12 +157,13 @@ def diagnose(
         }
     selection, dense, *others = _slowest([selection, dense, *sparse.values()], device)
     sparse = dict(zip(sparse, others, strict=True))
+    rest = planner.rest_of_step(numel, device)
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
     return Diagnosis(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
         measured=together, selection=selection, dense=dense, sparse=sparse,
-        break_even=break_even(sparse, dense), packing=packings[density],
-        pays=sparse[density] + planner.rest_of_step(numel, device) < planner.WORTH_IT * exposed,
+        break_even=break_even({d: seconds + rest for d, seconds in sparse.items()}, dense), packing=packings[density],
+        pays=sparse[density] + rest < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

@@ -123,11 +123,12 @@ def estimates(
     hidden = overlap * step_seconds if cores == 1 else 0.0
     if wrapped_dense:
         hidden = 0.0
-    elif not on_gpu:
-        ddp = Dense().formula(numel, world_size).seconds(cpu_cost.on_gloo(link, cores))
-        dense = dense._replace(low=ddp[0], high=ddp[1])
+    else:
+        ddp = ddp_seconds(numel, world_size, link, device, cores)
+        dense = dense._replace(low=ddp, high=ddp)
     rest = rest_of_step(numel, device) / cores
-    found = [dense._replace(step=step_seconds + max(0.0, dense.high - hidden))]
+    collected = rest if wrapped_dense else 0.0  # wrap collects gradients of a dense exchange too
+    found = [dense._replace(step=step_seconds + max(0.0, dense.high - hidden) + collected)]
     for name in algorithms():
         if name != dense.recipe.name:
             for density in densities:
@@ -141,6 +142,13 @@ def estimates(
                 low, high = buckets * fastest.low, buckets * fastest.high
                 found.append(fastest._replace(low=low, high=high, step=step_seconds + high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
+
+
+def ddp_seconds(numel: int, world_size: int, link: Link, device: torch.device | str, cores: float = 1.0) -> float:
+    """Return the seconds of a dense all-reduce by ``DistributedDataParallel``. See :func:`estimates` for ``cores``."""
+    if torch.device(device).type == "cuda":
+        return exchange_seconds(Packing(Dense()), numel, world_size, link, device)[1]
+    return Dense().formula(numel, world_size).seconds(cpu_cost.on_gloo(link, cores))[1]
 
 
 def rest_of_step(numel: int, device: torch.device | str) -> float:
@@ -188,13 +196,18 @@ def exchange_seconds(
     synchronizations and launches on a GPU, both with packing. See :func:`estimates` for ``cores``.
     """
     recipe, on_gpu = packing.recipe, torch.device(device).type == "cuda"
-    low, high = recipe.formula(numel, world_size).seconds(link if on_gpu else cpu_cost.on_gloo(link, cores))
+    low, high = recipe.formula(numel, world_size).seconds(usable(link, device, cores))
     if on_gpu:
         counts = _counts(recipe, world_size, device)
         more = packing.seconds if counts is None else counts.seconds
         return low + more, high + more
     least, most = cpu_cost.work(recipe, numel, world_size)
     return low + (least + packing.seconds) / cores, high + (most + packing.seconds) / cores
+
+
+def usable(link: Link, device: torch.device | str, cores: float = 1.0) -> Link:
+    """Return what an exchange of tensors on ``device`` can use of ``link``. gloo's bandwidth is limited."""
+    return link if torch.device(device).type == "cuda" else cpu_cost.on_gloo(link, cores)
 
 
 def _forms(method: Recipe, device: torch.device | str) -> list[Recipe]:
@@ -208,8 +221,7 @@ def _estimate(
     method: Recipe, numel: int, world_size: int, link: Link, device: torch.device | str, cores: float
 ) -> Estimate:
     """Return the estimate of ``method`` as it is. Its ``step`` is that of an exchange alone."""
-    usable = link if torch.device(device).type == "cuda" else cpu_cost.on_gloo(link, cores)
-    packing = resolve(method, numel, world_size, device, usable)
+    packing = resolve(method, numel, world_size, device, usable(link, device, cores))
     low, high = exchange_seconds(packing, numel, world_size, link, device, cores)
     return Estimate(packing.recipe, low, high, high, _counts(packing.recipe, world_size, device))
 

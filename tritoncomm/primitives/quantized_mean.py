@@ -120,7 +120,7 @@ def traffic(numel: int, world_size: int, *, bits: int, phase: str, static: bool 
 
 def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
     if verdict is not None:
-        verdict.check_sums(mean)
+        verdict.check_result(mean)
     elif kernels.has_non_finite(mean):
         raise NonFiniteError(
             "a gradient, or the mean of the gradients, has a NaN or Inf or is too large; nothing was applied"

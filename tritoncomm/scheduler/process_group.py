@@ -111,6 +111,7 @@ class ProcessGroupScheduler:
         self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
+        self._started: list[Any] = []  # the messages of the last round
         self._waiting: list[int] = []  # peers of the messages that had not arrived when a wait failed
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
@@ -393,10 +394,13 @@ class ProcessGroupScheduler:
 
     def _start(self, parts: Sequence[_Part]) -> list[Any]:
         """Send and receive ``parts`` in the background. Return what to wait for."""
-        if self._on_cpu:  # isend() and irecv() would do the same, and take more time than gloo itself
+        if self._on_cpu:  # the calls that isend() and irecv() make, without their time
             group: Any = self.group or dist.group.WORLD
             starts = {dist.isend: group.send, dist.irecv: group.recv}
-            return [starts[part.kind]([part.tensor], part.peer, part.tag) for part in parts]
+            self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
+            for part in parts:
+                self._started.append(starts[part.kind]([part.tensor], part.peer, part.tag))
+            return self._started
         operations = [
             dist.P2POp(part.kind, part.tensor, self._global_ranks[part.peer], self.group, part.tag) for part in parts
         ]
