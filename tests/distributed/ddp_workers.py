@@ -312,8 +312,6 @@ def small_tensors(rank: int, world_size: int, send) -> None:
     }
     chosen = [line for line in logged if "values, of which 256 in small tensors are sent dense" in line]
     assert len(chosen) == (rank == 0)
-    said = "vectors, each with its own messages: fewer, larger buckets need fewer messages"
-    assert all(said in line for line in chosen)
     logger.removeHandler(handler)
 
 

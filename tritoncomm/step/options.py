@@ -289,8 +289,6 @@ def log_choice(
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
-    if len(parts) > 1 and not is_dense(recipe):
-        text += f"; {len(parts)} vectors, each with its own messages: fewer, larger buckets need fewer messages"
     if how := describe(packings):
         text += f"; {how}"
     logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
