@@ -1,8 +1,8 @@
 """What an exchange costs on a CPU beside the link: the work of this library, and the limit of gloo.
 
 The work of an exchange is a + b n + c e + d m seconds of one core: n values, e entries and m messages. The entries are
-those of the method's formula, half of its words. All constants were measured on one core of an AMD EPYC
-(``benchmarks/results/cpu-cost-2026-11-22.md``). Packing is counted in :mod:`tritoncomm.step.packing`.
+those of the method's formula, half of its words. The constants were measured on two cores of an AMD
+EPYC (``benchmarks/results/cpu-cost-2026-11-22.md``). Packing is counted in :mod:`tritoncomm.step.packing`.
 """
 
 from __future__ import annotations
