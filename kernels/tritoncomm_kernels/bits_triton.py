@@ -21,7 +21,7 @@ def threshold_key(threshold_ptr, IS_KEY: tl.constexpr):
     else:
         threshold = tl.load(threshold_ptr)
         key = tl.where(threshold > 0, threshold.to(tl.int32, bitcast=True), 1)
-        key = tl.where(threshold != threshold, 0x7FFFFFFF, key)
+        key = tl.where(threshold != threshold, 0x7F800001, key)  # the smallest key of a NaN
     return key
 
 

@@ -17,7 +17,7 @@ from tritoncomm_kernels.accumulate import add, check_addends
 from tritoncomm_kernels.checks import check_vector
 from tritoncomm_kernels.dispatch import triton_runs
 from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
+from tritoncomm_kernels.mark import MAGNITUDE_MASK, NAN_KEY, Marks, mark
 from tritoncomm_kernels.workspace import Workspace
 
 # 2^17 elements: a chunk of the sum and its flags fits into 1 MiB of second-level cache. 2^15, 2^16 and 2^18 measured
@@ -61,7 +61,7 @@ def threshold_key(threshold: float) -> int:
     A NaN threshold selects only NaNs.
     """
     if math.isnan(threshold):
-        return MAGNITUDE_MASK
+        return NAN_KEY
     if threshold <= 0:
         return 1
     with np.errstate(over="ignore"):

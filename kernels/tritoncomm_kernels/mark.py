@@ -17,6 +17,7 @@ from tritoncomm_kernels.workspace import Workspace
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 NON_FINITE_KEY = 0x7F800000  # the key of infinity; Inf and NaN have keys from here on
+NAN_KEY = NON_FINITE_KEY + 1  # the smallest key of a NaN
 TILE = 4096  # elements per program, 16 per thread; see accumulate_triton
 MIN_TILE, MAX_TILE = 64, 1 << 16
 
@@ -172,7 +173,7 @@ def as_key(threshold: torch.Tensor) -> torch.Tensor:
     if threshold.dtype == torch.int32:
         return threshold.clamp(min=1)
     key = torch.where(threshold > 0, threshold.view(torch.int32), 1)
-    return torch.where(threshold.isnan(), MAGNITUDE_MASK, key)
+    return torch.where(threshold.isnan(), NAN_KEY, key)
 
 
 def _check_limits(values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor | None) -> None:

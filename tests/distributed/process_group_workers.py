@@ -37,7 +37,7 @@ import laws
 # The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
 sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
 
-FAMILIES = ("random", "ties", "one-region", "zero", "random", "disjoint", "random", "cancelling", "random")
+FAMILIES = ("random", "ties", "one-region", "zero", "disjoint", "cancelling", "random")
 
 
 class Seen(NamedTuple):

@@ -172,7 +172,7 @@ def key_of(value: float) -> int:
 def key_to_reach(limit: float) -> int:
     """Return the key of a threshold, computed by hand."""
     if math.isnan(limit):
-        return 0x7FFFFFFF
+        return 0x7F800001  # of the first NaN
     return max(1, key_of(limit)) if limit > 0 else 1
 
 

@@ -29,7 +29,7 @@ def key_of(value: float) -> int:
 def expected_key(limit: float) -> int:
     """Return the key of a threshold, computed by hand."""
     if math.isnan(limit):
-        return 0x7FFFFFFF
+        return 0x7F800001  # of the first NaN
     return key_of(limit) if limit > 0 and key_of(limit) else 1
 
 
@@ -46,6 +46,17 @@ def bits(values: torch.Tensor) -> list[int]:
 def by_list(values: torch.Tensor, key: int) -> list[int]:
     """Return the positions that reach a key, as a second oracle."""
     return [i for i, b in enumerate(bits(values)) if b & 0x7FFFFFFF >= key]
+
+
+@pytest.mark.parametrize("payload", [1, 0x400000, 0x7FFFFF])
+def test_nan_threshold_selects_every_nan(payload: int) -> None:
+    """A NaN threshold selects NaNs of any payload and sign, which depends on the device, and nothing else."""
+    nan = torch.tensor([0x7F800000 | payload], dtype=torch.int32).view(torch.float32)
+    values = torch.cat([torch.tensor([math.inf, 1.0, 0.0, -math.inf]), nan, -nan])
+    assert kernels.select(values, math.nan).indices.tolist() == [4, 5]
+    marks = kernels.Marks.empty(values.numel(), "cpu")
+    kernels.mark(values, None, values, torch.tensor([math.nan]), marks)
+    assert marks.bits[0] == 0b110000
 
 
 @given(vectors, thresholds, st.one_of(st.none(), st.integers(0, 80)), st.booleans())
