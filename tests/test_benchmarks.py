@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from pages import ROOT
+from prepared_launcher import PreparedLauncher
 
 pytest.importorskip("sklearn", reason="needs the extra 'benchmarks'")
 
@@ -32,15 +31,22 @@ PARTS = {  # of other scripts
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if file.name not in PARTS)
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[PreparedLauncher]:
+    """A process that has imported what the benchmarks need."""
+    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets")
+    yield prepared
+    prepared.close()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_smoke(script: str, tmp_path: Path) -> None:
+def test_smoke(script: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
     """The script exits with code 0 and writes its figures, and its plot if it has one."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--json", str(tmp_path / "figures.json")]
+    arguments = ["--smoke", "--json", str(tmp_path / "figures.json")]
     plots = "--plot" in (ROOT / "benchmarks" / script).read_text()
     if plots:
-        command += ["--plot", str(tmp_path / "figure.png")]
-    environment = os.environ | {"MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        arguments += ["--plot", str(tmp_path / "figure.png")]
+    done = launcher.run(ROOT / "benchmarks" / script, *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "figures.json").read_text())
     pictures = list(tmp_path.glob("figure*.png"))  # volume.py writes several
@@ -48,19 +54,11 @@ def test_smoke(script: str, tmp_path: Path) -> None:
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_exchange_compares_formats(tmp_path: Path) -> None:
+def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A method has a row in each format that it has. Packed messages are shorter, and no step exceeds its bound."""
     file = tmp_path / "figures.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "exchange.py"),
-        "--smoke",
-        "--json",
-        str(file),
-    ]
-    command += ["--algo", "oktopk", "exdyna", "random_k"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    arguments = ["--smoke", "--json", str(file), "--algo", "oktopk", "exdyna", "random_k"]
+    done = launcher.run(ROOT / "benchmarks" / "exchange.py", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["method"]: row for row in json.loads(file.read_text())["exchange"]}
     own = {"oktopk strict_volume", "oktopk preconditioned"}
@@ -113,17 +111,15 @@ def test_demo_keeps_what_it_does_not_send(demo_compressor) -> None:
     assert world.traffic[0].bytes == 2 * 4 * 2 * 12  # to 2 workers, 4 chunks of 2 coefficients of 12 bytes
 
 
-def test_training_continues_a_file_of_results(tmp_path: Path) -> None:
+def test_training_continues_a_file_of_results(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A second run with the same file trains only what is missing."""
     file = tmp_path / "runs.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "training.py"), "--task", "digits", "--steps", "1"]
-    command += ["--algo", "oktopk", "--density", "0.05", "--power-sgd", "--json", str(file)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = ["--task", "digits", "--steps", "1", "--algo", "oktopk", "--density", "0.05", "--power-sgd"]
+    arguments += ["--json", str(file), "--seeds"]
     rows = []
     for seeds in (["0"], ["0", "1"]):
-        done = subprocess.run(
-            [*command, "--seeds", *seeds], capture_output=True, text=True, timeout=600, check=True, env=environment
-        )
+        done = launcher.run(ROOT / "benchmarks" / "training.py", *arguments, *seeds, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
         rows.append(json.loads(file.read_text())["rows"])
         assert done.stdout.count("digits, 1 steps") == 2  # dense and Ok-Topk, of the new seed
     assert rows[1][:2] == rows[0]

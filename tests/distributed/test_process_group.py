@@ -15,6 +15,7 @@ from depth import DEEP
 # Values, residuals, states and traffic equal the simulation's at every world size, so one is enough for the laws.
 WORLD_SIZES_OF_LAWS = [1, 2, 3, 5] if DEEP else [3]
 
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_equals_simulation(world_size: int) -> None:
     """Bits, residuals, states and traffic of every recipe equal those of the simulation."""

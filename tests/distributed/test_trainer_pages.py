@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import tritoncomm
 
 from pages import blocks
+from prepared_launcher import PreparedLauncher
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 COUNT_STEPS = """import atexit
@@ -27,10 +29,31 @@ atexit.register(lambda: print(f"{len(steps)} steps here"))
 """
 
 
-@pytest.mark.parametrize("page", ["torchrun", "trace", "ddp", "fsdp"])
-def test_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[PreparedLauncher]:
+    """A stand-in for torchrun, which has imported the frameworks."""
+    prepared = PreparedLauncher("transformers.trainer", "lightning", "accelerate")
+    yield prepared
+    prepared.close()
+
+
+def test_page_runs_under_torchrun(tmp_path: Path) -> None:
+    """The script of the torchrun page runs under torchrun itself."""
+    script = _script("torchrun", tmp_path)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(  # noqa: S603 - our own page
+        [sys.executable, *TORCHRUN, str(script)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    _reported(done)
+
+
+@pytest.mark.parametrize("page", ["trace", "ddp", "fsdp"])
+def test_page_runs_as_printed(
+    page: str, launcher: PreparedLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both ranks finish and report an exchange that sent data."""
-    reported, _ = _run(page, TORCHRUN, tmp_path)
+    reported, _ = _reported(launcher.run(_script(page, tmp_path), folder=tmp_path, world_size=2))
     for text in reported.values():
         assert not re.search(r"\b0\.000 delivered", text), text
     if page == "trace":
@@ -39,35 +62,38 @@ def test_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("framework", "launcher", "last"),
+    ("framework", "world_size", "last"),
     [
-        ("accelerate", TORCHRUN, None),
-        ("transformers", TORCHRUN, "trainer/checkpoint-20"),
-        ("lightning", [], None),  # starts its second process itself
+        ("accelerate", 2, None),
+        ("transformers", 2, "trainer/checkpoint-20"),
+        ("lightning", 0, None),  # starts its second process itself
     ],
 )
-def test_trainer_page_trains_and_resumes(framework: str, launcher: list[str], last: str | None, tmp_path: Path) -> None:
+def test_trainer_page_trains_and_resumes(
+    framework: str, world_size: int, last: str | None, launcher: PreparedLauncher, tmp_path: Path
+) -> None:
     """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
-    reported, steps = _run(framework, launcher, tmp_path)
+    script = _script(framework, tmp_path)
+    reported, steps = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
     if last is not None:
         shutil.rmtree(tmp_path / last)
-    resumed, steps_after = _run(framework, launcher, tmp_path)
+    resumed, steps_after = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
     assert resumed == reported
     assert steps_after == [count // 2 for count in steps]
     assert min(steps_after) > 0
 
 
-def _run(page: str, launcher: list[str], folder: Path) -> tuple[dict[str, str], list[int]]:
-    """Run the script of a page in ``folder``. Return what each of two ranks reports, and how many steps each took."""
+def _script(page: str, folder: Path) -> Path:
+    """Write the script of a page into ``folder``, with a report of the steps that it takes."""
     script = folder / "train.py"
     script.write_text(COUNT_STEPS + blocks(f"docs/how-to/{page}.md")[0])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(  # noqa: S603 - our own page
-        [sys.executable, *launcher, str(script)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+    return script
+
+
+def _reported(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, str], list[int]]:
+    """Return what each of two ranks reports, and how many steps each took."""
     assert done.returncode == 0, done.stderr
     # Two processes may write into one line.
     reported = dict(re.findall(r"rank (\d): (.*?(?:per step|delivered))", done.stdout))
@@ -89,17 +115,13 @@ def _check_traces() -> None:
     }
 
 
-def test_ray_page_trains_and_resumes(tmp_path: Path) -> None:
+def test_ray_page_trains_and_resumes(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """With stand-ins for Ray, the script trains, reports checkpoints of both ranks, and resumes from the last one."""
     (code,) = blocks("docs/how-to/ray-train.md")
     (tmp_path / "train.py").write_text("import ray_stand_in\n\nray_stand_in.install()\n" + code)
     shutil.copy(Path(__file__).with_name("ray_stand_in.py"), tmp_path)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     for first in (0, 40):
-        done = subprocess.run(  # noqa: S603 - our own page
-            [sys.executable, *TORCHRUN, "train.py"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
+        done = launcher.run(tmp_path / "train.py", folder=tmp_path, world_size=2)
         assert done.returncode == 0, done.stderr
         reported = dict(
             re.findall(rf"rank (\d) from step {first}: loss ([\d.]+, [1-9]\d*) bytes per step", done.stdout)
