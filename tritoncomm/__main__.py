@@ -277,6 +277,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=planner.OVERLAP,
         help="fraction of the computation that hides a dense all-reduce",
     )
+    plan.add_argument("--cores", type=float, default=1.0, help="CPU cores for each worker; 0.5 if two share a core")
+    plan.add_argument(
+        "--buckets",
+        type=_positive,
+        default=1,
+        help="vectors that a sparse method exchanges in a step, such as the buckets of DDP",
+    )
     plan.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
@@ -290,7 +297,7 @@ def _plan(options: argparse.Namespace) -> int:
     advice = planner.advice(
         options.numel, options.workers, options.link, options.step_ms / 1e3,
         density=options.density, overlap=options.overlap, values=options.values or DEFAULT_VALUES,
-        device=options.device,
+        device=options.device, cores=options.cores, buckets=options.buckets,
     )  # fmt: skip
     print(advice)
     return 0

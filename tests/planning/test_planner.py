@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,22 @@ def test_plan_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
     """For one worker, ``plan`` says in one sentence that nothing is exchanged."""
     assert main(["plan", "--numel", "1e6", "--workers", "1"]) == 0
     assert capsys.readouterr().out == "One worker exchanges nothing: use the optimizer without tritoncomm.wrap.\n"
+
+
+def test_plan_for_shared_cores_and_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    """``plan`` says what it counts. Sharing a core, and each bucket, make the step of a sparse method longer."""
+
+    def step(*more: str) -> float:
+        assert main(["plan", "--numel", "1e7", "--workers", "4", "--device", "cpu", "--step-ms", "50", *more]) == 0
+        out = capsys.readouterr().out
+        assert f"{'0.5 cores' if '--cores' in more else '1 core'} per worker" in out
+        assert (", 7 buckets" in out) == ("--buckets" in more)
+        (row,) = re.findall(r"^spardl .* ([\d.]+) +[\d.]+x$", out, flags=re.MULTILINE)[:1]
+        return float(row)
+
+    assert step() < step("--buckets", "7") < step("--buckets", "7", "--cores", "0.5")
+    assert main(["plan", "--numel", "1e7", "--workers", "4", "--cores", "0"]) == 2
+    assert "cores must be above 0" in capsys.readouterr().err
 
 
 def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,8 @@ def rest_of_step(numel: int, device: torch.device | str) -> float:
 
 def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP,
-    values: str = "fp32", device: torch.device | str = "cpu", wrapped_dense: bool = False,
+    values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0, buckets: int = 1,
+    wrapped_dense: bool = False,
 ) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
 
@@ -168,7 +169,7 @@ def recommend(
     """
     candidates = estimates(
         numel, world_size, link, step_seconds, densities=(density,), overlap=overlap, values=values, device=device,
-        wrapped_dense=wrapped_dense,
+        cores=cores, buckets=buckets, wrapped_dense=wrapped_dense,
     )  # fmt: skip
     dense = next(estimate for estimate in candidates if estimate.is_dense)
     trusted = next(estimate for estimate in candidates if estimate.recipe.name in TRUSTED)
@@ -233,7 +234,8 @@ def _counts(recipe: Recipe, world_size: int, device: torch.device | str) -> Coun
 
 def advice(
     numel: int, world_size: int, link: Link, step_seconds: float, *, density: float = DEFAULT_DENSITY,
-    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu",
+    overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0,
+    buckets: int = 1,
 ) -> str:  # fmt: skip
     """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
 
@@ -244,7 +246,7 @@ def advice(
     others = [other for other in DENSITIES if other != density]
     ranked = estimates(
         numel, world_size, link, step_seconds, densities=(density, *others), overlap=overlap, values=values,
-        device=device,
+        device=device, cores=cores, buckets=buckets,
     )  # fmt: skip
     if world_size == 1:
         return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
@@ -260,8 +262,10 @@ def advice(
     on_gpu = torch.device(device).type == "cuda"
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
     on_device = f"{'form':>8}{'syncs':>7}{'launches':>10}" if on_gpu else ""
+    further = ", on GPUs" if on_gpu else f", {cores:g} core{'s' * (cores != 1)} per worker"
+    further += f", {buckets} buckets" * (buckets > 1)
     lines = [
-        f"{numel:,} parameters, {world_size} workers, {network}{', on GPUs' if on_gpu else ''}",
+        f"{numel:,} parameters, {world_size} workers, {network}{further}",
         f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
     ]
     for title, group in groups.items():
@@ -279,7 +283,10 @@ def advice(
         f"Loss of {both} with AdamW, in the training benchmark: {TRUSTED_LOSS}.",
         "",
     ]
-    chosen = recommend(numel, world_size, link, density, step_seconds, overlap=overlap, values=values, device=device)
+    chosen = recommend(
+        numel, world_size, link, density, step_seconds, overlap=overlap, values=values, device=device, cores=cores,
+        buckets=buckets,
+    )  # fmt: skip
     if isinstance(chosen, Dense):
         lines.append(
             f"Stay dense: at density {_percent(density)}, a step with {' or '.join(TRUSTED)} is not predicted to be "
