@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from tritoncomm import ConfigurationError, Recipe
+from tritoncomm import ConfigurationError, Recipe, algorithms
 from tritoncomm.scheduler import local_workers
 from tritoncomm.step import options
 
+from depth import DEEP
 from recipes import under_test
 
 # Workers test sparse exchanges from the first step on, without rounding, unless they ask for something else.
@@ -31,6 +32,16 @@ def possible(density: float, world_size: int) -> dict[str, Recipe]:
             recipe.check_world_size(world_size)
             found[name] = recipe
     return found
+
+
+def sample(recipes: dict[str, Recipe], world_size: int) -> dict[str, Recipe]:
+    """Return every method, and a third of the other recipes: another third for each remainder of the world size.
+
+    A deep run has all of them. Call it in the test's process: workers do not know how deep a run is.
+    """
+    others = [name for name in recipes if name not in algorithms()]
+    chosen = set(recipes if DEEP else others[world_size % 3 :: 3])
+    return {name: recipe for name, recipe in recipes.items() if name in chosen or name in algorithms()}
 
 
 def total(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import tritoncomm
 from door_law_workers import Seen, Setup, record
-from helpers import possible, run_workers
+from helpers import possible, run_workers, sample
 from tritoncomm import algorithms
 from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.cost import Forecast, all_reduce, both
@@ -28,7 +28,7 @@ def setups(door: str, world_size: int) -> dict[tuple[str, str], Setup]:
     """Return all runs by kind and recipe."""
     found: dict[tuple[str, str], Setup] = {}
     ranks = world_size // Setup(door, tritoncomm.Dense(), (), ()).shards(world_size)
-    for name, recipe in possible(0.07, ranks).items():
+    for name, recipe in sample(possible(0.07, ranks), ranks).items():
         if not isinstance(recipe, Preconditioned):  # wrap() adds it, see "by update"
             found["one vector", name] = Setup(door, recipe, ((1, 210),), FAMILIES)
     for name, recipe in possible(1.0, ranks).items():
