@@ -198,7 +198,7 @@ def picture(task: str, chosen: dict[Run, list[Run]], results: Results, path: Pat
     points = [found for key, runs in chosen.items() if (found := point(key, runs, results)) is not None]
     lower_is_better = task == "gpt"
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, 5), layout="constrained")
+        figure = Figure(figsize=(8, max(5, 0.19 * len(points))), layout="constrained")  # the legend has a line each
         axes = figure.subplots()
         shapes = dict(zip(dict.fromkeys(one.run.method for one in points), "os^Dv<>PX*hpd8H", strict=False))
         formats = {"fp32": "0.35", "bf16": "C4", "8bit": "C0", "4bit": "C2", "3bit": "C1", "2bit": "C3", "1bit": "C5"}
