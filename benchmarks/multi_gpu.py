@@ -327,7 +327,7 @@ def check_all(backend: str, *, smoke: bool) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # of the supervisors
     together = [list(CHECKS)] if smoke else [[name] for name in CHECKS]
     found: dict[str, Any] = {}
-    faults = ["dies"] if smoke else list(FAULTS)
+    faults = ["raises", "dies"] if smoke else list(FAULTS)
     for names in [*together, *([name] for name in faults)]:
         port = [free_port()]
         dist.broadcast_object_list(port)

@@ -1,101 +1,160 @@
 """Runs scripts in processes forked from one that has imported what they need, also on several ranks like torchrun.
 
-An import of PyTorch takes longer than many of the scripts, and one of a trainer longer still.
+An import of PyTorch takes longer than many of the scripts, and one of a trainer longer still. A deep run starts each
+script with an interpreter of its own, and ranks with torchrun. So does a platform other than Linux.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-import traceback
+import threading
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
+
 
 class PreparedLauncher:
     """A process that has imported this package and those of ``modules`` that are installed, and forks scripts."""
 
-    def __init__(self, *modules: str) -> None:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg",
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *modules],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+    def __init__(self, *modules: str, real: bool = False) -> None:
+        self.process = None
+        if not real and sys.platform == "linux":
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, *modules],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT,
+            )  # fmt: skip
 
-    def run(self, script: Path, *arguments: str, folder: Path, world_size: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run ``script`` in ``folder``, as ``world_size`` ranks with torchrun's variables, or as one plain process."""
+    def run(
+        self, script: Path, *arguments: str, folder: Path, world_size: int = 0, limit: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``script`` in ``folder``, as ``world_size`` ranks with torchrun's variables, or as one plain process.
+
+        What the script starts is waited for too, until its output ends. All is killed after ``limit`` seconds.
+        """
+        if self.process is None:
+            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"]
+            command = [sys.executable, *(torchrun if world_size else []), str(script), *arguments]
+            return subprocess.run(
+                command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=limit,
+                check=False,
+            )  # fmt: skip
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = probe.getsockname()[1]
+        pipes = [folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr")]
+        written = ["", ""]
+
+        def read(number: int) -> None:
+            written[number] = pipes[number].read_text()
+
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        readers = [threading.Thread(target=read, args=[number], daemon=True) for number in range(2)]
+        for reader in readers:
+            reader.start()
+        leader = self._ask([str(script), arguments, str(folder), world_size, port, [str(pipe) for pipe in pipes]])
+        deadline = time.monotonic() + limit
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        late = any(reader.is_alive() for reader in readers)
+        if late:
+            os.killpg(leader, signal.SIGKILL)
+        code = self._answer()
+        assert not late, f"{script} still ran after {limit:g} s: {written}"
+        return subprocess.CompletedProcess([str(script), *arguments], code, *written)
+
+    def _ask(self, job: list[Any]) -> int:
+        assert self.process is not None
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        job = [str(script), arguments, str(folder), world_size, port]
         print(json.dumps(job), file=self.process.stdin, flush=True)
-        code = json.loads(self.process.stdout.readline())
-        out, err = ((folder / name).read_text() for name in ("stdout.txt", "stderr.txt"))
-        return subprocess.CompletedProcess([str(script), *arguments], code, out, err)
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the launcher ended, see its output"
+        return int(line)
 
     def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
+        """End the process, and what it still runs."""
+        if self.process is not None:
+            self.process.communicate(timeout=60)
 
 
 def serve(modules: Sequence[str]) -> None:
-    """Run the scripts that are asked for on standard input, and answer with the largest exit code."""
+    """Run the scripts that are asked for on standard input. Answer with a process group, and then its exit code."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
     for name in ("tritoncomm", *modules):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    for line in sys.stdin:
-        script, arguments, folder, world_size, port = json.loads(line)
-        for name in ("stdout.txt", "stderr.txt"):
-            (Path(folder) / name).write_text("")
-        ranks: list[dict[str, Any]] = [
-            {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
-            }
-            for rank in range(world_size)
-        ] or [{}]  # fmt: skip
-        started = [os.fork() or work(script, arguments, folder, variables) for variables in ranks]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
-        print(max(map(abs, codes)), flush=True)
+    while line := sys.stdin.readline():
+        leader = os.fork()
+        if not leader:
+            os.setpgid(0, 0)
+            lead(*json.loads(line))
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(leader, leader)  # whoever is first
+        print(leader, file=answers, flush=True)
+        code = None
+        while code is None:
+            ended, status = os.waitpid(leader, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+            elif select.select([sys.stdin], [], [], 0.05)[0]:  # nobody asks before the answer, so this is the end
+                os.killpg(leader, signal.SIGKILL)
+                return
+        print(code, file=answers, flush=True)
 
 
-def work(script: str, arguments: list[str], folder: str, variables: dict[str, Any]) -> int:
-    """Run ``script`` in this forked process as an interpreter would, and end the process."""
-    code: Any = 1
-    try:
-        os.chdir(folder)
-        os.environ |= {name: str(value) for name, value in variables.items()}
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
-        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
-        main = types.ModuleType("__main__")
-        sys.modules |= {"__main__": main, "__mp_main__": main}  # its workers know it by the second name
-        main.__file__ = script
-        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+def lead(script: str, arguments: list[str], folder: str, world_size: int, port: int, pipes: list[str]) -> None:
+    """Run a job in this forked process, and end it. If a rank fails, the others are stopped, as torchrun does."""
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, pipe in enumerate(pipes, start=1):
+        os.dup2(os.open(pipe, os.O_WRONLY), number)
+    ranks = []
+    for rank in range(world_size):
+        child = os.fork()
+        if not child:
+            local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            os.environ |= {name: str(value) for name, value in local.items()}
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            become(script, arguments)
+        ranks.append(child)
+    if not ranks:
+        become(script, arguments)
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+            sys.exit(1)
+    sys.exit(0)
+
+
+def become(script: str, arguments: list[str]) -> None:
+    """Run ``script`` in this forked process. It ends with the interpreter's own finalization, as any script."""
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules |= {"__main__": main, "__mp_main__": main}  # its workers know it by the second name
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+    sys.exit(0)
 
 
 if __name__ == "__main__":

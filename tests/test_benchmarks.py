@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from depth import DEEP
 from pages import ROOT
 from prepared_launcher import PreparedLauncher
 
@@ -34,7 +35,7 @@ SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if fil
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[PreparedLauncher]:
     """A process that has imported what the benchmarks need."""
-    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets")
+    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets", real=DEEP)
     yield prepared
     prepared.close()
 

@@ -118,10 +118,11 @@ def test_equivalence_at_density_one(name: str, case: laws.Case) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES)
+@example(case=laws.FOUR_STEPS, density=0.1)
 @examples(3)
 def test_atomicity(name: str, case: laws.Case, density: float) -> None:
     """A failure in any phase changes nothing. A deep run fails every round of every step."""
-    case = dataclasses.replace(case, families=case.families[: trials(3, 6)])
+    case = dataclasses.replace(case, families=case.families[: trials(4, 6)])
     obeys(partial(laws.atomicity, every_round=DEEP), name, case, density)
 
 
@@ -163,19 +164,22 @@ def test_equivalence_and_more_with_many_workers(name: str, case: laws.Case) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(), density=DENSITIES, bad=st.sampled_from([math.nan, math.inf, -math.inf]))
+@example(case=laws.FOUR_STEPS, density=0.1, bad=math.inf)
+@example(case=laws.Case(3, 30, ("random",)), density=0.1, bad=-math.inf)
 @examples(3)
 def test_refusal(name: str, case: laws.Case, density: float, bad: float) -> None:
     """All ranks reject a step in which one rank has a NaN or Inf, and nothing changes."""
-    case = dataclasses.replace(case, families=case.families[: trials(3, 6)])
+    case = dataclasses.replace(case, families=case.families[: trials(4, 6)])
     obeys(partial(laws.refusal, bad=bad), name, case, density)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2), density=DENSITIES)
+@example(case=laws.FOUR_STEPS, density=0.1)
 @examples(3)
 def test_overflow(name: str, case: laws.Case, density: float) -> None:
     """All ranks reject a step whose sum overflows, unless the method leaves the values in the residuals."""
-    case = dataclasses.replace(case, families=case.families[: trials(3, 6)])
+    case = dataclasses.replace(case, families=case.families[: trials(4, 6)])
     obeys(laws.overflow, name, case, density)
 
 
@@ -190,7 +194,8 @@ def test_faults_are_injected_into_messages(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(case=laws.cases(min_world_size=2, max_world_size=6), density=DENSITIES)
 @example(case=laws.Case(5, 14, ("ties",), exponent=0, seed=62), density=1e-6)  # subgroups have equal ranks
-@examples(1)
+@example(case=laws.Case(4, 40, ("random", "ties")), density=0.1)
+@examples(2)
 def test_faults(name: str, case: laws.Case, density: float) -> None:
     """A faulty network causes a named error or no difference."""
     obeys(laws.faults, name, dataclasses.replace(case, families=case.families[:2]), density)

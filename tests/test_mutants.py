@@ -78,6 +78,22 @@ class ForgetsToRollBack(OkTopkAlgorithm):
         return super().scheduled(self.taken)
 
 
+class WritesWhileItReuses(OkTopkAlgorithm):
+    """Clears the residual during operations of steps that reuse thresholds, and restores it afterwards."""
+
+    def reduce(self, acc, rank, world_size):
+        pattern, reply, reuses = super().reduce(acc, rank, world_size), None, not self.scheduled(self.state.step)
+        try:
+            while True:
+                operation = pattern.send(reply)
+                kept = acc.residual.clone()
+                acc.residual.mul_(not reuses)
+                reply = yield operation
+                acc.residual.copy_(kept)
+        except StopIteration as stop:
+            return stop.value
+
+
 class HidesNonFinite(TopkAllgatherAlgorithm):
     """Sends zeros instead of NaN and Inf."""
 
@@ -258,6 +274,7 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.agreement, BrokenTopk(density=0.5, kind=SumsInArrivalOrder), FLOATS),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (atomicity_in_every_round, BrokenOkTopk(density=0.1, kind=WritesTooEarly), CASE),
+        (laws.atomicity, BrokenOkTopk(density=0.1, kind=WritesWhileItReuses), laws.FOUR_STEPS),
         (laws.conservation, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=ExceedsForecast), CASE),

@@ -277,7 +277,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=planner.OVERLAP,
         help="fraction of the computation that hides a dense all-reduce",
     )
-    plan.add_argument("--cores", type=float, default=1.0, help="CPU cores for each worker; 0.5 if two share a core")
+    plan.add_argument(
+        "--cores", type=float, default=1.0, help="CPU cores for each worker: 0.5 if two share a core, at most 1"
+    )
     plan.add_argument(
         "--buckets",
         type=_positive,

@@ -225,7 +225,7 @@ def _host_addition(out: torch.Tensor, addends: tuple[torch.Tensor, torch.Tensor]
 
 
 def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
-    """Return in ``out`` which magnitudes of ``part`` have at least ``key``. NaN has, whatever the key."""
+    """Return in ``out`` which magnitudes of ``part`` have at least ``key``. NaN has, up to :data:`NAN_KEY`."""
     if _SMALLEST_NORMAL <= key <= _INFINITY:  # two comparisons cost less than masking out the sign
         threshold = np.int32(key).view(np.float32)
         np.logical_and(np.less(part, threshold, out=out), np.greater(part, -threshold, out=scratch), out=out)

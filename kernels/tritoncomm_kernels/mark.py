@@ -70,10 +70,11 @@ def mark(
     """Compute ``out = residual + scale * gradient`` and mark its elements with magnitude at least ``threshold``.
 
     ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
-    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs are always marked, unless
-    ``select_nan`` is False. ``span`` (int32 ``[2]``, on the device) restricts marking to positions
-    ``span[0] <= i < span[1]``. The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be
-    the same tensor, which is only read. The other arguments are those of :func:`tritoncomm_kernels.accumulate`.
+    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, unless
+    ``select_nan`` is False, and every key up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking
+    to positions ``span[0] <= i < span[1]``. The sum is computed everywhere. Without ``gradient``, ``residual`` and
+    ``out`` must be the same tensor, which is only read. The other arguments are those of
+    :func:`tritoncomm_kernels.accumulate`.
     """
     if gradient is None:
         check_vector("out", out)

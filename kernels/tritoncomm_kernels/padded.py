@@ -113,7 +113,8 @@ def top_k_rows(
 def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Workspace) -> Padded:
     """Return the entries of one row whose magnitude is at least ``threshold``: a number, or fp32 ``[1]`` on the device.
 
-    The result has the same room. NaN and Inf are always kept. A number takes fewer launches. No zero reaches it.
+    The result has the same room. A number may be anything: no zero reaches it, and every NaN does. On the device, the
+    threshold must be positive and not NaN, which is not checked. A number takes fewer launches.
     """
     keys = magnitude_keys(entries.values)
     if isinstance(threshold, torch.Tensor):
@@ -216,7 +217,8 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
     """Return how many of ``values`` (fp32) are non-zero with magnitude at least ``threshold``: int32 ``[1]``.
 
-    ``threshold`` is a number, or fp32 ``[1]`` on the device. NaN and Inf count. A number takes fewer launches.
+    ``threshold`` is a number, or fp32 ``[1]`` on the device, where it must be positive and not NaN, which is not
+    checked. NaN and Inf count. A number takes fewer launches.
     """
     keys = magnitude_keys(values)
     if isinstance(threshold, torch.Tensor):

@@ -194,7 +194,8 @@ def recorded(rank: int, world_size: int, setup: Setup) -> list[Seen]:
     """Record one run. One of its steps is rejected first, and before another one it is resumed from a saved state."""
     trained, seen = Trained(setup, rank, world_size), []
     numel = sum(math.prod(shape) for shape in trained.shapes)
-    rejected, resumed = len(setup.families) // 3, len(setup.families) * 2 // 3
+    # The fourth step is the first that reuses the thresholds of Ok-Topk.
+    rejected, resumed = max(len(setup.families) // 3, min(3, len(setup.families) // 2)), len(setup.families) * 2 // 3
     for step, given in enumerate(laws.Case(world_size, numel, setup.families, seed=world_size).gradients()):
         if step == rejected:
             rejects_nan(trained, given, step % world_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from tritoncomm.step import options
 
 from depth import DEEP
 from recipes import under_test
+
+Place = TypeVar("Place")
 
 # Workers test sparse exchanges from the first step on, without rounding, unless they ask for something else.
 options.DEFAULT_WARMUP, options.DEFAULT_VALUES, options.DEFAULT_SMALL = 0, "fp32", "fp32"
@@ -34,14 +37,23 @@ def possible(density: float, world_size: int) -> dict[str, Recipe]:
     return found
 
 
-def sample(recipes: dict[str, Recipe], world_size: int) -> dict[str, Recipe]:
-    """Return every method, and a third of the other recipes: another third for each remainder of the world size.
+def shared_out(accepted: dict[Place, dict[str, Recipe]]) -> dict[Place, dict[str, Recipe]]:
+    """Give every method to each place that accepts it, and every other recipe to one of these places, in turn.
 
-    A deep run has all of them. Call it in the test's process: workers do not know how deep a run is.
+    A deep run gives all recipes to all places. Call it in the test's process: workers do not know how deep a run is.
     """
-    others = [name for name in recipes if name not in algorithms()]
-    chosen = set(recipes if DEEP else others[world_size % 3 :: 3])
-    return {name: recipe for name, recipe in recipes.items() if name in chosen or name in algorithms()}
+    if DEEP:
+        return accepted
+    names = list(dict.fromkeys(name for recipes in accepted.values() for name in recipes))
+    others = [name for name in names if name not in algorithms()]
+    chosen: dict[Place, set[str]] = {place: set(algorithms()) for place in accepted}
+    for number, name in enumerate(others):
+        places = [place for place, recipes in accepted.items() if name in recipes]
+        chosen[places[number % len(places)]].add(name)
+    return {
+        place: {name: recipe for name, recipe in recipes.items() if name in chosen[place]}
+        for place, recipes in accepted.items()
+    }
 
 
 def total(x: torch.Tensor) -> torch.Tensor:

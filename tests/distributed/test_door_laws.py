@@ -9,7 +9,7 @@ import pytest
 import torch
 import tritoncomm
 from door_law_workers import Seen, Setup, record
-from helpers import possible, run_workers, sample
+from helpers import possible, run_workers, shared_out
 from tritoncomm import algorithms
 from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.cost import Forecast, all_reduce, both
@@ -24,11 +24,18 @@ LONG = ("random",) * 33  # a scale is computed after 20 steps
 SHAPES = ((9, 7), (1, 20), (30,), (12, 11), (2, 3), (14, 5))
 
 
+def exchanging(door: str, world_size: int) -> int:
+    """Return the number of ranks that exchange with each other."""
+    return world_size // Setup(door, tritoncomm.Dense(), (), ()).shards(world_size)
+
+
 def setups(door: str, world_size: int) -> dict[tuple[str, str], Setup]:
     """Return all runs by kind and recipe."""
     found: dict[tuple[str, str], Setup] = {}
-    ranks = world_size // Setup(door, tritoncomm.Dense(), (), ()).shards(world_size)
-    for name, recipe in sample(possible(0.07, ranks), ranks).items():
+    ranks = exchanging(door, world_size)
+    alike = [place for place in PLACES if (exchanging(*place) > 1) == (ranks > 1)]
+    shares = shared_out({place: possible(0.07, exchanging(*place)) for place in alike})
+    for name, recipe in shares[door, world_size].items():
         if not isinstance(recipe, Preconditioned):  # wrap() adds it, see "by update"
             found["one vector", name] = Setup(door, recipe, ((1, 210),), FAMILIES)
     for name, recipe in possible(1.0, ranks).items():

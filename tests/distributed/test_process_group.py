@@ -5,21 +5,21 @@ from __future__ import annotations
 import process_group_workers
 import pytest
 import torch
-from helpers import possible, run_workers, sample
+from helpers import possible, run_workers, shared_out
 from process_group_workers import Seen
 from tritoncomm import SimulatedWorld
 from tritoncomm.scheduler.local_workers import WorkerError
 
 from depth import DEEP
 
-# Values, residuals, states and traffic equal the simulation's at every world size, so one is enough for the laws.
-WORLD_SIZES_OF_LAWS = [1, 2, 3, 5] if DEEP else [3]
+# Each method at every world size, and each of the other recipes at one of them where several workers run.
+RECIPES = {1: possible(0.07, 1)} | shared_out({size: possible(0.07, size) for size in (2, 3, 5)})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", RECIPES)
 def test_equals_simulation(world_size: int) -> None:
     """Bits, residuals, states and traffic of every recipe equal those of the simulation."""
-    recipes = sample(possible(0.07, world_size), world_size)
+    recipes = RECIPES[world_size]
     found = run_workers(process_group_workers.exchanges, world_size, recipes)
     assert list(found[0]) == list(recipes)
     for name, recipe in recipes.items():
@@ -32,10 +32,18 @@ def test_equals_simulation(world_size: int) -> None:
                 assert found[rank][name][step] == seen, (name, step, rank)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES_OF_LAWS)
+def test_every_recipe_runs_between_processes() -> None:
+    """No recipe is left out when they are shared out."""
+    names = {name for size in (2, 3, 4, 5) for name in possible(0.07, size)}
+    assert names - {name for size in (2, 3, 5) for name in RECIPES[size]} == names - {
+        name for size in (2, 3, 5) for name in possible(0.07, size)
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5] if DEEP else [3])
 def test_laws(world_size: int) -> None:
     """Conservation, agreement, determinism and refusal hold between real processes."""
-    recipes = sample(possible(0.05, world_size), world_size + 1)  # another third than above
+    recipes = possible(0.05, world_size)
     assert run_workers(process_group_workers.laws_on_processes, world_size, recipes) == [None] * world_size
 
 

@@ -82,7 +82,10 @@ def counted(recipe: Recipe, world_size: int, *, numel: int = 9728) -> tuple[int,
     A step is the exchange of one vector and its confirmation. The second is ordinary, except that Ok-Topk reuses its
     thresholds for the first time in the fourth.
     """
-    steps = 4 if "oktopk" in repr(recipe).lower() else 2
+    innermost = recipe
+    while hasattr(innermost, "recipe"):
+        innermost = innermost.recipe
+    steps = 4 if innermost.name == "oktopk" else 2
     given = gradients(world_size, numel, steps, seed=1)
 
     def rank_of(rank: int) -> tuple[int, int]:

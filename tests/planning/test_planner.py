@@ -111,6 +111,7 @@ def test_plan_for_shared_cores_and_buckets(capsys: pytest.CaptureFixture[str]) -
         out = capsys.readouterr().out
         assert f"{'0.5 cores' if '--cores' in more else '1 core'} per worker" in out
         assert (", 7 buckets" in out) == ("--buckets" in more)
+        assert f"overlaps with {0 if '--cores' in more else 50}% of the computation" in out
         (row,) = re.findall(r"^spardl .* ([\d.]+) +[\d.]+x$", out, flags=re.MULTILINE)[:1]
         return float(row)
 

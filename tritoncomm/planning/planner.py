@@ -262,7 +262,9 @@ def advice(
     on_gpu = torch.device(device).type == "cuda"
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
     on_device = f"{'form':>8}{'syncs':>7}{'launches':>10}" if on_gpu else ""
-    further = ", on GPUs" if on_gpu else f", {cores:g} core{'s' * (cores != 1)} per worker"
+    hiding = overlap if on_gpu or cores >= 1 else 0.0
+    used = min(1.0, cores)  # the work of an exchange is that of one thread
+    further = ", on GPUs" if on_gpu else f", {used:g} core{'s' * (used != 1)} per worker"
     further += f", {buckets} buckets" * (buckets > 1)
     lines = [
         f"{numel:,} parameters, {world_size} workers, {network}{further}",
@@ -273,7 +275,7 @@ def advice(
     lines += [
         "",
         "Exchange times come from the papers' cost formulas. Step times use the upper end of a range.",
-        f"A dense all-reduce overlaps with {overlap:.0%} of the computation, a sparse exchange with none of it.",
+        f"A dense all-reduce overlaps with {hiding:.0%} of the computation, a sparse exchange with none of it.",
         *(_NOTES_GPU if on_gpu else _NOTES_CPU),
         "",
         f"The first row is the fastest step by these formulas, among dense, {both} at density {_percent(density)}.",
