@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import possible, run_workers, shared_out
 from process_group_workers import Seen
-from tritoncomm import SimulatedWorld
+from tritoncomm import SimulatedWorld, algorithms
 from tritoncomm.scheduler.local_workers import WorkerError
 
 from depth import DEEP
@@ -33,11 +33,10 @@ def test_equals_simulation(world_size: int) -> None:
 
 
 def test_every_recipe_runs_between_processes() -> None:
-    """No recipe is left out when they are shared out."""
-    names = {name for size in (2, 3, 4, 5) for name in possible(0.07, size)}
-    assert names - {name for size in (2, 3, 5) for name in RECIPES[size]} == names - {
-        name for size in (2, 3, 5) for name in possible(0.07, size)
-    }
+    """No recipe is left out that accepts 2, 3 or 5 workers, and every method runs with all of these numbers."""
+    accepted = {size: set(possible(0.07, size)) for size in (2, 3, 5)}
+    assert set.union(*(set(RECIPES[size]) for size in accepted)) == set.union(*accepted.values())
+    assert all(accepted[size] & {*algorithms()} <= set(RECIPES[size]) for size in accepted)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5] if DEEP else [3])
