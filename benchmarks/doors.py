@@ -410,7 +410,8 @@ def picture(rows: dict[Cell, Row], path: Path) -> None:
 
     tasks = list(dict.fromkeys(row.task for row in rows.values()))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.5 * len(tasks), 5.5), layout="constrained")
+        widest = max(len({(row.door, row.density) for row in rows.values() if row.task == task}) for task in tasks)
+        figure = Figure(figsize=(max(6.5, 0.95 * widest) * len(tasks), 5.5), layout="constrained")
         grid = figure.subplots(2, len(tasks), squeeze=False, sharex="col")
         for (losses, times), task in zip(grid.T, tasks, strict=True):
             own = [row for row in rows.values() if row.task == task]
