@@ -308,11 +308,14 @@ def test_a_wait_of_an_earlier_exchange_is_a_wait() -> None:
 
 def test_queued_work_has_a_limit() -> None:
     """It may be a collective of the program with a lost rank. The time-out of the process group holds for it."""
+    both = threading.Barrier(2, timeout=60)
 
     def main(rank: int) -> list[bool]:
         current_gpu().keep_busy(1e4)
         own = ProcessGroupScheduler(None, SOON, "cuda", "test")._watcher
-        return [waits(own, 590.0), waits(own, 610.0)]
+        within = waits(own, 590.0)
+        both.wait()  # the rank that gives up tells the other
+        return [within, waits(own, 610.0)]
 
     assert ranks.run(main, 2) == [[False, True]] * 2
 
