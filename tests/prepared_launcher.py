@@ -70,7 +70,8 @@ class PreparedLauncher:
             reader.join(max(0.0, deadline - time.monotonic()))
         late = any(reader.is_alive() for reader in readers)
         if late:
-            os.killpg(leader, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended before it opened the pipes
+                os.killpg(leader, signal.SIGKILL)
         code = self._answer()
         assert not late, f"{script} still ran after {limit:g} s: {written}"
         return subprocess.CompletedProcess([str(script), *arguments], code, *written)
