@@ -225,8 +225,8 @@ def _merge_host(lists: Sequence[SparseList], numel: int) -> SparseList:
     is_first = np.ones(ascending.size, dtype=np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
     first, again = np.flatnonzero(is_first), np.flatnonzero(~is_first)
-    sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        sums = values.take(first) + np.float32(0.0)  # a sum starts at 0.0, which turns -0.0 into 0.0
         np.add.at(sums, again - np.arange(1, again.size + 1), values.take(again))
     return torch.from_numpy(ascending.take(first)), torch.from_numpy(sums)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +62,16 @@ def test_scatter_add() -> None:
     out = torch.ones(4)
     kernels.scatter_add(out, torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1.0, 2.0]))
     assert out.tolist() == [2, 1, 1, 3]
+
+
+@pytest.mark.parametrize("word", [0x7F800001, 0x7FC00000, 0x7F800000])
+def test_merge_of_non_finite_values(word: int) -> None:
+    """Inf and every NaN, also a signalling one, are merged without a warning: the caller checks the sums."""
+    at = torch.tensor([1], dtype=torch.int32)
+    value = torch.tensor([word], dtype=torch.int32).view(torch.float32)
+    for lists in ([(at, value)], [(at, value), (at, -value)]):
+        _, sums = kernels.merge(lists, 3)
+        assert not sums.isfinite().any()
 
 
 def test_merge_of_empty_lists() -> None:
