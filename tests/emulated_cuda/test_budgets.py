@@ -49,7 +49,9 @@ def steps_of(method: str, values: str, world_size: int, steps: int = 10, matrice
     def main(rank: int) -> list[Step]:
         generator = torch.Generator().manual_seed(0)
         parameters = [nn.Parameter(to_gpu(torch.randn(shape, generator=generator))) for shape in shapes]
-        fields = {"values": values} if method not in ("exdyna", "micro") else {}
+        fields: dict[str, object] = {"values": values} if method not in ("exdyna", "micro", "dense") else {}
+        if method == "random_block":
+            fields["reduced_lr"] = True
         inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         if method == "dgc":  # it has its own momentum
             inner = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
@@ -129,11 +131,17 @@ def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(step.syncs for step in many) <= ORDINARY
 
 
+SHARED = [("dense", "fp32")] + [(name, values) for name in ("random_k", "random_block") for values in ("fp32", "4bit")]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("name", ["random_k", "random_block"])
-def test_shared_coordinates(name: str, world_size: int) -> None:
-    """Methods whose coordinates all ranks know wait twice without a static form, if values are not rounded."""
+@pytest.mark.parametrize(("name", "values"), SHARED)
+def test_shared_coordinates(name: str, values: str, world_size: int) -> None:
+    """Methods whose coordinates all ranks know wait twice without a static form, in every step but the first."""
     assert counted(planner.at(name, 0.05), world_size)[0] == ORDINARY
+    first, *others = steps_of(name, values, world_size, 4)
+    assert first.syncs <= OTHERS, first.places
+    assert all(step.syncs <= ORDINARY for step in others), others[-1].places
 
 
 RENEWED = 20  # the step that renews the scale of the selection
@@ -168,6 +176,28 @@ def test_hook_of_ddp(buckets: int) -> None:
     for found in ranks.run(main, 2):
         ordinary = buckets + 1
         assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2 * buckets, ordinary]
+
+
+@pytest.mark.parametrize("method", sorted(set(algorithms()) - {"dense", "random_block"}))
+def test_dense_warm_up(method: str) -> None:
+    """Dense steps of a warm-up wait twice after the first. ``dgc`` looks for an overflow of its momentum, too."""
+
+    def main(rank: int) -> list[int]:
+        parameters = [nn.Parameter(to_gpu(torch.ones(shape))) for shape in ((24, 32), (24,))]
+        inner = torch.optim.SGD(parameters, lr=1e-3) if method == "dgc" else torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer = tritoncomm.wrap(inner, algo=method, density=0.05, warmup_steps=4, dense_below=100, small="8bit")
+        found = []
+        for _ in range(4):
+            for parameter in parameters:
+                parameter.grad = to_gpu(torch.full(parameter.shape, float(rank)))
+            current_gpu().reset()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+        return found
+
+    for first, *others in ranks.run(main, 2):
+        assert first <= OTHERS
+        assert others == [ORDINARY + (method == "dgc")] * 3
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

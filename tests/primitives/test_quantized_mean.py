@@ -7,20 +7,18 @@ import math
 import pytest
 import torch
 from tritoncomm import NonFiniteError, ProtocolMismatchError
-from tritoncomm.primitives.quantized_mean import quantized_mean, traffic
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.quantized_mean import deliver_quantized, quantized_mean, traffic
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 import laws
 
 
-def run(values: torch.Tensor, bits: int = 8, finite: list[bool] | None = None):
+def run(values: torch.Tensor, bits: int = 8):
     """Return the means, the residuals and the scheduler of one exchange of ``values`` (``[world_size, m]``)."""
     size = len(values)
     scheduler = SimulatedScheduler(size)
-    patterns = [
-        quantized_mean(part, rank, size, bits=bits, phase="small", finite=finite is None or finite[rank])
-        for rank, part in enumerate(values)
-    ]
+    patterns = [quantized_mean(part, rank, size, bits=bits, phase="small") for rank, part in enumerate(values)]
     means, residuals = zip(*scheduler.run(patterns), strict=True)
     return means, torch.stack(residuals), scheduler
 
@@ -85,11 +83,19 @@ def test_a_value_that_is_not_finite_is_refused_everywhere(world_size: int, bad: 
             assert sorted(scheduler.raised) == list(range(world_size))
 
 
-def test_a_rank_that_is_not_finite_elsewhere_is_refused() -> None:
-    """All ranks raise if one of them says that it holds a NaN at another coordinate."""
-    for size in (1, 3):
-        with pytest.raises(NonFiniteError):
-            run(torch.ones(size, 4), finite=[False] + [True] * (size - 1))
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_rank_that_is_not_finite_elsewhere_is_refused(size: int, place: int) -> None:
+    """All ranks raise if one of them holds a NaN, also at a coordinate that is not delivered."""
+    gradients, zeros = torch.ones(size, 6), torch.zeros(6)
+    gradients[-1, place] = math.nan
+    accumulators = [Accumulator(zeros, gradient, zeros.clone()) for gradient in gradients]
+    where, scheduler = torch.tensor([1, 4], dtype=torch.int32), SimulatedScheduler(size)
+    with pytest.raises(NonFiniteError):
+        scheduler.run(
+            [deliver_quantized(acc, where, r, size, bits=8, phase="small") for r, acc in enumerate(accumulators)]
+        )
+    assert sorted(scheduler.raised) == list(range(size))
 
 
 def test_large_values_leave_no_inf_behind() -> None:

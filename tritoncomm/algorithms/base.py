@@ -73,6 +73,14 @@ class Algorithm(ABC):
         return False
 
     @property
+    def shares_coordinates(self) -> bool:
+        """True if all ranks know which coordinates the next step delivers.
+
+        They send values alone, and all receive the same. On a GPU the step has a verdict, which no message carries.
+        """
+        return False
+
+    @property
     def warms_up_dense(self) -> bool:
         """True if the next step delivers every entry because of a warm-up."""
         return False

@@ -49,6 +49,11 @@ class DenseAlgorithm(Algorithm):
         super().__init__(numel)
         self.state = Stateless()
 
+    @property
+    def shares_coordinates(self) -> bool:
+        """See :attr:`Algorithm.shares_coordinates`."""
+        return True
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         return dense_exchange(acc, world_size)

@@ -85,10 +85,8 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         head, small = acc.split(self.inner.numel)
         small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
         dense = self.inner.dense_update(small_mean)  # before the exchange of the head, which ends with the verdict
-        if acc.verdict is None and kernels.has_non_finite(dense):
-            raise NonFiniteError("the update of small tensors has a NaN or Inf; nothing was applied")
-        if acc.verdict is not None and dense is not small_mean:
-            acc.verdict.check_result(dense)
+        if dense is not small_mean:
+            self._check(dense, "the update of small tensors", acc.verdict)
         mean = yield from self.inner.reduce(head, rank, world_size)
         small.clear_all()
         if left is not None:
@@ -107,18 +105,26 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None
     ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
-        bits = self._bits
+        bits, phase = self._bits, _QUANTIZED_PHASE
         if bits is not None:
+            collective = self.inner.is_static
             return (
-                yield from quantized_mean(values, rank, world_size, bits=bits, phase=_QUANTIZED_PHASE, verdict=verdict)
+                yield from quantized_mean(
+                    values, rank, world_size, bits=bits, phase=phase, verdict=verdict, collective=collective
+                )
             )
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
+        self._check(values, "the sum of the gradients of small tensors", verdict)
+        return values / world_size, None
+
+    @staticmethod
+    def _check(values: torch.Tensor, what: str, verdict: Verdict | None) -> None:
+        """Find NaN and Inf in ``values``, which are the same on all ranks."""
         if verdict is not None:
             verdict.check_result(values)
         elif kernels.has_non_finite(values):
-            raise NonFiniteError("the sum of the gradients of small tensors has a NaN or Inf; nothing was applied")
-        return values / world_size, None
+            raise NonFiniteError(f"{what} has a NaN or Inf; nothing was applied")
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
@@ -132,8 +138,8 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         if not self.tail:
             return forecast
         if bits is not None:
-            static = self.inner.is_static
-            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, static=static)
+            collective = self.inner.is_static
+            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, collective=collective)
             return Forecast({**forecast.phases, **quantized})
         return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
 

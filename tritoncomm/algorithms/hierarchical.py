@@ -80,6 +80,11 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         self._inner: Algorithm | None = None
 
     @property
+    def shares_coordinates(self) -> bool:
+        """See :attr:`Algorithm.shares_coordinates`. The inner exchange runs without a verdict."""
+        return False
+
+    @property
     def inner(self) -> Algorithm:
         """The algorithm for one part. All parts are padded to the same size."""
         if self._inner is None:

@@ -16,7 +16,7 @@ import torch
 
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import below, draw, draws
@@ -112,6 +112,11 @@ class RandomBlockAlgorithm(Algorithm):
         self.state = RandomBlockState()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
+    @property
+    def shares_coordinates(self) -> bool:
+        """See :attr:`Algorithm.shares_coordinates`."""
+        return True
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.size >= self.numel:
@@ -121,14 +126,12 @@ class RandomBlockAlgorithm(Algorithm):
         if self.recipe.values == "fp32":
             finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
             own = torch.cat([acc.dense()[start:stop] for start, stop in ranges])
-            sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
+            mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
             for start, stop in ranges:
                 acc.clear_range(start, stop)
-            mean = SparseVector(indices, sums / world_size, self.numel)
         else:
-            bits = BITS[self.recipe.values]
             mean = yield from deliver_quantized(
-                acc, indices, acc.is_finite(), rank, world_size, bits=bits, phase=_PHASE
+                acc, indices, rank, world_size, bits=BITS[self.recipe.values], phase=_PHASE
             )
         acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)

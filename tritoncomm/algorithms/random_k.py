@@ -15,7 +15,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_number
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.collectives import dense_exchange, shared_sum
+from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import all_below, draws
@@ -79,6 +79,11 @@ class RandomKAlgorithm(Algorithm):
         self.k = entries_to_keep(numel, recipe.density)
         self.state = RandomKState()
 
+    @property
+    def shares_coordinates(self) -> bool:
+        """See :attr:`Algorithm.shares_coordinates`."""
+        return True
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.k >= self.numel:
@@ -87,13 +92,11 @@ class RandomKAlgorithm(Algorithm):
         if self.recipe.values == "fp32":
             finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
             own = acc.dense()[indices.long()]
-            sums = yield from shared_sum(own, finite, world_size, phase=_PHASE)
+            mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
             acc.clear(indices)
-            mean = SparseVector(indices, sums / world_size, self.numel)
         else:
-            bits = BITS[self.recipe.values]
             mean = yield from deliver_quantized(
-                acc, indices, acc.is_finite(), rank, world_size, bits=bits, phase=_PHASE
+                acc, indices, rank, world_size, bits=BITS[self.recipe.values], phase=_PHASE
             )
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)

@@ -69,6 +69,11 @@ class WrapperAlgorithm(Algorithm):
         return self.inner.is_static
 
     @property
+    def shares_coordinates(self) -> bool:
+        """See :attr:`Algorithm.shares_coordinates`."""
+        return self.inner.shares_coordinates
+
+    @property
     def warms_up_dense(self) -> bool:
         """See :attr:`Algorithm.warms_up_dense`."""
         return self.inner.warms_up_dense

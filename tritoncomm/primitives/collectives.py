@@ -17,7 +17,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
 from tritoncomm.scheduler.wire import Encoding, Section, Sections
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Padded, Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
 LARGEST_ROUNDED = 2.0**126  # sums of this magnitude count as overflow if values are rounded
@@ -316,8 +316,10 @@ def all_gather_mean(
     return SparseVector(indices, sums if encoding.rounds else sums / world_size, acc.numel), sent
 
 
-def shared_sum(values: torch.Tensor, finite: torch.Tensor, world_size: int, *, phase: str) -> Pattern[torch.Tensor]:
-    """Return the sum over ranks of ``values`` (fp32 ``[m]``), which belong to the same coordinates on all ranks.
+def shared_mean(
+    values: torch.Tensor, indices: torch.Tensor, finite: torch.Tensor, acc: Accumulator, world_size: int, *, phase: str
+) -> Pattern[SparseVector]:
+    """Return the mean over ranks of ``values`` (fp32 ``[m]``) at ``indices`` (int32 ``[m]``), the same on all ranks.
 
     A rank that is not ``finite`` (bool ``[]``) sends NaN, even if its NaN or Inf is at another coordinate. All ranks
     then see NaN in the sum and raise :class:`~tritoncomm.NonFiniteError`.
@@ -325,9 +327,13 @@ def shared_sum(values: torch.Tensor, finite: torch.Tensor, world_size: int, *, p
     total = torch.where(finite, values, torch.nan)
     if world_size > 1:
         total = yield AllReduce(phase, total)
+    if acc.verdict is not None:
+        acc.verdict.check_result(total)
+        yield from acc.verdict.settle(world_size)
+        return SparseVector.padded(Padded(indices, total / world_size), acc.numel)
     if kernels.has_non_finite(total):
         raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
-    return total
+    return SparseVector(indices, total / world_size, acc.numel)
 
 
 def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
@@ -339,10 +345,11 @@ def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
     total = acc.dense()
     if world_size > 1 and acc.numel:
         total = yield AllReduce("all-reduce", total)
-    if kernels.has_non_finite(total):
-        raise NonFiniteError("the sum of the gradients has a NaN or Inf; nothing was applied")
-    if acc.verdict is not None:  # a dense step of the static form, whose tail may have counted a NaN
+    if acc.verdict is not None:
+        acc.verdict.check_result(total)
         yield from acc.verdict.settle(world_size)
+    elif kernels.has_non_finite(total):
+        raise NonFiniteError("the sum of the gradients has a NaN or Inf; nothing was applied")
     mean = SparseVector.full(total / world_size)
     acc.clear_all()
     return mean

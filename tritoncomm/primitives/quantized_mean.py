@@ -19,9 +19,11 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
+from tritoncomm_kernels import Padded
 
 FORMATS = ("fp32", "8bit", "4bit")
 BITS = {"8bit": 8, "4bit": 4}
+_LEAST = 2.0**-149  # the smallest magnitude that is not zero
 _BUCKET = 8  # messages of a rank that are in transit at a time
 
 
@@ -32,8 +34,8 @@ def quantized_mean(
     *,
     bits: int,
     phase: str,
-    finite: bool = True,
     verdict: Verdict | None = None,
+    collective: bool = False,
 ) -> Pattern[tuple[torch.Tensor, torch.Tensor]]:
     """Return the mean over ranks of ``values`` (fp32 ``[m]``), and this rank's residual (fp32 ``[m]``).
 
@@ -41,31 +43,30 @@ def quantized_mean(
     all ranks. A residual is exact, except that the owner of a part rounds its own once to fp32. A rank's values in its
     own part are not quantized. Ranks are added in order, in fp64. A single worker sends nothing and has no residual.
 
-    ``bits`` is 8 or 4. All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf, or is not
-    ``finite``, for a NaN or Inf elsewhere. Values that :func:`~tritoncomm.primitives.block_float.encode` cannot
-    represent count as such. With a ``verdict``, this is reported there instead, and nothing waits for a GPU.
+    ``bits`` is 8 or 4. ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks.
+    All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that
+    :func:`~tritoncomm.primitives.block_float.encode` cannot represent count as such. With a ``verdict``, this is
+    reported there instead, and nothing waits for a GPU.
     """
-    if not finite:
-        values = torch.full_like(values, torch.nan)
     if world_size == 1 or not values.numel():
         return _checked(values.clone(), verdict), torch.zeros_like(values)
     length = -(-values.numel() // world_size)
     padded = torch.nn.functional.pad(values.double(), (0, world_size * length - values.numel()))
     parts = padded.view(world_size, length)
     messages = block_float.encode(parts, bits)
-    if verdict is None:
-        arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
-    else:
+    if collective:
         arrived = yield AllToAll(f"{phase}-scatter", messages)
+    else:
+        arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
     received = block_float.decode(arrived, length, bits)
     received[rank] = parts[rank]
     total = kernels.sum_rows(received)
     block = block_float.encode((total / world_size)[None], bits)[0]
-    if verdict is None:
+    if collective:
+        blocks = yield AllGather(f"{phase}-gather", block)
+    else:
         lengths = [messages.shape[1]] * world_size
         blocks = torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
-    else:
-        blocks = yield AllGather(f"{phase}-gather", block)
     means = block_float.decode(blocks, length, bits)
     residual = parts - block_float.decode(messages, length, bits)
     residual[rank] = total - world_size * means[rank]
@@ -87,29 +88,35 @@ def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -
 
 
 def deliver_quantized(
-    acc: Accumulator, indices: torch.Tensor, finite: bool, rank: int, world_size: int, *, bits: int, phase: str
+    acc: Accumulator, indices: torch.Tensor, rank: int, world_size: int, *, bits: int, phase: str
 ) -> Pattern[SparseVector]:
     """Return the mean over ranks at ``indices`` (int32, the same on all ranks), and leave the residual in ``acc``.
 
-    See :func:`quantized_mean`. A coordinate whose mean is rounded to zero is not delivered: it still waits.
+    See :func:`quantized_mean`. A coordinate whose mean is rounded to zero is not delivered: it still waits. A NaN or
+    Inf at any coordinate, also at others, is an error on all ranks.
     """
-    own = acc.dense()[indices.long()]
-    mean, left = yield from quantized_mean(own, rank, world_size, bits=bits, phase=phase, finite=finite)
+    finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
+    own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
+    mean, left = yield from quantized_mean(own, rank, world_size, bits=bits, phase=phase, verdict=acc.verdict)
     acc.replace(indices, left)
+    if acc.verdict is not None:
+        yield from acc.verdict.settle(world_size)
+        entries = kernels.reaching(Padded(indices, mean), _LEAST, workspace=acc.workspace)
+        return SparseVector.padded(entries, acc.numel)
     delivered = mean != 0
     return SparseVector(indices[delivered], mean[delivered], acc.numel)
 
 
-def traffic(numel: int, world_size: int, *, bits: int, phase: str, static: bool = False) -> dict[str, Flow]:
+def traffic(numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False) -> dict[str, Flow]:
     """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
 
-    ``static`` stands for an exchange with a verdict.
+    ``collective`` is as in :func:`quantized_mean`.
     """
     if world_size == 1 or not numel:
         return {}
     words = block_float.words(-(-numel // world_size), bits)
     peers = world_size - 1
-    if static:
+    if collective:
         each = both(cost.all_gather(words, cost.WORD, world_size))
         return {f"{phase}-scatter": each, f"{phase}-gather": each}
     return {

@@ -1,4 +1,4 @@
-"""What the ranks find wrong in a step of the static form: counted on each device, read by all ranks at the end."""
+"""What the ranks find wrong in a step that does not wait for a GPU: counted on each device, read at the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _GRADIENTS, _SUMS, _MESSAGES = range(3)
 
 
 class Verdict:
-    """Counters on the device of the exchanged vector. Nothing waits for the device until :meth:`settle`."""
+    """Counters on the device of the exchanged vector. Nothing waits for the device until :meth:`settle`.
 
-    def __init__(self, device: torch.device) -> None:
+    ``is_shared`` says that all ranks check the same values. They then agree without a message.
+    """
+
+    def __init__(self, device: torch.device, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self._counts = torch.zeros(3, dtype=torch.int32, device=device)
         self.is_settled = False
         self._sums_only = True  # False if the counter of sums may also hold the NaN and Inf of gradients
@@ -58,7 +62,8 @@ class Verdict:
         """
         self.is_settled = True
         words = torch.cat([self._counts, *figures])
-        everybody = (yield AllGather(_PHASE, words)) if world_size > 1 else words[None]
+        alone = world_size == 1 or self._is_shared
+        everybody = words[None] if alone else (yield AllGather(_PHASE, words))
         rows: list[list[int]] = everybody.tolist()
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]

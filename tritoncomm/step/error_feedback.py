@@ -62,7 +62,10 @@ class ErrorFeedback:
             )
         self._before = self.algorithm.state
         algorithm = algorithm or self.algorithm
-        verdict = Verdict(self.residual.device) if algorithm.is_static else None
+        device, static = self.residual.device, algorithm.is_static
+        # On a CPU, nothing waits for the result of a check.
+        collects = static or (algorithm.shares_coordinates and device.type != "cpu")
+        verdict = Verdict(device, is_shared=not static) if collects else None
         self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
         return algorithm.reduce(self.accumulator, rank, world_size)
 

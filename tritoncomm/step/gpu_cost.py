@@ -39,7 +39,7 @@ _Growth = tuple[float, float, float]  # a, b and c
 # Method, form, format of messages: synchronizations, launches. One vector, the exchange and its confirmation, default
 # settings, density 3 %.
 TABLE: dict[tuple[str, str, str], tuple[_Growth, _Growth]] = {
-    ("dense", "exact", "plain"): ((2, 0, 0), (14, 0, 0)),
+    ("dense", "exact", "plain"): ((2, 0, 0), (17, 0, 0)),
     ("dgc", "exact", "plain"): ((4, 2, 0), (41, 13, 11)),
     ("dgc", "exact", "packed"): ((4, 1, 0), (40, 5, 11)),
     ("dgc", "exact", "rounded"): ((8, 1, 0), (59, 5, 11)),
@@ -69,10 +69,10 @@ TABLE: dict[tuple[str, str, str], tuple[_Growth, _Growth]] = {
     ("oktopk", "static", "plain"): ((2, 0, 0), (186, 0, 1)),
     ("oktopk", "static", "packed"): ((2, 0, 0), (162, 0, 1)),
     ("oktopk", "static", "rounded"): ((2, 0, 0), (188, 0, 1)),
-    ("random_block", "exact", "plain"): ((2, 0, 0), (24, 0, 0)),
-    ("random_block", "exact", "rounded"): ((5, 0, 0), (114, 10, 11)),
-    ("random_k", "exact", "plain"): ((2, 0, 0), (24, 0, 0)),
-    ("random_k", "exact", "rounded"): ((5, 0, 0), (112, 9, 15)),
+    ("random_block", "exact", "plain"): ((2, 0, 0), (26, 0, 0)),
+    ("random_block", "exact", "rounded"): ((2, 0, 0), (121, 10, 11)),
+    ("random_k", "exact", "plain"): ((2, 0, 0), (26, 0, 0)),
+    ("random_k", "exact", "rounded"): ((2, 0, 0), (119, 9, 15)),
     ("sidco", "exact", "plain"): ((21, 2, 0), (61, 13, 11)),
     ("sidco", "exact", "packed"): ((21, 1, 0), (60, 5, 11)),
     ("sidco", "exact", "rounded"): ((26, 1, 0), (81, 5, 11)),
