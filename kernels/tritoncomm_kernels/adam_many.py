@@ -143,8 +143,9 @@ class AdamMany:
         """Raise ``ValueError`` unless there is one of ``values``, if there are any, per delivered coordinate."""
         if values is None:
             return
-        for position, (given, at, shape) in enumerate(zip(values, indices, self._shapes, strict=True)):
-            count = shape.numel() if at is None else at.numel()
+        sizes = map(torch.Size.numel, self._shapes)
+        counts = [size if at is None else at.numel() for at, size in zip(indices, sizes, strict=True)]
+        for position, (given, count) in enumerate(zip(values, counts, strict=True)):
             if given.dtype != torch.float32 or given.shape != (count,):
                 raise ValueError(
                     f"values[{position}] is {given.dtype} of shape {tuple(given.shape)}: expected float32 of shape "

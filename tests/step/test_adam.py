@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -316,6 +318,82 @@ def test_loading_unmodified_adamw() -> None:
     parameter.grad = torch.ones(3)
     wrapped.step()
     assert wrapped.state[parameter]["last_delivered"].tolist() == [5, 5, 5]
+
+
+def _steps_itself(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _loads(optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    StalenessAwareAdam.restore(optimizer, saved)
+
+
+def _replaces_a_count(optimizer: torch.optim.Optimizer) -> None:
+    for state in list(optimizer.state.values())[1:]:
+        state["step"] = torch.tensor(40.0)
+
+
+def _writes_a_count(optimizer: torch.optim.Optimizer) -> None:
+    list(optimizer.state.values())[1]["step"].fill_(40.0)
+
+
+def _forgets_a_state(optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def _leaves_one_out(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][2].grad = None
+
+
+def _replaces_last_delivered(optimizer: torch.optim.Optimizer) -> None:
+    state = list(optimizer.state.values())[1]
+    state["last_delivered"] = torch.full_like(state["last_delivered"], 2)
+
+
+@pytest.mark.parametrize(
+    "interfere",
+    [
+        _steps_itself, _loads, _replaces_a_count, _writes_a_count, _forgets_a_state, _leaves_one_out,
+        _replaces_last_delivered,
+    ],
+)  # fmt: skip
+def test_counts_of_a_changed_state(interfere: Callable[[torch.optim.Optimizer], None]) -> None:
+    """A step that has kept counts from earlier steps reads a state that somebody changed like one without them."""
+    outcomes = []
+    for keeps in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(6, 5, generator=generator)) for _ in range(3)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.02)
+        aware = StalenessAwareAdam(optimizer)
+        for number in range(12):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if number in (4, 8):
+                interfere(optimizer)
+            at = torch.arange(number % 4, 30, 4)
+            (aware if keeps else StalenessAwareAdam(optimizer)).step(parameters, [at, None, at])
+        states = [state for _, state in sorted(optimizer.state_dict()["state"].items())]
+        outcomes.append([*parameters, *(state[name] for state in states for name in sorted(state))])
+    assert len(outcomes[0]) == 3 + 3 * 6
+    for kept, fresh in zip(*outcomes, strict=True):
+        assert torch.equal(kept, fresh)
+
+
+def test_counts_are_kept() -> None:
+    """From the third step on, the counts are read as one tensor. They are still entries of each state."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    aware = StalenessAwareAdam(torch.optim.AdamW(parameters))
+    kept = []
+    for number in range(1, 6):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        aware.step(parameters, [torch.tensor([1])] * 3)
+        kept.append(next(iter(aware._counts.values())))
+        counts = [state[name].item() for state in aware.optimizer.state.values() for name in ("step", "last_aware")]
+        assert counts == [number] * 6
+    assert kept[1] is kept[2] is kept[4]
 
 
 def test_unsupported_optimizers_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -117,13 +117,10 @@ def estimates(
         raise ConfigurationError(
             f"buckets must be at least 1, the number of exchanges in a step, got buckets={buckets}"
         )
-    on_gpu = torch.device(device).type == "cuda"
-    cores, buckets = 1.0 if on_gpu else min(1.0, cores), min(buckets, numel)
+    cores, buckets = _used_cores(cores, device), min(buckets, numel)
     dense = _estimate(Dense(), numel, world_size, link, device, cores)
-    hidden = overlap * step_seconds if cores == 1 else 0.0
-    if wrapped_dense:
-        hidden = 0.0
-    else:
+    hidden = 0.0 if wrapped_dense else step_seconds * _hiding(overlap, cores)
+    if not wrapped_dense:
         ddp = ddp_seconds(numel, world_size, link, device, cores)
         dense = dense._replace(low=ddp, high=ddp)
     rest = rest_of_step(numel, device) / cores
@@ -142,6 +139,16 @@ def estimates(
                 low, high = buckets * fastest.low, buckets * fastest.high
                 found.append(fastest._replace(low=low, high=high, step=step_seconds + high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
+
+
+def _used_cores(cores: float, device: torch.device | str) -> float:
+    """Return the cores that the work of an exchange uses, which is that of one thread. On a GPU it needs no core."""
+    return 1.0 if torch.device(device).type == "cuda" else min(1.0, cores)
+
+
+def _hiding(overlap: float, used_cores: float) -> float:
+    """Return the fraction of the computation that hides a dense all-reduce: none if workers share cores."""
+    return overlap if used_cores == 1 else 0.0
 
 
 def ddp_seconds(numel: int, world_size: int, link: Link, device: torch.device | str, cores: float = 1.0) -> float:
@@ -262,8 +269,8 @@ def advice(
     on_gpu = torch.device(device).type == "cuda"
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
     on_device = f"{'form':>8}{'syncs':>7}{'launches':>10}" if on_gpu else ""
-    hiding = overlap if on_gpu or cores >= 1 else 0.0
-    used = min(1.0, cores)  # the work of an exchange is that of one thread
+    used = _used_cores(cores, device)
+    hiding = _hiding(overlap, used)
     further = ", on GPUs" if on_gpu else f", {used:g} core{'s' * (used != 1)} per worker"
     further += f", {buckets} buckets" * (buckets > 1)
     lines = [

@@ -22,7 +22,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.bucket import FlatDelivery
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
-from tritoncomm.step.shared_buffer import share_buffers
+from tritoncomm.step.shared_buffer import StepCounts, share_buffers
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root_mean_squares
 
 # Steps between updates of ``param_rms``. During 20 later steps a norm changes little, or it grows and is
@@ -76,6 +76,8 @@ class StalenessAwareAdam:
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The counts of the states of each parameter group, by the id of its first parameter.
+    _counts: dict[int, StepCounts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
 
@@ -152,15 +154,34 @@ class StalenessAwareAdam:
         """
         for group in self.optimizer.param_groups:
             own = [p for p in group["params"] if id(p) in exchanged and p.grad is not None and p.numel()]
-            states = [self._state(group, parameter) for parameter in own]
-            alike: dict[tuple[float, torch.device], list[int]] = {}
-            for i, (parameter, state) in enumerate(zip(own, states, strict=True)):
-                alike.setdefault((state["step"].item(), parameter.device), []).append(i)
-            for (steps, _), together in alike.items():
-                chosen = [own[i] for i in together], [states[i] for i in together]
-                self._renew_rms(*chosen, int(steps))
-                _count(chosen[1])
-                yield group, *chosen, int(steps) + 1
+            if not own:
+                continue
+            states = [self.optimizer.state[parameter] for parameter in own]
+            counts = self._counts.pop(id(own[0]), None)
+            steps = None if counts is None else counts.common(states)
+            if counts is None or steps is None:
+                yield from self._counted_apart(group, own)
+                if (counts := StepCounts.of(states)) is None:
+                    continue
+            else:
+                self._renew_rms(own, states, steps)
+                counts.advance()
+                yield group, own, states, steps + 1
+            self._counts[id(own[0])] = counts
+
+    def _counted_apart(
+        self, group: dict[str, Any], own: list[torch.Tensor]
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, Any]], int]]:
+        """Do the work of :meth:`_counted` for parameters that may be at several steps or on several devices."""
+        states = [self._state(group, parameter) for parameter in own]
+        alike: dict[tuple[float, torch.device], list[int]] = {}
+        for i, (parameter, state) in enumerate(zip(own, states, strict=True)):
+            alike.setdefault((state["step"].item(), parameter.device), []).append(i)
+        for (steps, _), together in alike.items():
+            chosen = [own[i] for i in together], [states[i] for i in together]
+            self._renew_rms(*chosen, int(steps))
+            _count(chosen[1])
+            yield group, *chosen, int(steps) + 1
 
     def _update(
         self,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
+
+_COUNTS = ("step", "last_aware")
 
 
 def share_buffers(states: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
@@ -25,6 +28,39 @@ def share_buffers(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Non
             views = torch.split(buffer, [tensor.numel() for tensor in tensors])
             for state, view, tensor in zip(states, views, tensors, strict=True):
                 state[name] = view.view(tensor.shape)
+
+
+class StepCounts:
+    """The entries ``step`` and ``last_aware`` of several states as views of one tensor, to read and count them at once.
+
+    All are equal, unless somebody else writes to them.
+    """
+
+    def __init__(self, states: Sequence[dict[str, Any]]) -> None:
+        self._counts = torch.stack([torch.stack([state[name] for state in states]) for name in _COUNTS])
+        for name, row in zip(_COUNTS, self._counts, strict=True):
+            for state, count in zip(states, row.unbind(), strict=True):
+                state[name] = count
+        self._held = {name: [state[name] for state in states] for name in (*_COUNTS, "last_delivered")}
+
+    @classmethod
+    def of(cls, states: Sequence[dict[str, Any]]) -> StepCounts | None:
+        """Return the counts of complete ``states``. Return None if they differ, or are not plain CPU tensors."""
+        counts = [state[name] for name in _COUNTS for state in states]
+        kinds = {(type(count), count.device.type, count.dtype, count.dim(), count.item()) for count in counts}
+        return cls(states) if len(kinds) == 1 and next(iter(kinds))[:2] == (torch.Tensor, "cpu") else None
+
+    def common(self, states: Sequence[dict[str, Any]]) -> int | None:
+        """Return the step of all ``states``. Return None if counts differ, or a tensor has been replaced."""
+        for name, held in self._held.items():
+            if len(held) != len(states) or not all(map(is_, held, [state.get(name) for state in states])):
+                return None
+        counts = self._counts.view(-1).tolist()
+        return int(counts[0]) if counts.count(counts[0]) == len(counts) else None
+
+    def advance(self) -> None:
+        """Count a step in all states."""
+        self._counts += 1
 
 
 def _movable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
