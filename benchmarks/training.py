@@ -147,6 +147,7 @@ def train(
     warmup: int | None = None,
     clip: Clip | None = None,
     small: str = "fp32",
+    node_size: int = 1,
 ) -> Outcome:
     """Train once and return the outcome.
 
@@ -161,6 +162,7 @@ def train(
         warmup: Number of dense steps at the start. None is a share of 0.02 of all steps.
         clip: Changes the averaged gradient before the step. None changes nothing.
         small: Format of small tensors, as in :class:`~tritoncomm.algorithms.DenseTail`.
+        node_size: Workers of a node, within which gradients are summed, as in :class:`~tritoncomm.Hierarchical`.
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
@@ -171,7 +173,7 @@ def train(
     parameters = split_by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*parameters[0], *parameters[1]])
     warmup = int(task.steps * WARMUP_SHARE) if warmup is None else warmup
-    world = build(recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small)
+    world = build(recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small, node_size=node_size)
     gradients = torch.empty(WORKERS, layout.numel)
     sent, score, late = Sent(), math.nan, math.nan
     for step in range(task.steps):
@@ -270,6 +272,7 @@ def build(
     *,
     by_update: bool,
     small: str,
+    node_size: int,
 ) -> World:
     """Return the workers that exchange gradients of ``layout``. ``parameters`` are its large and its small tensors."""
     shapes = [parameter.shape for parameter in layout.parameters]
@@ -279,7 +282,7 @@ def build(
         return DeMoWorld(recipe, WORKERS, shapes)
     if isinstance(recipe, HalfPrecision):
         return HalfPrecisionWorld(WORKERS, layout.numel)
-    whole = around(recipe, warmup, *parameters, by_update=by_update, tail=small)
+    whole = around(recipe, warmup, *parameters, by_update=by_update, tail=small, node_size=node_size)
     return tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
 
 
@@ -300,10 +303,19 @@ def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step
 
 
 def around(
-    recipe: tritoncomm.Recipe, warmup: int, large: list[Tensor], small: list[Tensor], *, by_update: bool, tail: str
+    recipe: tritoncomm.Recipe,
+    warmup: int,
+    large: list[Tensor],
+    small: list[Tensor],
+    *,
+    by_update: bool,
+    tail: str,
+    node_size: int,
 ) -> tritoncomm.Recipe:
     """Return ``recipe`` inside the recipes that ``wrap`` adds: warm-up, preconditioning and dense small tensors."""
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
+    if node_size > 1:
+        inner = tritoncomm.Hierarchical(recipe=inner, node_size=node_size)
     if by_update and recipe.compares_entries():
         inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
     return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small), small=tail)
@@ -320,7 +332,7 @@ def recipes(name: str, options: argparse.Namespace) -> Iterator[tuple[Compressor
     formats = list(itertools.product(options.values, options.small))
     chosen = [algo for algo in options.algo if algo != "dense" and (algo != "dgc" or name != "gpt")]  # DGC is for SGD
     for density, algo, (values, small) in itertools.product(options.density, chosen, formats):
-        recipe = configured(algo, density, values, packed=options.packed)
+        recipe = configured(algo, density, values, packed=options.packed, teams=options.teams)
         for rule in rules(name, density, options):
             yield recipe, rule, small
     if "random_block" in options.algo:
@@ -336,12 +348,17 @@ def rules(name: str, density: float, options: argparse.Namespace) -> list[str]:
     return [DEFAULT] + [UNSCALED] * (density in options.unscaled) + [UNAWARE] * (density in options.unaware)
 
 
-def configured(algo: str, density: float, values: str, *, packed: bool) -> tritoncomm.Recipe:
-    """Return the recipe ``algo``. Methods that do not round values, or do not send indices, leave the format out."""
+def configured(algo: str, density: float, values: str, *, packed: bool, teams: int = 1) -> tritoncomm.Recipe:
+    """Return the recipe ``algo``. Methods that do not round values, or do not send indices, leave the format out.
+
+    ``teams`` are those of SparDL.
+    """
     known = field_names(algo)
     fields: dict[str, Any] = {"reduced_lr": True} if algo == "random_block" else {}
     if "values" in known:
         fields["values"] = values
+    if "teams" in known:
+        fields["teams"] = teams
     if "packed" in known and (packed or values != "fp32"):
         fields["packed"] = True
     return tritoncomm.recipe(algo, density=density, **fields)
@@ -354,6 +371,10 @@ def described(name: str, task: Task, recipe: Compressor, step: str, small: str, 
         label = f"powersgd, {recipe.rank}"
     if isinstance(recipe, DeMo):
         label = f"demo, {recipe.coefficients}, lr {recipe.lr:g}"
+    if getattr(recipe, "teams", 1) != 1:
+        label = f"{label}, {options.teams} teams"
+    if options.node_size > 1 and not isinstance(recipe, tritoncomm.Dense):
+        label = f"{label}, nodes of {options.node_size}"
     return Run(
         task=name, steps=task.steps, lr=task.lr, method=label, density=getattr(recipe, "density", 1.0),
         values=getattr(recipe, "values", "fp32"), packed=getattr(recipe, "packed", False) is True,
@@ -394,6 +415,8 @@ def main() -> None:
     parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="formats of values")
     parser.add_argument("--packed", action="store_true", help="pack indices of values in fp32 too")
     parser.add_argument("--small", nargs="+", default=["fp32"], choices=SMALL_FORMATS, help="formats of small tensors")
+    parser.add_argument("--teams", type=int, default=1, help="teams of SparDL")
+    parser.add_argument("--node-size", type=int, default=1, help="workers of a node, within which gradients are summed")
     parser.add_argument("--fp16-dense", action="store_true", help="also train with dense gradients in fp16")
     parser.add_argument("--demo", type=int, nargs="*", default=[], metavar="K", help="coefficients per chunk of DeMo")
     parser.add_argument("--demo-lr", type=float, default=DeMo.lr, help="learning rate of DeMo")
@@ -415,7 +438,10 @@ def main() -> None:
                 if run in results:
                     continue
                 limits = options.catch_up, options.max_relative_update
-                results[run] = train(task, recipe, run.seed, step_rule, *limits, see_all=options.see_all, small=small)
+                nodes = 1 if isinstance(recipe, tritoncomm.Dense) else options.node_size
+                results[run] = train(
+                    task, recipe, run.seed, step_rule, *limits, see_all=options.see_all, small=small, node_size=nodes
+                )
                 print(training_results.line(run, results), flush=True)
                 if options.json:
                     training_results.write(results, options.json, WORKERS)

@@ -22,6 +22,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # With pytest-xdist each group runs on one worker, so that few tests that start processes run at the same time. A test
 # belongs to the first group with a part of its name.
 GROUPS = {
+    "failures": ("distributed/test_failures.py", "test_bad_network.py", "test_checkpoints.py"),
     "pages": ("_page.py", "_pages.py", "tests/demo/", "test_pinned.py", "test_integrations.py"),
     "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
     "benchmarks": ("tests/test_benchmarks.py", "tests/test_race.py"),
@@ -54,8 +55,12 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return two workers more than there are cores for ``-n auto``. Tests with processes wait for most of their time."""
-    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
+    """Return the workers of ``-n auto``: as many as cores for kernels in the interpreter, and two more for all tests.
+
+    Tests with processes wait for much of their time, and kernels compute.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if "TRITON_INTERPRET" in os.environ else cores + 2
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers import shared_out
 from tritoncomm import Recipe
 
 import laws
@@ -11,13 +12,20 @@ from depth import DEEP
 from emulated_cuda import exchanges
 
 STEPS, NUMEL = 4, 90
+# Every method with 2 and 3 ranks. Each other setting of it with one of them, and in a deep run with both.
+SHARES = shared_out({size: recipes.under_test(0.1) for size in (2, 3)})
 # Further world sizes on every commit, one for each kind of pattern. A deep run has all recipes at all of them.
 FEW = ("oktopk-short-periods", "spardl-3-teams-4bit", "exdyna", "topk_allgather-4bit", "hierarchical-2", "gtopk-bf16")
 
 
 def _cases() -> list[tuple[str, int]]:
-    every = [(name, world_size) for name in recipes.NAMES for world_size in (2, 3)]
+    every = [(name, world_size) for world_size, shared in SHARES.items() for name in shared]
     return every + [(name, size) for name in (recipes.NAMES if DEEP else FEW) for size in (1, 4, 8)]
+
+
+def test_no_recipe_is_left_out() -> None:
+    """Every recipe runs with 2 or 3 ranks."""
+    assert {name for name, _ in _cases()} == set(recipes.NAMES)
 
 
 def _fitted(recipe: Recipe, world_size: int) -> laws.Case:

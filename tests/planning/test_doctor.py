@@ -12,6 +12,8 @@ import pytest
 from tritoncomm.__main__ import main
 from tritoncomm.planning.doctor import break_even
 
+from depth import DEEP
+
 
 def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compression pays on a slow link and not on a fast one, as the exit code and the JSON file report."""
@@ -60,7 +62,7 @@ def test_doctor_under_torchrun(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--exit-code", "--step-ms", "1e6"], ["--density", "2"]])
+@pytest.mark.parametrize("arguments", [["--exit-code", "--step-ms", "1e6"], *([["--density", "2"]] if DEEP else [])])
 def test_doctor_fails_under_torchrun(arguments: list[str]) -> None:
     """A bad argument is a failure under torchrun, and so is the result if ``--exit-code`` asks for it."""
     assert _torchrun(*arguments).returncode != 0
@@ -70,6 +72,9 @@ def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys:
     """A process that torchrun started exits with 0, whatever the result, unless ``--exit-code`` is given."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun sets it, also for a single process
     arguments = ["doctor", "--numel", "2e5", "--link", "10000gbit,1us"]
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--density", "2"])
+    assert caught.value.code != 0
     assert main(arguments) == 0
     assert "Stay dense" in capsys.readouterr().out
     assert main([*arguments, "--exit-code"]) == 1
