@@ -7,6 +7,7 @@ import math
 from tritoncomm import (
     DGC,
     ExDyna,
+    GTopk,
     MiCRO,
     OkTopk,
     RandomBlock,
@@ -113,6 +114,9 @@ def under_test(density: float) -> dict[str, Recipe]:
         "topk-allgather-static": TopkAllgather(density=density, static=True),
         "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
+        "gtopk-static": GTopk(density=density, static=True),
+        "gtopk-static-packed": GTopk(density=density, static=True, packed="always"),
+        "gtopk-static-4bit": GTopk(density=density, static=True, values="4bit"),
         "dgc-static": DGC(density=density, static=True, momentum=0.0),
         "dgc-static-4bit": DGC(density=density, static=True, momentum=0.0, values="4bit"),
         "spardl-static": SparDL(density=density, static=True),

@@ -20,11 +20,13 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
-from tritoncomm.scheduler.wire import Encoding, Section
-from tritoncomm_kernels import Selection
+from tritoncomm.scheduler.wire import Encoding, Rows, Section
+from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels.padded import stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class GTopk(EntryRecipe):
     """Deliver exactly k entries. They are not always the k largest sums, because each merge sees only its subtree."""
 
     name: ClassVar[str] = "gtopk"
+    has_static_form: ClassVar[bool] = True
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
@@ -40,7 +43,8 @@ class GTopk(EntryRecipe):
 
     def build(self, numel: int) -> GTopkAlgorithm:
         """See :meth:`Recipe.build`."""
-        return GTopkAlgorithm(numel, entries_to_keep(numel, self.density), self.encoding)
+        k = entries_to_keep(numel, self.density)
+        return GTopkAlgorithm(numel, k, self.encoding, static=self.static is True)
 
 
 class GTopkAlgorithm(Algorithm):
@@ -49,12 +53,18 @@ class GTopkAlgorithm(Algorithm):
     Workers beyond the largest power of two send their entries to a partner first, and receive the result last.
     """
 
-    def __init__(self, numel: int, k: int, encoding: Encoding) -> None:
+    def __init__(self, numel: int, k: int, encoding: Encoding, *, static: bool = False) -> None:
         super().__init__(numel)
         self.k = k
         self.encoding = encoding
+        self.static = static
         self._error = RoundingError()
         self.state = Stateless()
+
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.static and self.k < self.numel
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
@@ -63,6 +73,8 @@ class GTopkAlgorithm(Algorithm):
         """
         if self.k >= self.numel:
             return (yield from dense_exchange(acc, world_size))
+        if acc.verdict is not None:
+            return (yield from self._reduce_static(acc, acc.verdict, rank, world_size))
         self._error = RoundingError()
         merged = acc.top_k(self.k)
         acc.clear(merged.indices)
@@ -103,6 +115,63 @@ class GTopkAlgorithm(Algorithm):
             message, _ = section.pack(*_reject(entries)[:2])
         return message
 
+    def _reduce_static(self, acc: Accumulator, verdict: Verdict, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """Do the same as :meth:`reduce` without waiting for a GPU before the verdict."""
+        edges, (to_parent, result) = tree(world_size), self._rows(world_size, acc.device)
+        merged = acc.top_k_padded(self.k)
+        verdict.check_gradient(merged.values)
+        acc.subtract_padded(merged, rounded=False)
+        for pairs in edges:
+            message = self._packed_static(to_parent, merged, acc, verdict) if rank in pairs else None
+            inbox = yield from _step("reduce", message, to_parent.words, pairs, rank)
+            for arrived in inbox.values():
+                merged = self._merged_static(merged, self._read(to_parent, arrived, acc, verdict), acc, verdict)
+        message = self._packed_static(result, merged, acc, verdict) if rank == 0 else None
+        for pairs in reversed(edges):
+            downwards = {parent: child for child, parent in pairs.items()}
+            inbox = yield from _step("broadcast", message, result.words, downwards, rank)
+            message = next(iter(inbox.values()), message)
+        assert message is not None
+        mean = self._read(result, message, acc, verdict)
+        verdict.check_result(mean.values)
+        yield from verdict.settle(world_size)
+        return SparseVector.padded(mean, self.numel)
+
+    def _rows(self, world_size: int, device: torch.device) -> tuple[Rows, Rows]:
+        """Return the format of messages of the static form: to the parent, and of the result."""
+        lows = kernels.constant((0,), device)
+        encoding = self.encoding if world_size > 1 else wire.PLAIN
+        to_parent = Rows(encoding, lows, self.numel, self.k)
+        return to_parent, Rows(encoding, lows, self.numel, self.k, divisor=world_size)
+
+    def _merged_static(self, own: Padded, arrived: Padded, acc: Accumulator, verdict: Verdict) -> Padded:
+        """Return the k largest sums of ``own`` and ``arrived``. The residual gets the others."""
+        union = kernels.merge_rows(stacked([own, arrived]), self.numel, workspace=acc.workspace)
+        kept = kernels.largest_padded(union, self.k, workspace=acc.workspace)
+        held = kernels.values_at(acc.dense(), kept.indices)
+        acc.add_padded(union)
+        acc.replace_padded(kept._replace(values=held))
+        verdict.check_sums(kernels.values_at(acc.dense(), union.indices))
+        return kept
+
+    def _packed_static(self, rows: Rows, entries: Padded, acc: Accumulator, verdict: Verdict) -> torch.Tensor:
+        """Return the message with ``entries``. What rounding takes away from them is added to the residual."""
+        message, sent = rows.pack(stacked([entries]), workspace=acc.workspace)
+        if rows.rounds:
+            held = kernels.values_at(acc.dense(), entries.indices)
+            acc.replace_padded(entries)
+            acc.subtract_padded(sent, rounded=True)
+            left = held + kernels.values_at(acc.dense(), entries.indices)
+            acc.replace_padded(entries._replace(values=left))
+            verdict.check_sums(left)
+        return message[0]
+
+    def _read(self, rows: Rows, message: torch.Tensor, acc: Accumulator, verdict: Verdict) -> Padded:
+        """Return the entries of a ``message`` of the static form."""
+        entries, malformed = rows.unpack(message[None], workspace=acc.workspace)
+        verdict.check_messages(malformed)
+        return entries.row(0)
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. A message has 2k words in plain messages.
 
@@ -111,10 +180,15 @@ class GTopkAlgorithm(Algorithm):
         """
         if self.k >= self.numel:
             return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Forecast({})
         levels = cost.log2(world_size)
-        words = self.encoding.words(self.numel, self.k)
-        once, every = cost.message(words), cost.messages(levels, words * levels)
-        return Forecast({"reduce": Flow(once, every), "broadcast": Flow(every, once)})
+        words = [self.encoding.words(self.numel, self.k)] * 2
+        if self.is_static:
+            words = [rows.words for rows in self._rows(world_size, torch.device("cpu"))]
+        (up, ups), (down, downs) = ((cost.message(each), cost.messages(levels, each * levels)) for each in words)
+        forecast = Forecast({"reduce": Flow(up, ups), "broadcast": Flow(downs, down)})
+        return with_verdict(forecast, world_size) if self.is_static else forecast
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. It is that of rank 0, which only receives and then only sends."""
@@ -122,7 +196,8 @@ class GTopkAlgorithm(Algorithm):
         if "reduce" not in bound.phases:
             return bound
         reduce, broadcast = bound.phases["reduce"], bound.phases["broadcast"]
-        return Forecast({"reduce": Flow(received=reduce.received), "broadcast": Flow(sent=broadcast.sent)})
+        own = {"reduce": Flow(received=reduce.received), "broadcast": Flow(sent=broadcast.sent)}
+        return Forecast({**bound.phases, **own})
 
 
 def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:

@@ -198,6 +198,11 @@ class Accumulator:
         else:
             self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
 
+    def add_padded(self, entries: Padded) -> None:
+        """Do the same as :meth:`add` for entries with padding. Nothing waits for a GPU."""
+        self._add()
+        self._timed(lambda: kernels.add_rows(self._scratch, entries, workspace=self.workspace))
+
     def replace_padded(self, entries: Padded) -> None:
         """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""
         self._add()
