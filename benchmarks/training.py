@@ -373,7 +373,7 @@ def described(name: str, task: Task, recipe: Compressor, step: str, small: str, 
         label = f"demo, {recipe.coefficients}, lr {recipe.lr:g}"
     if getattr(recipe, "teams", 1) != 1:
         label = f"{label}, {options.teams} teams"
-    if options.node_size > 1 and not isinstance(recipe, tritoncomm.Dense):
+    if node_size(recipe, options) > 1:
         label = f"{label}, nodes of {options.node_size}"
     return Run(
         task=name, steps=task.steps, lr=task.lr, method=label, density=getattr(recipe, "density", 1.0),
@@ -381,6 +381,11 @@ def described(name: str, task: Task, recipe: Compressor, step: str, small: str, 
         small=small, step=step, catch_up=options.catch_up, max_relative_update=options.max_relative_update,
         see_all=options.see_all, seed=options.seeds[0],
     )  # fmt: skip
+
+
+def node_size(recipe: Compressor, options: argparse.Namespace) -> int:
+    """Return the workers of a node. Dense, and what is not a recipe of the library, have no nodes."""
+    return options.node_size if isinstance(recipe, tritoncomm.Recipe) and recipe.name != "dense" else 1
 
 
 def main() -> None:
@@ -424,6 +429,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a PNG for each task, its name this one with the task added")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
     options = parser.parse_args()
+    if WORKERS % options.node_size:
+        parser.error(f"--node-size {options.node_size}: must divide the {WORKERS} workers")
     if options.smoke:
         options.steps, options.seeds, options.density = 2, [0], [0.01]
         options.values, options.small, options.fp16_dense, options.demo = ["4bit"], ["8bit"], True, [32]
@@ -438,7 +445,7 @@ def main() -> None:
                 if run in results:
                     continue
                 limits = options.catch_up, options.max_relative_update
-                nodes = 1 if isinstance(recipe, tritoncomm.Dense) else options.node_size
+                nodes = node_size(recipe, options)
                 results[run] = train(
                     task, recipe, run.seed, step_rule, *limits, see_all=options.see_all, small=small, node_size=nodes
                 )

@@ -55,7 +55,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the workers of ``-n auto``: as many as cores for kernels in the interpreter, and two more for all tests.
+    """Return the workers of ``-n auto``: one per core for kernels in the interpreter, otherwise two more.
 
     Tests with processes wait for much of their time, and kernels compute.
     """

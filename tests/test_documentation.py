@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import tritoncomm
+from tritoncomm import Warmup
 from tritoncomm.__main__ import main
 
 import laws
 import recipes
+from emulated_cuda import exchanges
 from pages import ROOT, blocks
 
 
@@ -26,6 +28,18 @@ def test_documented_method_obeys_the_laws() -> None:
         law(recipe, case)
     for law in (laws.atomicity, laws.refusal, laws.resume, laws.determinism):
         law(recipe, case)
+
+
+def test_documented_method_on_gpus() -> None:
+    """The method on the page, which knows nothing of verdicts, is trained on emulated GPUs, with a dense warm-up."""
+    (code,) = blocks("docs/how-to/add-an-algorithm.md")
+    names: dict[str, object] = {"__name__": "page"}
+    exec(compile(code, "add-an-algorithm.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+    recipe = Warmup(recipe=names["FirstEntries"](density=0.4), steps=2)
+    given = exchanges.gradients(2, 60, 4)
+    found, expected = exchanges.emulated(recipe, given), exchanges.simulated(recipe, given)
+    for own, other in zip(found, expected, strict=True):
+        assert all(outcome.equals(same) for outcome, same in zip(own, other, strict=True))
 
 
 def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

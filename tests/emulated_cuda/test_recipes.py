@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers import shared_out
-from tritoncomm import Recipe
+from tritoncomm import Recipe, Warmup, algorithms
 
 import laws
 import recipes
@@ -21,6 +21,16 @@ FEW = ("oktopk-short-periods", "spardl-3-teams-4bit", "exdyna", "topk_allgather-
 def _cases() -> list[tuple[str, int]]:
     every = [(name, world_size) for world_size, shared in SHARES.items() for name in shared]
     return every + [(name, size) for name in (recipes.NAMES if DEEP else FEW) for size in (1, 4, 8)]
+
+
+@pytest.mark.parametrize("name", [*algorithms(), "oktopk-sparse-path"])
+def test_warm_up_equals_the_simulation(name: str) -> None:
+    """A dense warm-up into every method, also into one that never goes dense, is that of the simulation."""
+    recipe = Warmup(recipe=recipes.under_test(0.1)[name], steps=2)
+    given = exchanges.gradients(2, NUMEL, 3, seed=1)
+    found, expected = exchanges.emulated(recipe, given, seed=1), exchanges.simulated(recipe, given)
+    for rank in range(2):
+        assert [own.equals(other) for own, other in zip(found[rank], expected[rank], strict=True)] == [True] * 3
 
 
 def test_no_recipe_is_left_out() -> None:

@@ -14,6 +14,8 @@ from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
 
+from emulated_cuda import ranks
+from emulated_cuda.device import to_gpu, values_of
 from tritoncomm_kernels import root_mean_square
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
@@ -379,6 +381,19 @@ def test_counts_of_a_changed_state(interfere: Callable[[torch.optim.Optimizer], 
     assert len(outcomes[0]) == 3 + 3 * 6
     for kept, fresh in zip(*outcomes, strict=True):
         assert torch.equal(kept, fresh)
+
+
+def test_counts_of_parameters_on_two_devices() -> None:
+    """Parameters of one group on two devices are updated apart, in every step."""
+    with ranks.alone():
+        parameters = [nn.Parameter(torch.ones(4)), nn.Parameter(to_gpu(torch.ones(4)))]
+        aware = StalenessAwareAdam(torch.optim.AdamW(parameters, lr=0.1))
+        for _ in range(4):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            aware.step(parameters, [None, None])
+        assert torch.equal(parameters[0].detach(), values_of(parameters[1].detach()))
+        assert [state["step"].item() for state in aware.optimizer.state.values()] == [4, 4]
 
 
 def test_counts_are_kept() -> None:

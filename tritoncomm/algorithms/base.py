@@ -73,11 +73,16 @@ class Algorithm(ABC):
         return False
 
     @property
-    def shares_coordinates(self) -> bool:
-        """True if all ranks know which coordinates the next step delivers.
+    def has_shared_verdict(self) -> bool:
+        """True if all ranks check the same values in the next step, so that they agree without a message.
 
-        They send values alone, and all receive the same. On a GPU the step has a verdict, which no message carries.
+        On a GPU, ``acc.verdict`` then exists, and :meth:`reduce` must settle it. On a CPU it is None.
         """
+        return self.goes_dense
+
+    @property
+    def goes_dense(self) -> bool:
+        """True if the next step delivers every entry, by a dense all-reduce."""
         return False
 
     @property

@@ -50,8 +50,8 @@ class DenseAlgorithm(Algorithm):
         self.state = Stateless()
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`."""
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

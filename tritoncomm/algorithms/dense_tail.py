@@ -18,7 +18,7 @@ from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.quantized_mean import BITS, quantized_mean, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import Verdict
+from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -86,7 +86,7 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
         dense = self.inner.dense_update(small_mean)  # before the exchange of the head, which ends with the verdict
         if dense is not small_mean:
-            self._check(dense, "the update of small tensors", acc.verdict)
+            self._check(dense, acc.verdict)
         mean = yield from self.inner.reduce(head, rank, world_size)
         small.clear_all()
         if left is not None:
@@ -115,16 +115,16 @@ class DenseTailAlgorithm(WrapperAlgorithm):
             )
         if world_size > 1:
             values = yield AllReduce(_PHASE, values)
-        self._check(values, "the sum of the gradients of small tensors", verdict)
+        self._check(values, verdict)
         return values / world_size, None
 
     @staticmethod
-    def _check(values: torch.Tensor, what: str, verdict: Verdict | None) -> None:
+    def _check(values: torch.Tensor, verdict: Verdict | None) -> None:
         """Find NaN and Inf in ``values``, which are the same on all ranks."""
         if verdict is not None:
             verdict.check_result(values)
         elif kernels.has_non_finite(values):
-            raise NonFiniteError(f"{what} has a NaN or Inf; nothing was applied")
+            raise NonFiniteError(REJECTED)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""

@@ -110,14 +110,19 @@ class DGCAlgorithm(Algorithm):
         self.state = DGCState()
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and self.k < self.numel
+        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         self.prepare(acc, world_size)
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from self._dense(acc, world_size))
         gradient = acc.gradient.float()
         velocity, update = self._with_momentum(self.state.velocity, gradient)
@@ -190,7 +195,7 @@ class DGCAlgorithm(Algorithm):
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         # A gradient that is not finite stays unchanged, so that the exchange rejects it.
         clips = torch.isfinite(norm) & (norm > limit)
-        if self.is_static:  # the host does not wait to see whether it clips
+        if acc.verdict is not None:  # the host does not wait to see whether it clips
             acc.replace_gradient(gradient * torch.where(clips, limit / norm, 1.0))
         elif clips:
             acc.replace_gradient(gradient * (limit / norm))
@@ -218,7 +223,7 @@ class DGCAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.is_static:
             return static_traffic(self.recipe.encoding, self.numel, self.k, world_size)

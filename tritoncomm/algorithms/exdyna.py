@@ -194,13 +194,18 @@ class ExDynaAlgorithm(Algorithm):
         self.state = ExDynaState()
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and self.k < self.numel
+        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         # Block-based gradient vector partitioning.
         layout = self.layout(world_size)
@@ -392,7 +397,7 @@ class ExDynaAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
@@ -409,7 +414,7 @@ class ExDynaAlgorithm(Algorithm):
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.is_static:
             return self._messages(world_size).forecast

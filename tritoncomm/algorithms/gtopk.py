@@ -20,7 +20,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import Verdict, with_verdict
+from tritoncomm.primitives.verdict import REJECTED, Verdict, with_verdict
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
@@ -62,16 +62,21 @@ class GTopkAlgorithm(Algorithm):
         self.state = Stateless()
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        return self.static and self.k < self.numel
+        return self.static and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
 
         A NaN or Inf is larger than all other magnitudes. It is therefore never dropped and reaches all ranks.
         """
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         if acc.verdict is not None:
             return (yield from self._reduce_static(acc, acc.verdict, rank, world_size))
@@ -102,7 +107,7 @@ class GTopkAlgorithm(Algorithm):
         assert message is not None
         mean = result.unpack(message)
         if kernels.has_non_finite(mean.values):  # all ranks hold the same entries
-            raise NonFiniteError("a gradient, or a sum of gradients, has a NaN or Inf; nothing was applied")
+            raise NonFiniteError(REJECTED)
         self.report = self._error.figures() if self.encoding.rounds else {}
         return SparseVector(mean.indices, mean.values, self.numel)
 
@@ -178,7 +183,7 @@ class GTopkAlgorithm(Algorithm):
         A rank sends its sum once and receives the result once. Rank 0 receives a sum and sends the result in every
         level.
         """
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if world_size == 1:
             return Forecast({})

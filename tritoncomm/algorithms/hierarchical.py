@@ -22,13 +22,13 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, gather_blocks, share_rows
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Pattern
 from tritoncomm_kernels import Selection
 
 _SUM, _COUNTS, _GATHER, _BETWEEN = "node sum", "node counts", "node gather", "between nodes"
-_REJECTED = "a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         self._inner: Algorithm | None = None
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`. The inner exchange runs without a verdict."""
+    def has_shared_verdict(self) -> bool:
+        """See :attr:`Algorithm.has_shared_verdict`. The inner exchange runs without a verdict."""
         return False
 
     @property
@@ -125,7 +125,7 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         if size > 1:
             found = yield InSubgroup(_GATHER, node, _gather(found, not rejected, size * self._share, local, size))
         elif rejected:
-            raise NonFiniteError(_REJECTED)
+            raise NonFiniteError(REJECTED)
         acc.clear_all()
         kept = max(0, min(self._share, self.numel - start))
         acc.replace_range(start, left[:kept])
@@ -173,7 +173,7 @@ def _gather(block: Selection, finite: bool, numel: int, rank: int, size: int) ->
     try:
         (counts,) = yield from share_rows(own, finite, size, block.values.device, phase=_COUNTS, limit=numel)
     except NonFiniteError:  # its ranks are local to the node, and the NaN or Inf may be in another node
-        raise NonFiniteError(_REJECTED) from None
+        raise NonFiniteError(REJECTED) from None
     return (yield from gather_blocks(block, counts, numel, rank, size, phase=_GATHER))
 
 

@@ -179,7 +179,7 @@ class OkTopkAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """True when a dense all-reduce replaces the sparse exchange, because the step delivers every entry."""
+        """See :attr:`Algorithm.goes_dense`. ``force_sparse`` never does."""
         return self.numel == 0 or (self.k >= self.numel and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

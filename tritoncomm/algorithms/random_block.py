@@ -113,8 +113,8 @@ class RandomBlockAlgorithm(Algorithm):
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`."""
+    def has_shared_verdict(self) -> bool:
+        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

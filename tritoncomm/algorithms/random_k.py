@@ -80,13 +80,18 @@ class RandomKAlgorithm(Algorithm):
         self.state = RandomKState()
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`."""
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
+    def has_shared_verdict(self) -> bool:
+        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         indices = kernels.copied_to(self.indices(self.state.step), acc.device)
         if self.recipe.values == "fp32":
@@ -110,7 +115,7 @@ class RandomKAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P values, and what quantization adds."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":
             return Forecast(traffic(self.k, world_size, bits=BITS[self.recipe.values], phase=_PHASE))

@@ -33,7 +33,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.verdict import with_verdict
+from tritoncomm.primitives.verdict import REJECTED, with_verdict
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
@@ -194,9 +194,14 @@ class SparDLAlgorithm(Algorithm):
         self.state = SparDLState()
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and self.k < self.numel
+        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
@@ -224,7 +229,7 @@ class SparDLAlgorithm(Algorithm):
         # Bruck all-gather inside the team.
         delivered = yield from self._all_gather(working, own, place)
         if kernels.has_non_finite(delivered.values):  # raised on all ranks, because all hold the same blocks
-            raise NonFiniteError("a gradient or a sum of gradients contains NaN or Inf; nothing was applied")
+            raise NonFiniteError(REJECTED)
         # Global residual collection (GRES).
         self._collect_residuals(acc, working, delivered.indices)
         acc.selected = sum(len(indices) for indices in working.taken)

@@ -118,9 +118,14 @@ class ThresholdAlgorithm(Algorithm):
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         """Return the entries of this rank, and the state after a successful step."""
 
+    @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
@@ -147,7 +152,7 @@ class ThresholdAlgorithm(Algorithm):
         return self._forecast(self.encoding.words(self.numel, self.k), world_size)
 
     def _forecast(self, words: int, world_size: int) -> Forecast:
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         return Forecast(
             {
@@ -186,7 +191,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
         forecast = super().predicted_traffic(world_size)
-        if self.k >= self.numel or self.state.threshold:
+        if self.goes_dense or self.state.threshold:
             return forecast
         return Forecast({"calibration": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
 

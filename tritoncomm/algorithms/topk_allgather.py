@@ -50,13 +50,18 @@ class TopkAllgatherAlgorithm(Algorithm):
         self.state = Stateless()
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+    @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        return self.static and self.k < self.numel
+        return self.static and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         if acc.verdict is not None:
             return (yield from self._reduce_static(acc, acc.verdict, world_size))
@@ -77,7 +82,7 @@ class TopkAllgatherAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.static:
             return static_traffic(self.encoding, self.numel, self.k, world_size)

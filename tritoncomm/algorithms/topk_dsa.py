@@ -77,9 +77,14 @@ class TopkDSAAlgorithm(Algorithm):
         self.encoding = recipe.encoding
         self.state = Stateless()
 
+    @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         own = acc.top_k(self.k)
         if world_size == 1:
@@ -171,7 +176,7 @@ class TopkDSAAlgorithm(Algorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
         union = min(self.numel, world_size * self.k)
@@ -187,7 +192,7 @@ class TopkDSAAlgorithm(Algorithm):
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
-        if self.k >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         peers, rounds = world_size - 1, cost.log2(world_size)
         region = -(-self.numel // world_size)

@@ -88,11 +88,6 @@ class WarmupAlgorithm(WholeVectorWrapper):
         return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`."""
-        return self.warms_up_dense or super().shares_coordinates
-
-    @property
     def state(self) -> tuple[int, Any]:
         """The number of completed steps, and the state of the inner algorithm."""
         return self._taken, self.inner.state

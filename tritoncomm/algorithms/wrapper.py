@@ -69,9 +69,9 @@ class WrapperAlgorithm(Algorithm):
         return self.inner.is_static
 
     @property
-    def shares_coordinates(self) -> bool:
-        """See :attr:`Algorithm.shares_coordinates`."""
-        return self.inner.shares_coordinates
+    def has_shared_verdict(self) -> bool:
+        """See :attr:`Algorithm.has_shared_verdict`."""
+        return self.inner.has_shared_verdict
 
     @property
     def warms_up_dense(self) -> bool:

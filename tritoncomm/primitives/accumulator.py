@@ -30,7 +30,8 @@ class Accumulator:
 
     ``workspace`` is scratch memory of the kernels, kept from step to step on a GPU. ``spans`` are the times of the work
     of this object. ``selected`` is the number of entries that this rank selected last. ``verdict`` collects what is
-    wrong in a step of the static form, and is None in other steps.
+    wrong in a step that does not wait for a GPU: in the static form, and on a GPU if the algorithm's
+    ``has_shared_verdict`` is True. It is None in other steps.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.region_cuts import balanced_pieces, balanced_sizes, moves
 from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
 from tritoncomm.scheduler.wire import Encoding, Section, Sections
@@ -332,7 +333,7 @@ def shared_mean(
         yield from acc.verdict.settle(world_size)
         return SparseVector.padded(Padded(indices, total / world_size), acc.numel)
     if kernels.has_non_finite(total):
-        raise NonFiniteError("a gradient, or the sum of the gradients, has a NaN or Inf; nothing was applied")
+        raise NonFiniteError(REJECTED)
     return SparseVector(indices, total / world_size, acc.numel)
 
 
@@ -349,7 +350,7 @@ def dense_exchange(acc: Accumulator, world_size: int) -> Pattern[SparseVector]:
         acc.verdict.check_result(total)
         yield from acc.verdict.settle(world_size)
     elif kernels.has_non_finite(total):
-        raise NonFiniteError("the sum of the gradients has a NaN or Inf; nothing was applied")
+        raise NonFiniteError(REJECTED)
     mean = SparseVector.full(total / world_size)
     acc.clear_all()
     return mean

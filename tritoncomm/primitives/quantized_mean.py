@@ -103,7 +103,7 @@ def deliver_quantized(
         yield from acc.verdict.settle(world_size)
         entries = kernels.reaching(Padded(indices, mean), _LEAST, workspace=acc.workspace)
         return SparseVector.padded(entries, acc.numel)
-    delivered = mean != 0
+    delivered = mean.nonzero()[:, 0]
     return SparseVector(indices[delivered], mean[delivered], acc.numel)
 
 

@@ -13,12 +13,14 @@ from tritoncomm.scheduler.rounds import AllGather, Pattern
 
 _PHASE = "verdict"
 _GRADIENTS, _SUMS, _MESSAGES = range(3)
+REJECTED = "a gradient or a sum of gradients contains NaN or Inf; nothing was applied"
 
 
 class Verdict:
     """Counters on the device of the exchanged vector. Nothing waits for the device until :meth:`settle`.
 
-    ``is_shared`` says that all ranks check the same values. They then agree without a message.
+    ``is_shared`` says that all ranks check the same values, by :meth:`check_result` or :meth:`check_sums` alone. They
+    then agree without a message.
     """
 
     def __init__(self, device: torch.device, *, is_shared: bool = False) -> None:
@@ -29,6 +31,7 @@ class Verdict:
 
     def check_gradient(self, values: torch.Tensor) -> None:
         """Count the NaN and Inf of ``values``, which this rank has selected. A selection includes every NaN and Inf."""
+        assert not self._is_shared
         self._add(_GRADIENTS, _non_finite(values))
 
     def check_sums(self, values: torch.Tensor) -> None:
@@ -45,6 +48,7 @@ class Verdict:
 
     def check_messages(self, malformed: torch.Tensor) -> None:
         """Count received messages that are ``malformed`` (int32 ``[1]``)."""
+        assert not self._is_shared
         self._add(_MESSAGES, malformed)
 
     def _add(self, kind: int, count: torch.Tensor) -> None:
@@ -60,10 +64,11 @@ class Verdict:
             NonFiniteError: A gradient has a NaN or Inf, or a sum of gradients overflows.
             ProtocolMismatchError: A rank has received a malformed message.
         """
+        assert not (self._is_shared and figures)
         self.is_settled = True
         words = torch.cat([self._counts, *figures])
-        alone = world_size == 1 or self._is_shared
-        everybody = words[None] if alone else (yield AllGather(_PHASE, words))
+        silent = world_size == 1 or self._is_shared
+        everybody = words[None] if silent else (yield AllGather(_PHASE, words))
         rows: list[list[int]] = everybody.tolist()
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]
@@ -75,9 +80,8 @@ class Verdict:
                 "of the vector, or a message is corrupt"
             )
         if any(row[_SUMS] for row in rows):
-            finite = "finite gradients overflow when summed"
-            found = finite if self._sums_only else "a gradient or a sum of gradients contains NaN or Inf"
-            raise NonFiniteError(f"{found}; nothing was applied")
+            overflow = "finite gradients overflow when summed; nothing was applied"
+            raise NonFiniteError(overflow if self._sums_only else REJECTED)
         return [row[len(self._counts) :] for row in rows]
 
 

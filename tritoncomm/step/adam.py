@@ -76,7 +76,7 @@ class StalenessAwareAdam:
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # The counts of the states of each parameter group, by the id of its first parameter.
+    # The counts of the states of each parameter group, by its number.
     _counts: dict[int, StepCounts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
@@ -152,22 +152,23 @@ class StalenessAwareAdam:
         Yields the parameter group, parameters, their states and their step. These parameters are updated together: they
         are at the same step and on one device, as they usually are.
         """
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             own = [p for p in group["params"] if id(p) in exchanged and p.grad is not None and p.numel()]
             if not own:
                 continue
             states = [self.optimizer.state[parameter] for parameter in own]
-            counts = self._counts.pop(id(own[0]), None)
+            counts = self._counts.pop(number, None)
             steps = None if counts is None else counts.common(states)
             if counts is None or steps is None:
                 yield from self._counted_apart(group, own)
-                if (counts := StepCounts.of(states)) is None:
+                on_one_device = len({parameter.device for parameter in own}) == 1
+                if not on_one_device or (counts := StepCounts.of(states)) is None:
                     continue
             else:
                 self._renew_rms(own, states, steps)
                 counts.advance()
                 yield group, own, states, steps + 1
-            self._counts[id(own[0])] = counts
+            self._counts[number] = counts
 
     def _counted_apart(
         self, group: dict[str, Any], own: list[torch.Tensor]

@@ -33,7 +33,8 @@ def share_buffers(states: Sequence[dict[str, Any]], names: Sequence[str]) -> Non
 class StepCounts:
     """The entries ``step`` and ``last_aware`` of several states as views of one tensor, to read and count them at once.
 
-    All are equal, unless somebody else writes to them.
+    All are equal, unless somebody else writes to them. To pickle a single one takes the memory of all, as for every
+    view. ``torch.save`` of a whole state dict writes their memory once.
     """
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
