@@ -411,6 +411,21 @@ def test_counts_are_kept() -> None:
     assert kept[1] is kept[2] is kept[4]
 
 
+def test_counts_of_two_calls_are_kept() -> None:
+    """Two calls per step, each for a part of a group, as with two buckets of a hook, keep the counts of both."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+    aware = StalenessAwareAdam(torch.optim.AdamW(parameters))
+    kept = []
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        for part in (parameters[:2], parameters[2:]):
+            aware.step(part, [torch.tensor([1])] * 2)
+        kept.append(list(aware._counts.values()))
+    assert len(kept[-1]) == 2
+    assert all(now is then for now, then in zip(kept[2], kept[4], strict=True))
+
+
 def test_unsupported_optimizers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """wrap() warns about an optimizer without a staleness-aware step, but not about SGD and Adam."""
     parameters = [nn.Parameter(torch.ones(2))]

@@ -82,7 +82,10 @@ class Algorithm(ABC):
 
     @property
     def goes_dense(self) -> bool:
-        """True if the next step delivers every entry, by a dense all-reduce."""
+        """True if the next step is a dense all-reduce of every entry, with any number of workers.
+
+        Methods say so. An algorithm around another one does not.
+        """
         return False
 
     @property

@@ -113,13 +113,18 @@ class RandomBlockAlgorithm(Algorithm):
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.size >= self.numel
+
+    @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
-        if self.size >= self.numel:
+        if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)
         indices = torch.cat([torch.arange(*bounds, dtype=torch.int32, device=acc.device) for bounds in ranges])
@@ -167,7 +172,7 @@ class RandomBlockAlgorithm(Algorithm):
         return self._forecast(self.size, world_size)
 
     def _forecast(self, values: int, world_size: int) -> Forecast:
-        if self.size >= self.numel:
+        if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":
             return Forecast(traffic(values, world_size, bits=BITS[self.recipe.values], phase=_PHASE))

@@ -195,7 +195,7 @@ class SparDLAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
+        """See :attr:`Algorithm.goes_dense`. With some numbers of workers, a density just below 1 is dense, too."""
         return self.k >= self.numel
 
     @property

@@ -76,8 +76,9 @@ class StalenessAwareAdam:
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # The counts of the states of each parameter group, by its number.
-    _counts: dict[int, StepCounts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The counts of states that are updated together, by their parameter group and the place of the first in it. With a
+    # hook, each bucket of a group is updated by a call of its own.
+    _counts: dict[tuple[int, int], StepCounts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
 
@@ -153,11 +154,17 @@ class StalenessAwareAdam:
         are at the same step and on one device, as they usually are.
         """
         for number, group in enumerate(self.optimizer.param_groups):
-            own = [p for p in group["params"] if id(p) in exchanged and p.grad is not None and p.numel()]
-            if not own:
+            found = [
+                (place, p)
+                for place, p in enumerate(group["params"])
+                if id(p) in exchanged and p.grad is not None and p.numel()
+            ]
+            if not found:
                 continue
+            own = [parameter for _, parameter in found]
+            key = number, found[0][0]
             states = [self.optimizer.state[parameter] for parameter in own]
-            counts = self._counts.pop(number, None)
+            counts = self._counts.pop(key, None)
             steps = None if counts is None else counts.common(states)
             if counts is None or steps is None:
                 yield from self._counted_apart(group, own)
@@ -168,7 +175,7 @@ class StalenessAwareAdam:
                 self._renew_rms(own, states, steps)
                 counts.advance()
                 yield group, own, states, steps + 1
-            self._counts[number] = counts
+            self._counts[key] = counts
 
     def _counted_apart(
         self, group: dict[str, Any], own: list[torch.Tensor]
