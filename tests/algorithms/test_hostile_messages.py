@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchErr
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.scheduler import wire
-from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round
-from tritoncomm.scheduler.wire import Encoding
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round, Ticket
+from tritoncomm.scheduler.wire import Encoding, Sections
 
 import laws
 import replay
@@ -132,6 +132,26 @@ def test_own_size_comes_back() -> None:
     gathering = gather_regions(block, regions, 0, 2, trigger=math.inf, width=1, phase="all-gather")
     with pytest.raises(ProtocolMismatchError, match="rank 0 has 4 entries"):
         next(gathering)
+
+
+def test_parts_of_one_region_overlap() -> None:
+    """An index that two balanced blocks of one region have is rejected. Each block alone is well formed."""
+    own = Selection.of(torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.ones(4))
+    encoding = Encoding("fp32", "always")
+    for other, fits in (([3, 4], True), ([2, 4], False)):
+        gathering = gather_regions(
+            own, Regions((0, 10, 20), [4, 0], encoding), 0, 2, trigger=1.0, width=1, phase="gather"
+        )
+        second = Sections(encoding, [(0, 10, 2)])
+        message, _ = second.pack(torch.tensor(other, dtype=torch.int32), torch.ones(2))
+        reply: object = None
+        with (
+            nullcontext() if fits else pytest.raises(ProtocolMismatchError, match="strictly increasing"),
+            suppress(StopIteration),
+        ):
+            while True:
+                op = gathering.send(reply)
+                reply = {1: message} if isinstance(op, Round) else Ticket(op.phase, 0) if isinstance(op, Post) else {}
 
 
 @pytest.mark.parametrize("least", [math.nan, -1.0, 0.0, -math.inf])

@@ -240,8 +240,11 @@ def gather_regions(
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
     parts = [layout.unpack(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
+    entries = Selection.join(parts)
+    if balanced:  # several blocks hold parts of one region, and each was checked by itself
+        wire.check_indices(entries.indices, 0, regions.cuts[-1])
     smallest = min((_least(part) for part in blocks if part.numel()), default=math.inf) if extra else math.inf
-    return Gathered(Selection.join(parts), block, sent, smallest if extra else None)
+    return Gathered(entries, block, sent, smallest if extra else None)
 
 
 def _least(message: torch.Tensor) -> float:
