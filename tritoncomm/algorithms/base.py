@@ -146,6 +146,17 @@ class Algorithm(ABC):
         self.state = type(self.state)(**state)
 
 
+class BudgetedAlgorithm(Algorithm):
+    """A method with a budget of ``k`` entries. If that is the whole vector, it is a dense all-reduce."""
+
+    k: int
+
+    @property
+    def goes_dense(self) -> bool:
+        """See :attr:`Algorithm.goes_dense`."""
+        return self.k >= self.numel
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
     """A method and its settings. ``density`` is the share of entries to deliver, in (0, 1]."""

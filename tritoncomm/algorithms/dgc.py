@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, BudgetedAlgorithm, EntryRecipe, check, check_at_least, check_number
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
@@ -98,7 +98,7 @@ class DGCState:
     __hash__ = None  # type: ignore[assignment]
 
 
-class DGCAlgorithm(Algorithm):
+class DGCAlgorithm(BudgetedAlgorithm):
     """Top-k all-gather of accumulated momentum. The residual is the paper's v."""
 
     state: DGCState
@@ -108,11 +108,6 @@ class DGCAlgorithm(Algorithm):
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = DGCState()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     @property
     def is_static(self) -> bool:

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, IndexRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, check, check_at_least
 from tritoncomm.algorithms.exdyna_static import Counts, Messages, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -181,7 +181,7 @@ class Layout(NamedTuple):
     least: int
 
 
-class ExDynaAlgorithm(Algorithm):
+class ExDynaAlgorithm(BudgetedAlgorithm):
     """ExDyna on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: ExDynaState
@@ -192,11 +192,6 @@ class ExDynaAlgorithm(Algorithm):
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = ExDynaState()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     @property
     def is_static(self) -> bool:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
@@ -47,7 +47,7 @@ class GTopk(EntryRecipe):
         return GTopkAlgorithm(numel, k, self.encoding, static=self.static is True)
 
 
-class GTopkAlgorithm(Algorithm):
+class GTopkAlgorithm(BudgetedAlgorithm):
     """Reduce along a binomial tree to rank 0 and broadcast back. Messages have a fixed size, so no sizes are exchanged.
 
     Workers beyond the largest power of two send their entries to a partner first, and receive the result last.
@@ -60,11 +60,6 @@ class GTopkAlgorithm(Algorithm):
         self.static = static
         self._error = RoundingError()
         self.state = Stateless()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     @property
     def is_static(self) -> bool:
@@ -153,9 +148,7 @@ class GTopkAlgorithm(Algorithm):
         """Return the k largest sums of ``own`` and ``arrived``. The residual gets the others."""
         union = kernels.merge_rows(stacked([own, arrived]), self.numel, workspace=acc.workspace)
         kept = kernels.largest_padded(union, self.k, workspace=acc.workspace)
-        held = kernels.values_at(acc.dense(), kept.indices)
-        acc.add_padded(union)
-        acc.replace_padded(kept._replace(values=held))
+        acc.add_truncated_padded(union, kept)
         verdict.check_sums(kernels.values_at(acc.dense(), union.indices))
         return kept
 
@@ -163,12 +156,7 @@ class GTopkAlgorithm(Algorithm):
         """Return the message with ``entries``. What rounding takes away from them is added to the residual."""
         message, sent = rows.pack(stacked([entries]), workspace=acc.workspace)
         if rows.rounds:
-            held = kernels.values_at(acc.dense(), entries.indices)
-            acc.replace_padded(entries)
-            acc.subtract_padded(sent, rounded=True)
-            left = held + kernels.values_at(acc.dense(), entries.indices)
-            acc.replace_padded(entries._replace(values=left))
-            verdict.check_sums(left)
+            verdict.check_sums(acc.add_rest_padded(entries, sent))
         return message[0]
 
     def _read(self, rows: Rows, message: torch.Tensor, acc: Accumulator, verdict: Verdict) -> Padded:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_state import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
 from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
@@ -145,7 +145,7 @@ class _Delivered:
     rest: Selection | None = None
 
 
-class OkTopkAlgorithm(Algorithm):
+class OkTopkAlgorithm(BudgetedAlgorithm):
     """Ok-Topk on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: OkTopkState
@@ -180,7 +180,7 @@ class OkTopkAlgorithm(Algorithm):
     @property
     def goes_dense(self) -> bool:
         """See :attr:`Algorithm.goes_dense`. ``force_sparse`` never does."""
-        return self.numel == 0 or (self.k >= self.numel and not self.recipe.force_sparse)
+        return self.numel == 0 or (super().goes_dense and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

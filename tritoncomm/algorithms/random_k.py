@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_number
+from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, check, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
@@ -68,7 +68,7 @@ class RandomKState:
     step: int = 0
 
 
-class RandomKAlgorithm(Algorithm):
+class RandomKAlgorithm(BudgetedAlgorithm):
     """Each step draws one coordinate per stratum. Stratum i is ``[i n / k, (i + 1) n / k)``."""
 
     state: RandomKState
@@ -78,11 +78,6 @@ class RandomKAlgorithm(Algorithm):
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = RandomKState()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     @property
     def has_shared_verdict(self) -> bool:

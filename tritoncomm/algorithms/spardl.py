@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
 from tritoncomm.algorithms.spardl_static import StaticStep, static_forecast
 from tritoncomm.algorithms.spardl_teams import (
     Place,
@@ -182,7 +182,7 @@ class _WorkingVector:
         return not kernels.has_non_finite(self.edits.at(cut.indices))
 
 
-class SparDLAlgorithm(Algorithm):
+class SparDLAlgorithm(BudgetedAlgorithm):
     """SparDL on one rank. :meth:`reduce` follows the paper from top to bottom."""
 
     state: SparDLState
@@ -192,11 +192,6 @@ class SparDLAlgorithm(Algorithm):
         self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = SparDLState()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`. With some numbers of workers, a density just below 1 is dense, too."""
-        return self.k >= self.numel
 
     @property
     def is_static(self) -> bool:
@@ -239,7 +234,10 @@ class SparDLAlgorithm(Algorithm):
         return SparseVector(delivered.indices, delivered.values, self.numel)
 
     def _place(self, rank: int, world_size: int) -> Place | None:
-        """Return this rank's place, or None if every entry is delivered and the exchange is dense."""
+        """Return this rank's place, or None if every entry is delivered and the exchange is dense.
+
+        With some numbers of workers, this is so at a density just below 1, where :attr:`goes_dense` is False.
+        """
         teams = self.recipe.teams_for(world_size, self.k)
         size = world_size // teams
         cuts = [self.numel * b // size for b in range(size + 1)]

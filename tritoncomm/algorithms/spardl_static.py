@@ -16,6 +16,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, reduce_scatter_schedule
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather
+from tritoncomm.primitives.edits import add_rest, add_truncated
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
@@ -88,7 +89,7 @@ class StaticStep:
             union = kernels.merge_rows(pair, self.acc.numel, workspace=self.workspace)
             own = self._largest(union)
             if s + 1 < rounds:  # entries truncated in the last round are in no result
-                self._keep_truncated(union, own, 1 / (2 << s))
+                add_truncated(self.values, union, own, share=1 / (2 << s), workspace=self.workspace)
         return own
 
     def _merge_by_bruck(self, state: SparDLState) -> Pattern[tuple[Padded, torch.Tensor]]:
@@ -180,18 +181,8 @@ class StaticStep:
         """
         message, sent = rows.pack(entries, workspace=self.workspace)
         if rows.rounds:
-            held = kernels.values_at(self.values, entries.indices)
-            kernels.set_at(self.values, entries)
-            kernels.add_rows(self.values, sent, scale=-1.0, workspace=self.workspace)
-            rest = kernels.values_at(self.values, entries.indices)
-            kernels.set_at(self.values, entries._replace(values=held + share * rest))
+            add_rest(self.values, entries, sent, share=share, workspace=self.workspace)
         return message, sent
-
-    def _keep_truncated(self, union: Padded, kept: Padded, share: float) -> None:
-        """Add ``share`` times the entries of ``union`` to W, but those that were ``kept``."""
-        before = kernels.values_at(self.values, kept.indices)
-        kernels.add_rows(self.values, union, scale=share, workspace=self.workspace)
-        kernels.set_at(self.values, kept._replace(values=before))
 
     def _largest(self, union: Padded) -> Padded:
         """Truncate the ``union`` of the teams' entries to the budget of the block, ``[1, room]``."""

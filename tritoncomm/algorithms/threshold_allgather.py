@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless, check, check_at_least, check_number
+from tritoncomm.algorithms.base import (
+    BudgetedAlgorithm,
+    EntryRecipe,
+    Stateless,
+    check,
+    check_at_least,
+    check_number,
+)
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
 from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, rounding_figures, sidco_selection
@@ -105,7 +112,7 @@ class SIDCo(GaussianK):
         return SIDCoAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio, self.encoding)
 
 
-class ThresholdAlgorithm(Algorithm):
+class ThresholdAlgorithm(BudgetedAlgorithm):
     """Base class of the three methods. It exchanges the counts first, then exactly the selected entries."""
 
     def __init__(self, numel: int, k: int, room: int, encoding: Encoding) -> None:
@@ -117,11 +124,6 @@ class ThresholdAlgorithm(Algorithm):
     @abstractmethod
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         """Return the entries of this rank, and the state after a successful step."""
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

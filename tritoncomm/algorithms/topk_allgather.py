@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
@@ -39,7 +39,7 @@ class TopkAllgather(EntryRecipe):
         return TopkAllgatherAlgorithm(numel, k, self.encoding, static=self.static is True)
 
 
-class TopkAllgatherAlgorithm(Algorithm):
+class TopkAllgatherAlgorithm(BudgetedAlgorithm):
     """Blocks have a fixed size of k entries, so no sizes are exchanged."""
 
     def __init__(self, numel: int, k: int, encoding: Encoding = PLAIN, *, static: bool = False) -> None:
@@ -48,11 +48,6 @@ class TopkAllgatherAlgorithm(Algorithm):
         self.encoding = encoding
         self.static = static
         self.state = Stateless()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     @property
     def is_static(self) -> bool:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import Algorithm, EntryRecipe, Stateless, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless, check, check_at_least
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
@@ -67,7 +67,7 @@ class TopkDSA(EntryRecipe):
         return TopkDSAAlgorithm(self, numel)
 
 
-class TopkDSAAlgorithm(Algorithm):
+class TopkDSAAlgorithm(BudgetedAlgorithm):
     """TopkDSA on one rank. The vector has one region per rank, equal up to rounding, and rank r sums region r."""
 
     def __init__(self, recipe: TopkDSA, numel: int) -> None:
@@ -76,11 +76,6 @@ class TopkDSAAlgorithm(Algorithm):
         self.k = entries_to_keep(numel, recipe.density)
         self.encoding = recipe.encoding
         self.state = Stateless()
-
-    @property
-    def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
-        return self.k >= self.numel
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

@@ -78,7 +78,9 @@ class StalenessAwareAdam:
     _flat: dict[int, AdamFlat] = field(default_factory=dict, init=False, repr=False, compare=False)
     # The counts of states that are updated together, by their parameter group and the place of the first in it. With a
     # hook, each bucket of a group is updated by a call of its own.
-    _counts: dict[tuple[int, int], StepCounts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: dict[tuple[int, int], StepCounts | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     owned_entries: ClassVar[tuple[str, ...]] = ("last_delivered", "last_aware", "param_rms")
 
@@ -164,18 +166,16 @@ class StalenessAwareAdam:
             own = [parameter for _, parameter in found]
             key = number, found[0][0]
             states = [self.optimizer.state[parameter] for parameter in own]
-            counts = self._counts.pop(key, None)
+            counts = self._counts.get(key)
             steps = None if counts is None else counts.common(states)
             if counts is None or steps is None:
                 yield from self._counted_apart(group, own)
                 on_one_device = len({parameter.device for parameter in own}) == 1
-                if not on_one_device or (counts := StepCounts.of(states)) is None:
-                    continue
+                self._counts[key] = StepCounts.of(states) if on_one_device else None
             else:
                 self._renew_rms(own, states, steps)
                 counts.advance()
                 yield group, own, states, steps + 1
-            self._counts[key] = counts
 
     def _counted_apart(
         self, group: dict[str, Any], own: list[torch.Tensor]
