@@ -325,10 +325,8 @@ def free_port() -> int:
 def check_all(backend: str, *, smoke: bool) -> dict[str, Any]:
     """Run all checks, and return what all ranks found. Every process of torchrun calls this."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # of the supervisors
-    together = [list(CHECKS)] if smoke else [[name] for name in CHECKS]
     found: dict[str, Any] = {}
-    faults = ["raises", "dies"] if smoke else list(FAULTS)
-    for names in [*together, *([name] for name in faults)]:
+    for names in [[*CHECKS, "raises"], ["dies"]] if smoke else [[name] for name in (*CHECKS, *FAULTS)]:
         port = [free_port()]
         dist.broadcast_object_list(port)
         ranks: list[Any] = [None] * dist.get_world_size()

@@ -1,7 +1,8 @@
 """Runs scripts in processes forked from one that has imported what they need, also on several ranks like torchrun.
 
-An import of PyTorch takes longer than many of the scripts, and one of a trainer longer still. A deep run starts each
-script with an interpreter of its own, and ranks with torchrun. So does a platform other than Linux.
+An import of PyTorch takes longer than many of the scripts, and one of a trainer longer still. Local workers of a script
+are forked from it for the same reason. A deep run starts each script with an interpreter of its own, and ranks with
+torchrun. So does a platform other than Linux.
 """
 
 from __future__ import annotations
@@ -99,9 +100,10 @@ def serve(modules: Sequence[str]) -> None:
     """Run the scripts that are asked for on standard input. Answer with a process group, and then its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
-    for name in ("tritoncomm", *modules):
+    for name in ("tritoncomm", "torch._dynamo", *modules):  # an optimizer imports the second in its first step
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    importlib.import_module("tritoncomm.scheduler.local_workers")._START_METHOD = "fork"
     while line := sys.stdin.readline():
         leader = os.fork()
         if not leader:

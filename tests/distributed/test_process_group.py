@@ -41,8 +41,11 @@ def test_every_recipe_runs_between_processes() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5] if DEEP else [3])
 def test_laws(world_size: int) -> None:
-    """Conservation, agreement, determinism and refusal hold between real processes."""
-    recipes = possible(0.05, world_size)
+    """Conservation, agreement, determinism and refusal hold between real processes.
+
+    A deep run has every recipe. Otherwise they only equal the simulation, in which the laws hold.
+    """
+    recipes = {name: each for name, each in possible(0.05, world_size).items() if DEEP or name in algorithms()}
     assert run_workers(process_group_workers.laws_on_processes, world_size, recipes) == [None] * world_size
 
 

@@ -1,8 +1,39 @@
-"""Prints a table of the compiled kernels after the tests."""
+"""Prints a table of the compiled kernels after the tests, and makes Triton's interpreter faster."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import os
+import types
+from functools import cache
+
 import pytest
+
+
+def pytest_configure() -> None:
+    """Save the interpreter two kinds of work that change no result, and take most of the time of these tests.
+
+    It searches Triton's modules for built-in functions at each launch, and checks every sum of integers for overflow,
+    although what it finds is reported only in debug mode.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+    @cache
+    def built_in(owner: object) -> list[str]:
+        return [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+
+    def members(owner: object) -> list[tuple[str, object]]:
+        return [(name, getattr(owner, name)) for name in built_in(owner)]
+
+    interpreter.inspect = types.SimpleNamespace(**(vars(inspect) | {"getmembers": members}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
