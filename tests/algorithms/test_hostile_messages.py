@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import tritoncomm
-from tritoncomm import ExchangeTimeoutError, NonFiniteError, ProtocolMismatchError, SimulatedWorld
+from tritoncomm import (
+    ExchangeTimeoutError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    Recipe,
+    SimulatedWorld,
+    algorithms,
+)
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.scheduler import wire
@@ -19,9 +26,10 @@ from tritoncomm.scheduler.wire import Encoding, Sections
 
 import laws
 import replay
-from depth import trials
-from recipes import SHORT, under_test
+from depth import DEEP, trials
+from recipes import under_test
 from tritoncomm_kernels import Selection
+from tritoncomm_kernels.sections import VALUE_BITS
 
 NAMES = [
     name
@@ -77,12 +85,22 @@ def test_damaged_messages(name: str) -> None:
                     assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
 
 
-# Short messages are packed too, so that packed sections are damaged.
-PACKED = {
-    f"{name}-{values}-packed": tritoncomm.recipe(name, density=0.2, values=values, packed="always", **fields)
-    for name, fields in (("topk_allgather", {}), ("oktopk", SHORT), ("spardl", {}))
-    for values in ("fp32", "4bit")
-}
+def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:
+    """Return each of ``methods`` with each of ``formats`` that it has. Short messages are packed too."""
+    found: dict[str, Recipe] = {}
+    for name in methods:
+        plain = under_test(0.2)["oktopk-short-periods" if name == "oktopk" else name]
+        for values in formats if hasattr(plain, "values") else ["fp32"]:
+            more = {"values": values} if hasattr(plain, "values") else {}
+            found[f"{name}-{values}-packed"] = chosen = replace(plain, packed="always", **more)
+            if DEEP and chosen.can_be_static():
+                found[f"{name}-static-{values}-packed"] = replace(chosen, static=True)
+    return found
+
+
+# A deep run has every method and every format, in both forms.
+METHODS = [name for name, recipe in under_test(0.2).items() if name in algorithms() and isinstance(recipe, IndexRecipe)]
+PACKED = packed(METHODS, list(VALUE_BITS)) if DEEP else packed(["topk_allgather", "oktopk", "spardl"], ["fp32", "4bit"])
 
 
 @pytest.mark.parametrize("name", [*PACKED, *NAMES])
