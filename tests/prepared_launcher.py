@@ -135,7 +135,8 @@ def lead(script: str, arguments: list[str], folder: str, world_size: int, port: 
         if not child:
             local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             os.environ |= {name: str(value) for name, value in local.items()}
-            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            # Lightning looks for the last one, to find out whether torchrun has started it.
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
             become(script, arguments)
         ranks.append(child)
     if not ranks:
