@@ -30,6 +30,8 @@ _VALUES_AT_ONCE = 1 << 16
 _FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
 _COUNTING = np.arange(32 * _FEW_GROUPS)
 _INT32_BITS = 32
+_EXACT_BITS = 24  # of an integer in fp32
+_POWERS = np.ldexp(np.float32(1), np.arange(_EXACT_BITS))
 _DESCENDING = "its indices do not ascend inside the range"
 
 
@@ -392,10 +394,6 @@ def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
     groups = -(-len(octets) // 32)
     if len(octets) % 32:
         octets = np.concatenate([octets, np.zeros(-len(octets) % 32, np.uint8)])
-    if groups <= _FEW_GROUPS:
-        bits = octets.reshape(-1, 1, 32) & (1 << np.arange(planes.shape[1], dtype=np.uint8))[:, None]
-        planes[:groups] = np.packbits(bits.reshape(-1), bitorder="little").view(np.int32).reshape(groups, -1)
-        return
     for bit in range(planes.shape[1]):
         planes[:groups, bit] = np.packbits(octets & np.uint8(1 << bit), bitorder="little").view(np.int32)
 
@@ -421,6 +419,8 @@ def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[
 
 def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Append the low bits to ``offsets`` (int32 ``[count]``, in place), and return the codes (uint8 ``[count]``)."""
+    if layout.groups <= _FEW_GROUPS and layout.planes <= _EXACT_BITS:
+        return _read_few_planes(layout, words, offsets)
     codes = np.zeros(len(offsets) if layout.quantized else 0, np.uint8)
     rows = _plane_rows(layout, words)
     for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
@@ -435,11 +435,22 @@ def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.i
     return codes
 
 
+def _read_few_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Do the same as :func:`_read_planes` with few calls of numpy: all planes at once."""
+    places = _places(layout)
+    planes = words[places.planes : places.values].view(np.uint8)
+    bits = np.unpackbits(planes, bitorder="little").reshape(layout.groups, layout.planes, 32)
+    # A product is the fastest way to put the bits of an entry together. Numbers of so few bits are exact in fp32.
+    symbols = np.matmul(_POWERS[: layout.planes], bits.astype(np.float32)).reshape(-1)[: len(offsets)].astype(np.int32)
+    if layout.low_bits:
+        offsets <<= layout.low_bits
+        offsets |= symbols & ((1 << layout.low_bits) - 1)
+    codes: NDArray[np.uint8] = (symbols >> layout.low_bits if layout.quantized else symbols[:0]).astype(np.uint8)
+    return codes
+
+
 def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
-    if len(planes) <= _FEW_GROUPS:
-        bits = np.unpackbits(planes.copy().view(np.uint8).reshape(-1), bitorder="little")
-        return np.packbits(bits.reshape(*planes.shape, 32), axis=1, bitorder="little").reshape(-1)
     found = np.zeros(32 * len(planes), np.uint8)
     for bit in reversed(range(planes.shape[1])):
         found += found  # shifts of bytes are slower

@@ -213,8 +213,8 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
 @pytest.mark.parametrize(
     ("span", "room"), [(1, 1), (31, 5), (400, 8), (4001, 1000), (2**31 - 1, 1), (2**31 - 1, 2), (10**6, 33)]
 )
-def test_few_entries_are_written_at_once(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sections, which are written with fewer calls, have the same words, with up to 38 planes."""
+def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sections are written and read with fewer calls: the same words and entries, with up to 38 planes."""
     generator = np.random.default_rng(room)
     for count in {0, room // 2, room}:
         indices = np.sort(generator.choice(min(span, 2**20), count, replace=False)) * max(1, span // 2**20)
@@ -225,10 +225,14 @@ def test_few_entries_are_written_at_once(values: str, span: int, room: int, monk
         with monkeypatch.context() as patch:
             patch.setattr(sections, "_FEW_GROUPS", 0)
             many = section.pack(*entries)
+            found = section.unpack(few[0])
         assert torch.equal(few[0], many[0])
         assert torch.equal(few[1].indices, many[1].indices)
         assert torch.equal(few[1].values, many[1].values)
-        assert torch.equal(section.unpack(few[0]).indices, few[1].indices)
+        again = section.unpack(few[0])
+        assert torch.equal(found.indices, few[1].indices)
+        assert torch.equal(again.indices, found.indices)
+        assert torch.equal(again.values, found.values)
 
 
 @pytest.mark.parametrize("values", FORMATS)
