@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -103,7 +104,7 @@ def serve(modules: Sequence[str]) -> None:
     for name in ("tritoncomm", "torch._dynamo", *modules):  # an optimizer imports the second in its first step
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    importlib.import_module("tritoncomm.scheduler.local_workers")._START_METHOD = "fork"
+    fork_local_workers()
     while line := sys.stdin.readline():
         leader = os.fork()
         if not leader:
@@ -121,6 +122,20 @@ def serve(modules: Sequence[str]) -> None:
                 os.killpg(leader, signal.SIGKILL)
                 return
         print(code, file=answers, flush=True)
+
+
+def fork_local_workers() -> None:
+    """Let scripts fork their local workers. What they run must be picklable all the same, as elsewhere."""
+    local_workers = importlib.import_module("tritoncomm.scheduler.local_workers")
+    start = local_workers.start_processes
+
+    def checked(main: object, args: tuple[Any, ...], **settings: object) -> object:
+        function, *_, prepare, given = args
+        pickle.dumps((function, prepare, given))
+        return start(main, args, **settings)
+
+    local_workers._START_METHOD = "fork"
+    local_workers.start_processes = checked
 
 
 def lead(script: str, arguments: list[str], folder: str, world_size: int, port: int, pipes: list[str]) -> None:

@@ -103,6 +103,42 @@ class HidesNonFinite(TopkAllgatherAlgorithm):
         return (yield from super().reduce(acc, rank, world_size))
 
 
+class ClampsItsEntries(TopkAllgatherAlgorithm):
+    """Sends entries that are too large for a sum as smaller ones, and loses the difference."""
+
+    def reduce(self, acc, rank, world_size):
+        top_k = acc.top_k
+        acc.top_k = lambda k: (own := top_k(k))._replace(values=own.values.clamp(-1e37, 1e37))
+        return (yield from super().reduce(acc, rank, world_size))
+
+
+class LosesOneAlone(TopkAllgatherAlgorithm):
+    """Drops the last entry if there is a single worker."""
+
+    def reduce(self, acc, rank, world_size):
+        mean = yield from super().reduce(acc, rank, world_size)
+        return mean if world_size > 1 else SparseVector(mean.indices[:-1], mean.values[:-1], mean.numel)
+
+
+class ReturnsDescending(TopkAllgatherAlgorithm):
+    """Returns its entries in descending order."""
+
+    def reduce(self, acc, rank, world_size):
+        mean = yield from super().reduce(acc, rank, world_size)
+        return SparseVector(mean.indices.flip(0), mean.values.flip(0), mean.numel)
+
+
+class CountsItsCalls(TopkAllgatherAlgorithm):
+    """Returns values that depend on the number of calls in all runs."""
+
+    calls = 0
+
+    def reduce(self, acc, rank, world_size):
+        type(self).calls += 1
+        mean = yield from super().reduce(acc, rank, world_size)
+        return SparseVector(mean.indices, mean.values * self.calls, mean.numel)
+
+
 class ExceedsForecast(TopkAllgatherAlgorithm):
     """Predicts less traffic than it sends."""
 
@@ -275,6 +311,12 @@ def atomicity_in_every_round(recipe, case: laws.Case) -> None:
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
         (atomicity_in_every_round, BrokenOkTopk(density=0.1, kind=WritesTooEarly), CASE),
         (laws.atomicity, BrokenOkTopk(density=0.1, kind=WritesWhileItReuses), laws.FOUR_STEPS),
+        (laws.faults, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
+        (laws.resume, BrokenOkTopk(density=0.1, kind=ForgetsToRollBack), CASE),
+        (laws.determinism, BrokenTopk(density=0.1, kind=CountsItsCalls), CASE),
+        (laws.form, BrokenTopk(density=0.1, kind=ReturnsDescending), CASE),
+        (laws.identity, BrokenTopk(density=0.1, kind=LosesOneAlone), CASE),
+        (laws.overflow, BrokenTopk(density=0.1, kind=ClampsItsEntries), CASE),
         (laws.conservation, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.equivalence, BrokenOkTopk(density=0.1, kind=WritesItsGradient), CASE),
         (laws.budget, BrokenTopk(density=0.1, kind=ExceedsForecast), CASE),

@@ -176,13 +176,7 @@ class FSDPState(HookState):
         return local(parameter).numel()
 
     def build(self, layout: list[list[str]]) -> list[VectorExchange]:
-        """See :meth:`HookState.build`. The layout is that of FSDP's parameter groups."""
-        expected = [hook.names for hook in self.hooks]
-        if [list(names) for names in layout] != expected:
-            raise ConfigurationError(
-                "this checkpoint was saved with other parameters or another sharding: call fully_shard() and "
-                "register() as in the run that saved it"
-            )
+        """See :meth:`HookState.build`. The layout is that of FSDP's parameter groups, see :meth:`check_loadable`."""
         return [self.new_vector(hook.parameters) for hook in self.hooks]
 
     def check_movable(self) -> None:

@@ -43,7 +43,6 @@ _MENU: dict[int, tuple[tuple[int, ...], ...]] = {
     ),
 }
 _UNIT = 64
-WIDTHS = tuple(_MENU)
 TABLES = 5
 _COARSE = (1, 2)  # at these widths, values above the top level may be clipped further
 _WIDEST = 3  # the number of the table with the largest top level

@@ -49,10 +49,11 @@ def damaged(tensor: torch.Tensor, generator: np.random.Generator) -> None:
 
 
 def damage_a_message(ops: Sequence[Op], generator: np.random.Generator) -> bool:
-    """Damage one message of a round, or one rank's part of a collective that shares counts. Return False if none is."""
+    """Damage one message of a round, or one rank's words in a collective. Return False if there are none."""
+    words = (torch.int32, torch.int64)
     rounds = [op.round if isinstance(op, Post) else op for op in ops]
     messages = [tensor for op in rounds if isinstance(op, Round) for tensor in op.sends.values()]
-    messages += [op.tensor for op in ops if isinstance(op, AllGather | AllToAll) and op.tensor.dtype == torch.int64]
+    messages += [op.tensor for op in ops if isinstance(op, AllGather | AllToAll) and op.tensor.dtype in words]
     if messages:
         damaged(messages[generator.integers(len(messages))], generator)
     return bool(messages)
@@ -64,7 +65,7 @@ def test_damaged_messages(name: str) -> None:
 
     In real runs the checksum of the message header finds such damage first.
     """
-    generator = np.random.default_rng(0)
+    generator, hits = np.random.default_rng(0), 0
     for trial in range(trials(12, 5000)):
         recipe = under_test(0.1)[name]
         case = laws.fitted(laws.Case(4, 300, ("random", "disjoint", "random"), seed=trial), recipe)
@@ -83,6 +84,8 @@ def test_damaged_messages(name: str) -> None:
                 for mean in world.step(gradient, before_round=damage):
                     assert (mean.indices[1:] > mean.indices[:-1]).all()
                     assert ((mean.indices >= 0) & (mean.indices < case.numel)).all()
+        hits += hit
+    assert hits > 0
 
 
 def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:

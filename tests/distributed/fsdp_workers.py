@@ -10,9 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
 from tritoncomm import fsdp as front
@@ -383,6 +384,15 @@ def rejected_models(rank: int, world_size: int, send) -> None:
     with pytest.raises(ConfigMismatchError, match="shard values"):
         front.register(sharded(other, grid["shard"]), group)
     assert isinstance(model, FSDPModule)
+
+
+def first_fsdp(rank: int, world_size: int, send) -> None:
+    """wrap() rejects parameters that ``FullyShardedDataParallel`` has sharded: ranks hold different parts of them."""
+    for whole in (True, False):
+        model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=whole)
+        for given in ({}, {"model": model}):
+            with pytest.raises(ConfigurationError, match=r"FullyShardedDataParallel.* use fully_shard"):
+                tritoncomm.wrap(torch.optim.AdamW(model.parameters()), broadcast_parameters=True, **given)
 
 
 def nodes(rank: int, world_size: int, send) -> None:

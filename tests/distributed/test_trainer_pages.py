@@ -107,7 +107,7 @@ def _check_traces() -> None:
     exec(merge, {})  # noqa: S102 - our own page
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert {(e["pid"], e["args"]["step"]) for e in events if e["ph"] == "X"} == {
-        (rank, step) for rank in range(2) for step in (21, 22, 23)
+        (rank, step) for rank in range(2) for step in (41, 42, 43)
     }
 
 

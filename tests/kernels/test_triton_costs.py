@@ -249,8 +249,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 def test_triton_route_costs_what_the_table_says(name: str) -> None:
     """Launches and synchronizations are equal, with a workspace that has been used before if the kernel takes one."""
     kernel, make = CASES[name]
-    if kernel in {write_rows, read_rows}:
-        pytest.importorskip("tritoncomm_kernels.section_rows_triton")
     takes = "workspace" in inspect.signature(kernel).parameters
     extra = {"workspace": kernels.Workspace()} if takes else {}
     with kernels_from("triton"):

@@ -13,6 +13,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.shared_buffer import StepCounts
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
@@ -408,6 +409,7 @@ def test_counts_are_kept() -> None:
         kept.append(next(iter(aware._counts.values())))
         counts = [state[name].item() for state in aware.optimizer.state.values() for name in ("step", "last_aware")]
         assert counts == [number] * 6
+    assert isinstance(kept[1], StepCounts)
     assert kept[1] is kept[2] is kept[4]
 
 
@@ -422,7 +424,7 @@ def test_counts_of_two_calls_are_kept() -> None:
         for part in (parameters[:2], parameters[2:]):
             aware.step(part, [torch.tensor([1])] * 2)
         kept.append(list(aware._counts.values()))
-    assert len(kept[-1]) == 2
+    assert [type(counts) for counts in kept[-1]] == [StepCounts] * 2
     assert all(now is then for now, then in zip(kept[2], kept[4], strict=True))
 
 

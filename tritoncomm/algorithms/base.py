@@ -147,7 +147,7 @@ class Algorithm(ABC):
 
 
 class BudgetedAlgorithm(Algorithm):
-    """A method with a budget of ``k`` entries. If that is the whole vector, it is a dense all-reduce."""
+    """A method that aims at ``k`` entries. If that is the whole vector, it is a dense all-reduce."""
 
     k: int
 

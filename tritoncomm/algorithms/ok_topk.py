@@ -179,7 +179,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`. ``force_sparse`` never does."""
+        """See :attr:`Algorithm.goes_dense`. With ``force_sparse``, only an empty vector does."""
         return self.numel == 0 or (super().goes_dense and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

@@ -207,7 +207,7 @@ class GaussianKAlgorithm(ThresholdAlgorithm):
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         yield from ()
-        passed = gaussian_selection(acc.dense(), self.k) if finite else Selection.of(*acc.at_least(math.inf)[:2])
+        passed = gaussian_selection(acc.dense(), self.k) if finite else acc.at_least(math.inf)
         return passed, self.state
 
 

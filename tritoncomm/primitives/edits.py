@@ -18,7 +18,8 @@ def add_rest(
     held = kernels.values_at(values, entries.indices)
     kernels.set_at(values, entries)
     kernels.add_rows(values, sent, scale=-1.0, workspace=workspace)
-    left = held + share * kernels.values_at(values, entries.indices)
+    rest = kernels.values_at(values, entries.indices)
+    left = held + (rest if share == 1.0 else share * rest)
     kernels.set_at(values, entries._replace(values=left))
     return left
 

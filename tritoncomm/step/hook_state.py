@@ -19,7 +19,7 @@ from tritoncomm.step import carry_over, checkpoint_format, setup_checks
 from tritoncomm.step.exchange import Delivered, GradientExchange
 from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
 from tritoncomm.step.options import one_of, with_density
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
@@ -354,10 +354,10 @@ class HookState(ABC):
     def length(self, parameter: torch.Tensor) -> int:
         """Return the number of values of ``parameter`` that this rank exchanges."""
 
-    def new_vector(self, parameters: list[torch.Tensor], options: ExchangeOptions | None = None) -> VectorExchange:
+    def new_vector(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector of ``parameters``."""
         names = [self.name_of(parameter) for parameter in parameters]
-        return VectorExchange(parameters, names, options or self.exchange.options)
+        return VectorExchange(parameters, names, self.exchange.options)
 
 
 def _kind(optimizer: Any) -> str:

@@ -32,6 +32,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler import cost
 from tritoncomm.step import setup_checks
 from tritoncomm.step.packing import Packing, describe
+from tritoncomm.step.torch_internals import is_flattened
 
 logger = logging.getLogger("tritoncomm")
 
@@ -254,6 +255,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_flattened(parameter) and not alone:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, which is not "
+                "supported: use fully_shard() and pass the model to wrap(..., model=model)"
+            )
 
 
 def log_choice(

@@ -36,8 +36,8 @@ class Coding(NamedTuple):
 
 
 # One core: benchmarks/results/sections-2026-11-22.md
-_CPU = Coding(Speed(15e-6, 4e-9), Speed(20e-6, 4e-9))
-_CPU_ROUNDED = Coding(Speed(35e-6, 6e-9), Speed(27e-6, 5e-9))
+_CPU = Coding(Speed(15e-6, 4e-9), Speed(17e-6, 4e-9))
+_CPU_ROUNDED = Coding(Speed(35e-6, 6e-9), Speed(21e-6, 5e-9))
 # In these phases a rank writes its entries once, for all ranks. In others it writes as many as it reads.
 _GATHERS = ("all-gather", "indices", "broadcast")
 

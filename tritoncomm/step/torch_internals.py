@@ -65,6 +65,14 @@ def fsdp_parameter_groups(module: Any) -> tuple[object, list[Any]]:
     return state, list(groups)
 
 
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Return True if ``parameter`` belongs to ``FullyShardedDataParallel`` (FSDP1). It is then a part of a flat shard.
+
+    Nothing else tells such a parameter from one that all ranks hold whole.
+    """
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
 def all_reduce_hook(group: Any) -> Any:
     """Return the hook that was set for a parameter group of FSDP with ``set_all_reduce_hook``, or None."""
     return group._all_reduce_hook  # noqa: SLF001
