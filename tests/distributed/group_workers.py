@@ -1,0 +1,48 @@
+"""Worker processes of tests/distributed/test_groups.py: four ranks in two nodes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import tritoncomm
+from helpers import loss_of, residual, same_everywhere, tiny_model, total
+from tritoncomm.algorithms import Hierarchical
+from tritoncomm.amp import GradScaler
+
+
+def scaler_of_a_group(rank: int, world_size: int, send) -> None:
+    """An overflow lowers the scale on the ranks of the scaler's group, and on no others."""
+    group = dist.new_subgroups(2)[0]
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.2, process_group=group)
+    scaler = GradScaler("cpu", init_scale=4.0, process_group=group)
+    scaler.scale(loss_of(model, rank, 0)).backward()
+    if rank == 0:
+        model[0].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (2.0 if rank < 2 else 4.0)
+    assert optimizer.metrics()["steps"] == (0 if rank < 2 else 1)
+
+
+def nodes_later(rank: int, world_size: int, send) -> None:
+    """A run continues with nodes. Within a node, ranks share the residual; what all ranks hold together is kept."""
+    model = tiny_model()
+    optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, dense_below=0)
+
+    def steps(first: int) -> None:
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+    steps(0)
+    before = total(residual(optimizer))
+    optimizer.reset_process_group(node_group=dist.new_subgroups(2)[0])
+    assert isinstance(optimizer.recipe, Hierarchical)
+    assert optimizer.recipe.node_size == 2
+    assert before.any()
+    torch.testing.assert_close(total(residual(optimizer)), before)
+    steps(3)
+    assert optimizer.metrics()["steps"] == 6
+    assert same_everywhere([parameter.tolist() for parameter in model.parameters()])
