@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -261,6 +262,8 @@ def test_metrics_are_flat_floats() -> None:
         ({"repartition_every": 2.5}, r"repartition_every=2\.5.*whole number"),
         ({"warmup_steps": 2.5}, r"steps=2\.5.*whole number"),
         ({"timeout": 5}, "timeout=5: give a datetime.timedelta"),
+        ({"timeout": timedelta(0)}, r"timeout=0:00:00: must be above 0"),
+        ({"timeout": timedelta.max}, "at most 365 days"),
         ({"max_catch_up": 0.5}, "max_catch_up=0.5"),
         ({"max_relative_update": -0.1}, "max_relative_update=-0.1"),
         ({"max_relative_update": "a fifth"}, "max_relative_update='a fifth'"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 import tritoncomm
 from helpers import loss_of, residual, same_everywhere, tiny_model, total
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Hierarchical
 from tritoncomm.amp import GradScaler
+from tritoncomm.scheduler.watcher import timeout_of
 
 
 def scaler_of_a_group(rank: int, world_size: int, send) -> None:
@@ -23,6 +28,20 @@ def scaler_of_a_group(rank: int, world_size: int, send) -> None:
     scaler.update()
     assert scaler.get_scale() == (2.0 if rank < 2 else 4.0)
     assert optimizer.metrics()["steps"] == (0 if rank < 2 else 1)
+
+
+def inherited_time_outs(rank: int, world_size: int, send) -> None:
+    """The groups of a hook, and of the nodes in it, have the time-out of the group of DDP, and not torch's default."""
+    expected = timedelta(seconds=77)
+    group, node = dist.new_group(timeout=expected), dist.new_subgroups(2)[0]
+    model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), model=model, density=0.1, node_group=node)
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    (vector,) = optimizer._exchange.vectors
+    groups = [vector.scheduler.group, *(inner.group for inner in vector.scheduler._subgroups.values())]
+    assert len(groups) == 3
+    assert [timeout_of(each, torch.device("cpu")) for each in groups] == [expected] * 3
 
 
 def nodes_later(rank: int, world_size: int, send) -> None:

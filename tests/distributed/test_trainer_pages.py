@@ -156,3 +156,34 @@ def test_accelerate_prepares_a_wrapped_optimizer() -> None:
     model.load_state_dict(parameters)
     assert step() == first
     assert optimizer.metrics()["steps"] == 7
+
+
+def test_accelerate_keeps_two_optimizers_apart(tmp_path: Path) -> None:
+    """Each of two optimizers gets its own state back from a checkpoint."""
+    accelerate = pytest.importorskip("accelerate")
+    integration = importlib.import_module("tritoncomm.integrations.accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [torch.nn.Linear(6, 1), torch.nn.Linear(6, 1)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    prepared = accelerator.prepare(*models, *inner)
+    pairs = list(zip(prepared[:2], prepared[2:], strict=True))
+    for model, optimizer in reversed(pairs):
+        integration.wrap(accelerator, model, optimizer, density=0.3, dense_below=0)
+
+    def moments() -> list[list[float]]:
+        states = [optimizer.state[next(iter(model.parameters()))] for model, optimizer in pairs]
+        return [state["exp_avg"].flatten().tolist() for state in states]
+
+    def train(scale: float) -> None:
+        for number, (model, optimizer) in enumerate(pairs):
+            optimizer.zero_grad()
+            accelerator.backward((model(torch.ones(4, 6)) * scale * (1 + number)).mean())
+            optimizer.step()
+
+    train(1.0)
+    saved = moments()
+    accelerator.save_state(str(tmp_path / "state"))
+    train(-3.0)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert moments() == saved
+    assert saved[0] != saved[1]

@@ -31,7 +31,8 @@ def wrap(
 
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
     object to step and to save. ``accelerator.save_state()`` then also writes the residual of each rank, into the folder
-    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it.
+    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it. The folder of
+    a second prepared optimizer is ``tritoncomm_1``, as Accelerate names its own files.
 
     Args:
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.
@@ -51,15 +52,16 @@ def wrap(
     """
     restore = beside.check(residuals)
     sparse = connect(model, optimizer, algo, **settings)
+    name = beside.name_of(optimizer, accelerator._optimizers)  # noqa: SLF001 - no public attribute has them
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
-        checkpoint.save(sparse, Path(folder) / beside.FOLDER)
+        checkpoint.save(sparse, Path(folder) / name)
 
     def load(_models: Any, folder: str) -> None:
         if not restore:
             sparse.load_state_dict(sparse.state_dict(), residuals="reset")
-        folders[:] = [Path(folder) / beside.FOLDER]
+        folders[:] = [Path(folder) / name]
 
     def replace(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Replace the state of the first rank, which Accelerate loads on all ranks."""

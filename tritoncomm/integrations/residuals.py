@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,12 @@ from tritoncomm.step.options import one_of
 
 # Name of the folder, inside the trainer's checkpoint or after its name, that holds a file of each rank.
 FOLDER = "tritoncomm"
+
+
+def name_of(optimizer: object, prepared: Sequence[object]) -> str:
+    """Return the name of the folder for one of the ``prepared`` optimizers. All but the first get a number."""
+    number = next((number for number, each in enumerate(prepared) if each is optimizer), 0)
+    return f"{FOLDER}_{number}" if number else FOLDER
 
 
 def check(residuals: str) -> bool:

@@ -122,7 +122,8 @@ class ProcessGroupScheduler:
         for ranks in subgroups:
             if self.rank in ranks or needs_all_ranks():
                 members = tuple(self._global_ranks[r] for r in ranks)
-                subgroup = _subgroup(group or dist.group.WORLD, members, timeout, self._global_ranks)
+                limit = timeout or watcher.timeout_of(group, self.device)  # and not torch's default
+                subgroup = _subgroup(group or dist.group.WORLD, members, limit, self._global_ranks)
             if self.rank in ranks:
                 scheduler = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
                 if self._watcher is not None and subgroup is not None:

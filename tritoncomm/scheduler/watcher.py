@@ -70,7 +70,7 @@ class Watcher:
         self.groups = [group]
         self._device = device
         self._key = f"tritoncomm/{getattr(group, 'group_name', '')}/failed"  # the same on all ranks
-        longest = _timeout_of(group, device)
+        longest = timeout_of(group, device)
         self._seconds = (timeout or longest).total_seconds()
         self._longest = max(self._seconds, longest.total_seconds())
         self._store = _own_connection(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - not public
@@ -233,8 +233,11 @@ def _log_advice(level: int) -> None:
         logger.log(level, "failures of ranks are reported only as far as NCCL lets them: %s", advice())
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    backend = group._get_backend(device)  # noqa: SLF001 - no public function returns it
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Return the time-out of ``group`` for tensors on ``device``. None is the default group."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    backend = whole._get_backend(device)  # noqa: SLF001 - no public function returns it
     found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found or _DEFAULT_TIMEOUT
 

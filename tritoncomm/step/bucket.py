@@ -259,9 +259,10 @@ def _write(entries: Entries, out: torch.Tensor) -> None:
 
 
 def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """Return zeros with the shape, dtype and sharding of ``parameter``."""
+    """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
-    shard = torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+    dtype = getattr(parameter, "grad_dtype", None) or held.dtype  # older releases of PyTorch have no grad_dtype
+    shard = torch.zeros(held.shape, dtype=dtype, device=held.device)
     if not hasattr(parameter, "placements"):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while

@@ -37,6 +37,7 @@ from tritoncomm.step.torch_internals import is_flattened
 logger = logging.getLogger("tritoncomm")
 
 DEFAULT_ALGO = "oktopk"
+_LONGEST_TIMEOUT = timedelta(days=365)  # gloo waits for ever with some longer ones
 # The format of values and of small tensors, and a density that brings the loss to that of dense or below. Measured:
 # benchmarks/results/values-2026-11-22.md
 DEFAULT_DENSITY = 0.03
@@ -100,9 +101,11 @@ def check_dense_below(dense_below: int) -> None:
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``timeout`` is a ``timedelta`` or None."""
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``timeout`` is a positive ``timedelta``, or None."""
     if not (timeout is None or isinstance(timeout, timedelta)):
         raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
+    if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
+        raise ConfigurationError(f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days")
 
 
 def resolve_recipe(

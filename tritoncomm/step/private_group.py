@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tritoncomm.scheduler.new_group import new_group
 from tritoncomm.scheduler.process_group import is_broken
+from tritoncomm.scheduler.watcher import timeout_of
 from tritoncomm.step import setup_checks
 from tritoncomm.step.torch_internals import number_of_groups
 
@@ -31,7 +32,7 @@ def private_group(
 
     Args:
         group: Process group with the same ranks. None is the default group.
-        timeout: Time-out of the new group. None is the default of torch.
+        timeout: Time-out of the new group. None is that of ``group``.
         device: Device of the exchange. See :func:`~tritoncomm.step.setup_checks.gather`.
 
     Returns:
@@ -47,6 +48,7 @@ def private_group(
         _world = dist.group.WORLD
         _free.clear()
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    timeout = timeout or timeout_of(group, device or torch.device("cpu"))  # torch would use its own default
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
     offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group, device)]
