@@ -88,7 +88,7 @@ def test_a_part_of_a_bound_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     """If not all ranks take part, no rank can create a group. The error names the fix, and nobody waits."""
     world = World(monkeypatch, bound=True, splits=True)
     process_group._subgroups.clear()
-    part = SimpleNamespace(ranks=[0, 1], group_name="part")
+    part = SimpleNamespace(ranks=[0, 1], group_name="part", _get_backend=world.group._get_backend)
     with pytest.raises(ConfigurationError, match=r"ranks \[0, 1\] .*init_process_group without device_id"):
         world.schedule(part, ranks=(0, 1))
     with pytest.raises(ConfigurationError, match=r"ranks \[0, 1\] .*init_process_group without device_id"):
