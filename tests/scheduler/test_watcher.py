@@ -397,7 +397,7 @@ def test_a_destroyed_group_frees_its_store() -> None:
 @pytest.mark.parametrize("garbage", [False, True])
 def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a rank, the comparison at wrap() ends after the time-out of the process group."""
-    monkeypatch.setattr(watcher, "_timeout_of", lambda group, device: SOON)
+    monkeypatch.setattr(watcher, "timeout_of", lambda group, device: SOON)
 
     def main(rank: int) -> float:
         if rank == VICTIM:

@@ -234,11 +234,13 @@ def _log_advice(level: int) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time-out of ``group`` for tensors on ``device``. None is the default group."""
+    """Return the time-out of ``group`` for tensors on ``device``, or a default. None is the default group."""
     whole = group or dist.group.WORLD
     assert whole is not None
-    backend = whole._get_backend(device)  # noqa: SLF001 - no public function returns it
-    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    found: timedelta | None = None
+    with suppress(RuntimeError):  # it has no backend for this device
+        backend = whole._get_backend(device)  # noqa: SLF001 - no public function returns it
+        found = getattr(getattr(backend, "options", None), "_timeout", None)
     return found or _DEFAULT_TIMEOUT
 
 
