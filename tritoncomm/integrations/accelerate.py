@@ -31,8 +31,8 @@ def wrap(
 
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
     object to step and to save. ``accelerator.save_state()`` then also writes the residual of each rank, into the folder
-    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it. The folder of
-    a second prepared optimizer is ``tritoncomm_1``, as Accelerate names its own files.
+    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it. A second prepared
+    optimizer has the folder ``tritoncomm_1``, as Accelerate numbers its own files.
 
     Args:
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.

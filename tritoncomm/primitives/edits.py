@@ -11,7 +11,7 @@ from tritoncomm_kernels import Padded, Selection, Workspace
 def add_rest(
     values: torch.Tensor, entries: Padded, sent: Padded, *, share: float = 1.0, workspace: Workspace
 ) -> torch.Tensor:
-    """Add ``share`` times what rounding takes away from ``entries``, which are ``sent``, to ``values`` (fp32 ``[n]``).
+    """Add ``share`` times what rounding has cut off to ``values`` (fp32 ``[n]``): ``entries`` less what was ``sent``.
 
     Nothing waits for a GPU. Returns the new values at ``entries``.
     """

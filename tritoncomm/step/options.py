@@ -105,7 +105,9 @@ def check_timeout(timeout: timedelta | None) -> None:
     if not (timeout is None or isinstance(timeout, timedelta)):
         raise ConfigurationError(f"timeout={timeout!r}: give a datetime.timedelta, or None")
     if timeout is not None and not timedelta(0) < timeout <= _LONGEST_TIMEOUT:
-        raise ConfigurationError(f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days")
+        raise ConfigurationError(
+            f"timeout={timeout}: must be above 0 and at most {_LONGEST_TIMEOUT.days} days; None uses that of the group"
+        )
 
 
 def resolve_recipe(
