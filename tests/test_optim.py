@@ -278,12 +278,46 @@ def test_metrics_are_flat_floats() -> None:
         ({"on_nonfinite": "pray"}, "on_nonfinite='pray'"),
         ({"algo": tritoncomm.OkTopk(), "bucket_width": 2}, "carries its own bucket_width"),
         ({"algo": tritoncomm.OkTopk(density=0.1), "density": 0.2}, "carries its own density"),
+        ({"dense_below": True}, "dense_below=True"),
+        ({"broadcast_parameters": "no"}, "broadcast_parameters='no': must be True or False"),
+        ({"scaler": "fp16"}, "scaler='fp16': pass the GradScaler"),
+        ({"model": [nn.Linear(1, 1)]}, r"model is a list: pass the torch\.nn\.Module"),
+        ({"process_group": [0, 1]}, "process_group was given, but torch.distributed is not initialized"),
+        ({"node_group": "node"}, "node_group was given, but torch.distributed is not initialized"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, object], named: str) -> None:
     """A wrong argument raises an error with its name and its value."""
     with pytest.raises(ConfigurationError, match=named):
         sparse_wrap(sgd(model()), **arguments)
+
+
+def test_step_that_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """A ``step`` that the user has put into the place of Adam's is called, and a line in the log says so."""
+    net, called = model(), []
+    base = torch.optim.AdamW(net.parameters(), lr=0.1)
+    own = base.step
+    base.step = lambda closure=None: called.append(1) or own(closure)
+    with caplog.at_level(logging.WARNING, logger="tritoncomm"):
+        optimizer = sparse_wrap(base)
+    assert "AdamW, whose step() was replaced, is not staleness-aware" in caplog.text
+    before = net[0].weight.clone()
+    backward(net)
+    optimizer.step()
+    assert called == [1]
+    assert not torch.equal(net[0].weight, before)
+
+
+def test_residual_norm_of_large_values() -> None:
+    """The norm of a residual is finite as long as the residual is, although its squares overflow."""
+    net = model()
+    optimizer = sparse_wrap(sgd(net), density=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 1e30)
+    optimizer.synchronize()
+    left = torch.cat(optimizer._vector.feedback.residual.double().split(7))
+    assert optimizer.metrics()["residual_norm"] == pytest.approx(float(left.norm()))
+    assert left.any()
 
 
 def test_unsupported_optimizers_are_rejected() -> None:

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -55,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -311,8 +315,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="measure whether sparse exchange is faster than dense on this machine and network",
         description="Under torchrun: measure the link, a dense all-reduce and the sparse exchange between the ranks. "
         "In a single process: measure the selection, and predict the exchanges for --workers and --link. "
-        "Exit code: 0 if compression pays, 1 if it does not, 2 for bad arguments. Under torchrun, which reports any "
-        "code but 0 as a failed process: 0 if the measurement is complete, whether compression pays or not.",
+        "Exit code: 0 if compression pays, 1 if it does not, 2 if an argument is bad or the measurement fails. "
+        "Under torchrun, which reports any code but 0 as a failed process: 0 if the measurement is complete, whether "
+        "compression pays or not.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
@@ -330,6 +335,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    try:
+        return _examine(options)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        # Not a traceback, with which Python exits with 1: that code says that compression does not pay.
+        print(f"error: the measurement failed: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+
+
+def _examine(options: argparse.Namespace) -> int:
     if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
     cuda = torch.cuda.is_available()

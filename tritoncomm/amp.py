@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tritoncomm.optim import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step.options import check_group
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -16,7 +17,8 @@ class GradScaler(torch.amp.GradScaler):
 
     All ranks therefore lower their scale together. With ``torch.amp.GradScaler``, a wrapped optimizer also skips the
     step on all ranks, but only the rank that overflowed lowers its scale. Results do not change, because residuals
-    are in unscaled units, but part of the numeric range is wasted.
+    are in unscaled units, but part of the numeric range is wasted. A loop that steps the learning rate only if the
+    scale has not fallen needs this class: otherwise ranks get different learning rates, and the next step raises.
 
     Takes the arguments of ``torch.amp.GradScaler``, and ``process_group`` (None is the default group).
     """
@@ -24,6 +26,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, device: str = "cuda", *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
     ) -> None:
+        check_group("process_group", process_group)
         super().__init__(device, *args, **kwargs)
         self.process_group = process_group
 

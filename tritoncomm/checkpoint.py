@@ -9,7 +9,9 @@ one rank.
 from __future__ import annotations
 
 import io
+import json
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,15 +35,17 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Each file holds the complete state of the original optimizer, and the residual and method state of its rank. All
     ranks must call this. It returns when all files are written. A file is written completely or not at all.
 
-    Use a new folder for each checkpoint. If a save into a used folder is interrupted, the folder contains files of two
-    saves, which :func:`load` rejects.
+    Use a new folder for each checkpoint, and for each optimizer. If a save into a used folder is interrupted, the
+    folder contains files of two saves, which :func:`load` rejects. Process groups without a common rank, such as the
+    replicas of each stage of a pipeline, need a folder each, too.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
         folder: Folder to write to. It is created if needed. All ranks must be able to read it when they load.
 
     Raises:
-        ConfigurationError: This rank cannot write its file, or ``optimizer`` is not wrapped.
+        ConfigurationError: This rank cannot write its file, ``optimizer`` is not wrapped, or the folder holds files of
+            another optimizer or group.
         ConfigMismatchError: Another rank cannot write its file.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
     """
@@ -56,11 +60,16 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     mark["checksum"] = checkpoint_format.checksum(_original_state(state))
     file = _file(folder, rank, size)
     with setup_checks.propagate_errors(group, device):
+        _check_owner(optimizer, folder, file)
+    if is_distributed():
+        setup_checks.compare({"folder": "is free"}, group, device)  # before a rank writes
+    with setup_checks.propagate_errors(group, device):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
             torch.save(state | {"saved": mark}, unfinished)
             unfinished.replace(file)
+            _saved_into[folder.resolve()] = weakref.ref(optimizer)
         except Exception as error:  # torch.save raises RuntimeError when the disk is full
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
     if is_distributed():
@@ -69,6 +78,49 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         for other in folder.glob("rank-*-of-*.pt"):
             if other.stem.rpartition("-of-")[2] != str(size):
                 other.unlink(missing_ok=True)
+
+
+# The optimizer that this process has saved last into a folder.
+_saved_into: dict[Path, weakref.ref[SparseOptimizer]] = {}
+
+
+def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``folder`` holds files of another optimizer or group.
+
+    The first rank of a group that is not the whole world leaves a file with the group's ranks in the folder. Each group
+    writes its own before it looks for others, so that of two groups that save at the same time, at least one sees the
+    other.
+    """
+    reference = _saved_into.get(folder.resolve())
+    other = None if reference is None else reference()
+    if other is not None and file.exists() and not _parameters(other) & _parameters(optimizer):
+        raise ConfigurationError(
+            f"{folder} holds the state of another optimizer of this process: save each optimizer into its own folder"
+        )
+    ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD) if is_distributed() else [0]
+    if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
+        return
+    own = folder / f"group-of-rank-{ranks[0]}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = own.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(ranks))
+        unfinished.replace(own)
+        others = {each: json.loads(each.read_text()) for each in folder.glob("group-of-rank-*.json") if each != own}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{folder} cannot be used: {error}") from error
+    for each, found in others.items():
+        if not set(found) & set(ranks):
+            own.unlink()
+            raise ConfigurationError(
+                f"{folder} holds the state of ranks {found}, and this group has ranks {ranks}: save each group into a "
+                "folder of its own"
+            )
+        each.unlink(missing_ok=True)  # of a group that had other ranks before
+
+
+def _parameters(optimizer: SparseOptimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -157,5 +157,7 @@ def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState])
         may_be_unused = model.find_unused_parameters or model.static_graph  # DDP finishes a pass without them
         state.is_unfinished = model.require_backward_grad_sync and not may_be_unused
 
+    state = owner()
     for parameter in parameters:
-        parameter.register_hook(check)  # type: ignore[no-untyped-call]
+        handle = parameter.register_hook(check)  # type: ignore[no-untyped-call]
+        weakref.finalize(state, handle.remove).atexit = False

@@ -26,6 +26,8 @@ from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DENSE_BELOW,
     check_dense_below,
+    check_group,
+    check_scaler,
     check_timeout,
     resolve_recipe,
     resolved_small,
@@ -333,6 +335,8 @@ def register(
         ConfigMismatchError: Replicas are configured differently, or an argument is invalid on another rank.
     """
     with setup_checks.propagate_errors(None, device_of(model)):
+        check_group("replicate_group", replicate_group)
+        check_scaler(scaler)
         recipe = resolve_recipe(
             algo, density, warmup_steps, recipe_fields, node_group, replicate_group, function=register
         )

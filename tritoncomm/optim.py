@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tritoncomm.step.hooked_step import HookedStep
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update
 from tritoncomm.step.options import (
     WrapOptions,
+    check_group,
     check_optimizer,
     is_dense,
     one_of,
@@ -197,6 +199,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._compare(exchange)
         except BaseException:
             del self.param_groups[before:]
+            self._note_parameters()
             raise
         if self._hook is None:
             carry_over.across_layout(exchange.vectors[0], self._exchange.vectors)
@@ -248,6 +251,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange, hook = self._exchange, self._hook
+        check_group("process_group", process_group)
         if hook is not None:
             hook.check_movable()
             if not isinstance(model, DistributedDataParallel) or not hook.trains(model):
@@ -319,6 +323,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.initialize_state(self._exchange.parameters or self._hooked.parameters)
             return loss
         if self._hook is not None:
+            self._check_groups()
             scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             with torch.no_grad():
                 if not self._hooked.step(scale, found):
@@ -327,13 +332,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
         if untouched:
             self.synchronize()
-        elif getattr(self, "grad_scale", None) is not None:
+            step_state.unscaled = True
+        elif getattr(self, "grad_scale", None) is not None and not step_state.unscaled:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         if any(now is not then for now, then in zip(self._gradients(), step_state.written_gradients, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self._exchange.delivered is not None:
             self._optimizer_step.alone = self._vector.is_bare
-            self._optimizer_step.step(self._exchange.take_delivered(), untouched=untouched)
+            self._optimizer_step.step(self._exchange.delivered, untouched=untouched)
+            self._exchange.delivered = (
+                None  # not before: if a hook of the user raises, a later call can repeat the step
+            )
         else:
             self._warn_about_scale()
         self._step_state.reset()
@@ -497,9 +506,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
-        named = setup_checks.named_parameters(self.optimizer)
-        self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
-        trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
+        trained = self._note_parameters()
         parameters = [parameter for parameter, _ in trained]
         if self._hook is not None:
             setup_checks.check_exchanged(parameters, self._hook.parameters.values())
@@ -524,7 +531,15 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         exchange = GradientExchange(options, verdict=verdict)
         exchange.vectors = [VectorExchange(parameters, [name for _, name in trained], options)]
+        exchange.changing_options = partial(setup_checks.changing_options, self.optimizer)
         return exchange
+
+    def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
+        """Return the parameters that require gradients, with their names, and remember the others."""
+        named = setup_checks.named_parameters(self.optimizer)
+        self._number_of_parameters = len(named)
+        self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
+        return [(parameter, name) for parameter, name in named if parameter.requires_grad]
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         parameters = exchange.parameters if self._hook is None else self._hooked.parameters
@@ -542,6 +557,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
+            self._check_groups()
             setup_checks.check_frozen(self._frozen)
         except ConfigurationError as error:
             return error
@@ -561,6 +577,15 @@ class SparseOptimizer(torch.optim.Optimizer):
                 "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It "
                 "keeps its scale. Results do not depend on it. With tritoncomm.amp.GradScaler, all scales stay equal",
                 dist.get_rank(self.process_group) if is_distributed() else 0,
+            )
+
+    def _check_groups(self) -> None:
+        """Raise if the user has added parameters to the original optimizer."""
+        found = len(setup_checks.named_parameters(self.optimizer))
+        if found != self._number_of_parameters:
+            raise ConfigurationError(
+                f"the original optimizer has {found} parameters, and had {self._number_of_parameters} at wrap(): call "
+                "add_param_group() of the wrapped optimizer"
             )
 
     def _check_no_pending_step(self, action: str) -> None:

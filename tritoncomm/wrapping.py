@@ -24,8 +24,10 @@ from tritoncomm.step.options import (
     DEFAULT_DENSITY,
     DENSE_BELOW,
     WrapOptions,
+    check_group,
     check_keywords,
     check_optimizer,
+    check_scaler,
     resolve_recipe,
     resolved_small,
     with_warmup_and_nodes,
@@ -127,7 +129,7 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = _module(model)
     hook = _hook(optimizer, model)
     group = _group(process_group, model, hook)
     device = _device(optimizer, model, hook)
@@ -135,6 +137,8 @@ def wrap(
         check_optimizer(optimizer, alone=is_alone(group if hook is None else hook.replicas))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
+        check_scaler(scaler)
+        _check_broadcast(model, broadcast_parameters)
         options = WrapOptions(
             staleness=staleness,
             select_by=select_by,
@@ -163,17 +167,33 @@ def wrap(
             hook.check_settings(scaler, timeout, dense_below, small)
             registered = hook.exchange.options
             options = replace(options, dense_below=registered.dense_below, small=registered.small)
-        if broadcast_parameters and model is not None and fsdp.is_sharded(model):
-            raise ConfigurationError(
-                "broadcast_parameters=True: the hook of a sharded model compares the replicas when it is registered; "
-                "broadcast the parameters before fully_shard()"
-            )
+    if is_distributed():  # before a hook is registered on some ranks only
+        given = {"model": None if model is None else type(model).__name__, "scaler": scaler is not None}
+        setup_checks.compare(given | {"registered hook": hook is not None}, group, device)
     if hook is None and model is not None:
         with setup_checks.propagate_errors(group, device):
             setup_checks.check_exchanged(_trained(optimizer.param_groups), model.parameters())
         hook = _register(model, chosen, process_group, options, scaler)
     with setup_checks.propagate_errors(group, device):
         return SparseOptimizer(optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, hook=hook)
+
+
+def _module(model: nn.Module | None) -> nn.Module | None:
+    """Return ``model`` itself if torch.compile has wrapped it."""
+    model = getattr(model, "_orig_mod", model)
+    if not (model is None or isinstance(model, nn.Module)):
+        raise ConfigurationError(f"model is a {type(model).__name__}: pass the torch.nn.Module that optimizer trains")
+    return model
+
+
+def _check_broadcast(model: nn.Module | None, broadcast: bool) -> None:
+    if not isinstance(broadcast, bool):
+        raise ConfigurationError(f"broadcast_parameters={broadcast!r}: must be True or False")
+    if broadcast and model is not None and fsdp.is_sharded(model):
+        raise ConfigurationError(
+            "broadcast_parameters=True: the hook of a sharded model compares the replicas when it is registered; "
+            "broadcast the parameters before fully_shard()"
+        )
 
 
 def _hook(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> HookState | None:
@@ -194,10 +214,7 @@ def _group(
     group: dist.ProcessGroup | None, model: nn.Module | None, hook: HookState | None
 ) -> dist.ProcessGroup | None:
     """Return the group in which settings are compared, or raise if ``group`` cannot be used."""
-    if group is not None and not is_distributed():
-        raise ConfigurationError("process_group was given, but torch.distributed is not initialized")
-    if group is not None and dist.get_rank(group) < 0:
-        raise ConfigurationError("this rank is not a member of process_group: call wrap() on its members only")
+    check_group("process_group", group)
     if isinstance(model, DistributedDataParallel):
         if group is not None and group is not model.process_group:
             raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")

@@ -259,7 +259,7 @@ def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: W
     if not int(limit[1]):
         return None
     # A tensor as divisor: on a GPU, torch multiplies by the reciprocal of a number, which rounds differently.
-    means = values / torch.full((), float(divisor), device=values.device)
+    means = values / torch.full((), float(divisor), dtype=torch.float32, device=values.device)
     return (means.view(torch.int32) & _MAGNITUDE) >= limit[0]
 
 

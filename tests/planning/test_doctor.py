@@ -15,8 +15,11 @@ from tritoncomm.planning.doctor import break_even
 from depth import DEEP
 
 
-def test_doctor_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_in_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compression pays on a slow link and not on a fast one, as the exit code and the JSON file report."""
+    monkeypatch.setattr("tritoncomm.__main__.DEFAULT_VALUES", "4bit")  # also where other tests round nothing
     file = tmp_path / "doctor.json"
     arguments = ["doctor", "--numel", "2e5", "--workers", "8", "--json", str(file), "--link"]
     assert main([*arguments, "10mbit,1us"]) == 0
@@ -66,6 +69,31 @@ def test_doctor_under_torchrun(tmp_path: Path) -> None:
 def test_doctor_fails_under_torchrun(arguments: list[str]) -> None:
     """A bad argument is a failure under torchrun, and so is the result if ``--exit-code`` asks for it."""
     assert _torchrun(*arguments).returncode != 0
+
+
+@pytest.mark.parametrize("arguments", [["--numel", "1e15"], []])
+def test_doctor_that_cannot_measure(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failed measurement exits with 2, because 1 says that compression does not pay, and prints one line."""
+    if not arguments:
+        monkeypatch.setenv("WORLD_SIZE", "2")  # without the other variables of torchrun
+        monkeypatch.delenv("RANK", raising=False)
+    assert main(["doctor", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the measurement failed: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_interrupted_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a command without a traceback, with the exit code of a shell."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tritoncomm.__main__.planner.advice", interrupt)
+    assert main(["plan", "--numel", "1e6", "--workers", "2"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

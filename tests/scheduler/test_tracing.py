@@ -16,6 +16,13 @@ from tritoncomm.__main__ import main
 from tritoncomm.scheduler.cost import Link
 
 
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """A trace refuses its file before anything is traced."""
+    for file in (tmp_path / "missing" / "trace.json", tmp_path):
+        with pytest.raises(tritoncomm.ConfigurationError, match="a folder that exists"), tritoncomm.trace(file):
+            raise AssertionError("the block must not run")
+
+
 def test_trace_of_a_simulation(tmp_path: Path) -> None:
     """The trace of a simulation has all messages, and the phases of each rank in virtual time."""
     file = tmp_path / "trace.json"

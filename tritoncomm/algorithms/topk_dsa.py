@@ -126,7 +126,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             width=self.recipe.bucket_width,
             phase="split-and-reduce",
         )
-        region = torch.zeros(high - low, device=own.values.device)
+        region = torch.zeros(high - low, dtype=torch.float32, device=own.values.device)
         for source in sorted({rank, *messages}):
             part = parts[rank] if source == rank else arriving[source].unpack(messages[source])
             kernels.scatter_add(region, part.indices - low, part.values)

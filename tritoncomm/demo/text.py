@@ -47,7 +47,7 @@ def batch(text: torch.Tensor, rows: int, context: int, seed: int, step: int, ran
 
 def validation_batches(text: torch.Tensor, rows: int, context: int, count: int) -> list[torch.Tensor]:
     """Return ``count`` batches, spread evenly over ``text``. They are the same in every call."""
-    starts = torch.linspace(0, text.numel() - context - 1, rows * count).long()
+    starts = torch.linspace(0, text.numel() - context - 1, rows * count, dtype=torch.float32).long()
     windows = text[starts[:, None] + torch.arange(context + 1)].long()
     return list(torch.split(windows, rows))
 

@@ -50,7 +50,7 @@ class AdversarialGradients:
 
     def at(self, step: int) -> torch.Tensor:
         """See :meth:`Gradients.at`."""
-        gradient = torch.zeros(self.numel)
+        gradient = torch.zeros(self.numel, dtype=torch.float32)
         if self.inside is not None:
             part = self.inside.at(step)
             gradient[self.start : self.start + part.numel()] = part
@@ -110,4 +110,4 @@ def _common(numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _two_sided_exponential(numel: int, generator: torch.Generator) -> torch.Tensor:
     """Return ``numel`` values of the Laplace distribution."""
     signs = torch.randint(0, 2, (numel,), generator=generator).mul_(2).sub_(1)
-    return torch.empty(numel).exponential_(generator=generator).mul_(signs)
+    return torch.empty(numel, dtype=torch.float32).exponential_(generator=generator).mul_(signs)

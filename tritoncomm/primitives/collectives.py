@@ -235,7 +235,11 @@ def gather_regions(
     message, sent = layouts[rank].pack(block.indices, block.values)
     extra = int(regions.encoding.rounds)
     if extra:  # thresholds must not be learnt from rounded values
-        least = sent_magnitudes(block, sent).min() if sent.found else torch.tensor(math.inf, device=message.device)
+        least = (
+            sent_magnitudes(block, sent).min()
+            if sent.found
+            else torch.tensor(math.inf, dtype=torch.float32, device=message.device)
+        )
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)

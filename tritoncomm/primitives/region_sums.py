@@ -27,7 +27,7 @@ class RegionSums:
         self._merged: Selection | None = None
         self._dense: torch.Tensor | None = None
         if device.type != "cpu" or _SPARSE_FROM * entries > high - low:
-            self._dense = torch.zeros(high - low, device=device)
+            self._dense = torch.zeros(high - low, dtype=torch.float32, device=device)
 
     def add(self, entries: Selection, counts: Sequence[int]) -> None:
         """Add consecutive lists of ``counts`` entries each. The indices of a list ascend and are inside the region."""

@@ -109,7 +109,7 @@ class FactoredSecondMoment:
         sums = rows.tolist()  # a GPU is read once, not once for each matrix
         mean = math.fsum(sums) / max(self.numel, 1)
         starts = accumulate(self.rows, initial=0)
-        out = torch.empty(self.numel, device=rows.device)
+        out = torch.empty(self.numel, dtype=torch.float32, device=rows.device)
         parts = zip(torch.split(rows, self.rows), torch.split(columns, self.columns), strict=True)
         for part, cut, start, (row, column) in zip(
             torch.split(out, self.sizes), self.cuts, starts, parts, strict=False

@@ -86,7 +86,7 @@ class SparseVector:
 
     def to_dense(self) -> torch.Tensor:
         """Return a new fp32 tensor ``[numel]`` with zeros at coordinates that are not stored."""
-        return self.write_to(torch.empty(self.numel, device=self.values.device))
+        return self.write_to(torch.empty(self.numel, dtype=torch.float32, device=self.values.device))
 
     def plus(self, other: SparseVector) -> SparseVector:
         """Return the sum with ``other``, which has the same ``numel``. It stores the coordinates that either stores."""

@@ -162,14 +162,14 @@ class ProcessGroupScheduler:
         for subgroup in self._subgroups.values():
             subgroup._set_exchange_id(number)  # noqa: SLF001 - same class
 
-    def confirmation(self, trained: str = "") -> Pattern[None]:
+    def confirmation(self, state: str = "") -> Pattern[None]:
         """Check that all ranks have reached the end of the same step of the same exchange.
 
-        ``trained`` is a text that describes which parameters are not frozen. It must be equal on all ranks. Raises
-        :class:`~tritoncomm.ProtocolMismatchError` when anything differs.
+        ``state`` is a text that must be equal on all ranks: it says which parameters are not frozen, and the options of
+        the optimizer. Raises :class:`~tritoncomm.ProtocolMismatchError` when anything differs.
         """
         assert self._stamp is not None
-        signature = (self.step << 32) + (self._stamp ^ wire.stamp(trained))
+        signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
         words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
         words = torch.cat([words, *self.take_suspects()])
         total, *suspect = (yield AllReduce("confirm", words)).tolist()
@@ -178,8 +178,9 @@ class ProcessGroupScheduler:
         if total != signature * self.world_size:
             raise ProtocolMismatchError(
                 f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
-                "step or optimizer, or froze other parameters: step optimizers in the same order on all ranks, and "
-                "freeze the same parameters"
+                "step or optimizer, froze other parameters, or changed options of its optimizer, such as the learning "
+                "rate, in another way: step optimizers in the same order on all ranks, freeze the same parameters, and "
+                "give all ranks the same schedule (one that follows a loss needs its mean over ranks)"
             )
 
     def take_suspects(self) -> list[torch.Tensor]:

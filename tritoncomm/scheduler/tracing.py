@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.span import Span
 
 # Global to the process instead of a context variable, because exchanges may run on another thread. The last one is
@@ -121,7 +123,12 @@ def trace(file: str | Path) -> Iterator[Tracer]:
 
     Times are real on a process group, and virtual in a simulation with a link. On a process group, every process
     writes its own file, with its rank before the suffix: ``trace.json`` becomes ``trace-rank-3.json``.
+
+    Raises :class:`~tritoncomm.ConfigurationError` if the folder of ``file`` does not exist or cannot be written to.
     """
+    folder = Path(file).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)) or Path(file).is_dir():
+        raise ConfigurationError(f"file={str(file)!r}: must be a file in a folder that exists and can be written to")
     tracer = Tracer()
     _tracers.append(tracer)
     try:

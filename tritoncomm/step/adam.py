@@ -244,7 +244,7 @@ class StalenessAwareAdam:
         shards = local_shards([parameter for parameter, _ in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
         for (parameter, state), shard in zip(found, shards, strict=True):
-            value = next(measured) if shard.numel() else torch.zeros((), device=shard.device)
+            value = next(measured) if shard.numel() else torch.zeros((), dtype=torch.float32, device=shard.device)
             if "param_rms" in state:
                 local(state["param_rms"]).copy_(value)
             else:

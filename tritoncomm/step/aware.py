@@ -17,6 +17,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.bucket import FlatDelivery
 from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.torch_internals import has_own_step
 
 logger = logging.getLogger("tritoncomm")
 
@@ -94,7 +95,9 @@ def is_linear(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
-    """Return the rule for ``optimizer``, or None if there is none for its type."""
+    """Return the rule for ``optimizer``, or None if there is none for its type, or its ``step`` was replaced."""
+    if has_own_step(optimizer):
+        return None
     return next((rule for rule in RULES if rule.fits(optimizer)), None)
 
 
@@ -103,6 +106,8 @@ def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     if is_distributed() and dist.get_rank(group) != 0:
         return
     kind = type(optimizer).__name__
+    if has_own_step(optimizer):
+        kind = f"{kind}, whose step() was replaced,"
     if is_linear(optimizer):
         if any(options.get("momentum") for options in optimizer.param_groups):
             logger.info(

@@ -33,6 +33,8 @@ from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
     DENSE_BELOW,
     check_dense_below,
+    check_group,
+    check_scaler,
     check_timeout,
     one_of,
     resolve_recipe,
@@ -124,6 +126,7 @@ class CommState(HookState):
         small: str | None = None,
         **recipe_fields: Any,
     ) -> None:
+        check_group("process_group", process_group)
         recipe = resolve_recipe(
             algo, density, warmup_steps, recipe_fields, node_group, process_group, function=CommState
         )
@@ -134,6 +137,7 @@ class CommState(HookState):
             )
         policy = on_nonfinite or ("raise" if scaler is None else "propagate")
         one_of("on_nonfinite", policy, _POLICIES)
+        check_scaler(scaler)
         check_timeout(timeout)
         check_dense_below(dense_below)
         small = resolved_small(small)

@@ -34,7 +34,7 @@ class ErrorFeedback:
 
     def __init__(self, algorithm: Algorithm, device: torch.device | str = "cpu") -> None:
         self.algorithm = algorithm
-        self.residual = torch.zeros(algorithm.numel, device=device)
+        self.residual = torch.zeros(algorithm.numel, dtype=torch.float32, device=device)
         # The sum is computed here, while the residual stays unchanged. A commit swaps the two.
         self._scratch = torch.zeros_like(self.residual)
         self.workspace = Workspace()

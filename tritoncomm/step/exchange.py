@@ -95,6 +95,7 @@ class GradientExchange:
         skipped: Number of rejected steps.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
+        changing_options: Function that returns a text about the optimizer, which must be equal on all ranks.
     """
 
     def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
@@ -106,6 +107,7 @@ class GradientExchange:
         self.rejected = False
         self.total = Meter()
         self.verdict = verdict
+        self.changing_options: Callable[[], str] = str
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -312,7 +314,7 @@ class GradientExchange:
                 raise self._reject()
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-            self._begun[-1].vector.confirm(trained)
+            self._begun[-1].vector.confirm(trained + self.changing_options())
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.
@@ -384,7 +386,7 @@ class GradientExchange:
 
     def residual_norm(self) -> float:
         """Return the 2-norm of this rank's residual."""
-        return math.hypot(*(float(vector.feedback.residual.norm()) for vector in self.vectors))
+        return math.hypot(*(_norm(vector.feedback.residual) for vector in self.vectors))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
@@ -412,6 +414,11 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
     scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
     belongs_to(scheduler)
     return scheduler
+
+
+def _norm(values: torch.Tensor) -> float:
+    norm = float(values.norm())
+    return norm if math.isfinite(norm) else float(values.double().norm())  # the squares may overflow in fp32
 
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:

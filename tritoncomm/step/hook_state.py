@@ -164,6 +164,10 @@ class HookState(ABC):
             )
         self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
+        self.exchange.changing_options = self._changing_options
+
+    def _changing_options(self) -> str:
+        return "".join(setup_checks.changing_options(optimizer) for optimizer in self.connected)
 
     def check_connected(self, step_state: object, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`RuntimeError` if another wrapped optimizer has replaced a wrapped one, see :meth:`connect`.

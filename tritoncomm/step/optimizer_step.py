@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
-from tritoncomm.step.torch_internals import mark_stepped, step_hooks, without_compile
+from tritoncomm.step.torch_internals import has_own_step, mark_stepped, step_hooks, without_compile
 
 
 @dataclass
@@ -33,6 +34,8 @@ class StepState:
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
         used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
+        unscaled: Whether the delivered gradients were divided by the loss scale. If a step fails after that, it can be
+            repeated.
         zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
@@ -41,12 +44,14 @@ class StepState:
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
     used_delivery: int = 0
+    unscaled: bool = False
     zeroed: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
-        self.exchanged, self.written_gradients, self.found_in_unscale, self.zeroed = False, [], None, False
+        self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
+        self.unscaled = self.zeroed = False
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -93,6 +98,7 @@ class OptimizerStep:
         self._aware: AwareStep | None = None
         self.alone = alone
         self.grad_norm = 0.0
+        weakref.finalize(self, optimizer.register_step_pre_hook(_refuse).remove).atexit = False
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         if is_aware and self._rule is None:
@@ -155,18 +161,9 @@ class OptimizerStep:
     def is_synthetic(self) -> bool:
         """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
-        Nothing may be exchanged in this step, because other ranks may not take it. All learning rates are zero in it.
-        They can be zero in the first step of a warm-up, too, so the call stack is searched for the caller.
+        Nothing may be exchanged in this step, because other ranks may not take it.
         """
-        groups = self.optimizer.param_groups
-        module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-        if module is None or any("lr" not in group or float(group["lr"]) != 0 for group in groups):
-            return False
-        maker = module._init_optim_state.__code__  # noqa: SLF001 - there is no other way to know
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code is not maker:
-            frame = frame.f_back
-        return frame is not None
+        return _is_synthetic(self.optimizer)
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
@@ -183,11 +180,16 @@ class OptimizerStep:
         # they have run for the wrapped optimizer.
         mark_stepped(self.optimizer)
         before, after = step_hooks(self.optimizer)
+        before = [hook for hook in before if hook is not _refuse]
         _run(before, self.optimizer)
-        if self._aware is None or self.alone:
-            _step_below_hooks(self.optimizer)
-        else:
-            aware(self._aware, not before)
+        _stepping.add(id(self.optimizer))
+        try:
+            if self._aware is None or self.alone:
+                _step_below_hooks(self.optimizer)
+            else:
+                aware(self._aware, not before)
+        finally:
+            _stepping.discard(id(self.optimizer))
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
@@ -198,6 +200,35 @@ class OptimizerStep:
         rule = find_rule(self.optimizer)
         if rule is not None:
             rule.restore(self.optimizer, state_dict)
+
+
+# The original optimizers (ids) whose wrapped optimizer takes a step now.
+_stepping: set[int] = set()
+
+
+def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
+    if id(optimizer) not in _stepping and not _is_synthetic(optimizer):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was wrapped, and its own step() does not exchange gradients: call step() "
+            "of the optimizer that tritoncomm.wrap() returned"
+        )
+
+
+def _is_synthetic(optimizer: torch.optim.Optimizer) -> bool:
+    """See :meth:`OptimizerStep.is_synthetic`.
+
+    All learning rates are zero in this step. They can be zero in the first step of a warm-up, too, so the call stack is
+    searched for the caller.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if module is None or any("lr" not in group or float(group["lr"]) != 0 for group in optimizer.param_groups):
+        return False
+    maker = module._init_optim_state.__code__  # noqa: SLF001 - there is no other way to know
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not maker:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> bool:
@@ -227,9 +258,8 @@ def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) 
 
 def _step_below_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call ``optimizer.step()`` without the hooks that torch has put around the method of its class."""
-    own = vars(optimizer).get("step")
     step = type(optimizer).step
-    if getattr(step, "hooked", False) and (own is None or getattr(own, "_wrapped_by_lr_sched", False)):
+    if getattr(step, "hooked", False) and not has_own_step(optimizer):
         inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))(optimizer)
     else:  # somebody has replaced the method
         optimizer.step()

@@ -94,9 +94,35 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
+def check_group(name: str, group: object) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``group`` is None or a process group with this rank.
+
+    ``name`` is the argument.
+    """
+    if group is None:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigurationError(f"{name} was given, but torch.distributed is not initialized")
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise ConfigurationError(f"this rank is not a member of {name}: make this call on the group's members only")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"{name}={group!r}: pass a process group, such as the result of torch.distributed.new_group() or of "
+            "get_group() of a DeviceMesh, or None"
+        )
+
+
+def check_scaler(scaler: torch.amp.GradScaler | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``scaler`` is None or a ``GradScaler``."""
+    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+        raise ConfigurationError(f"scaler={scaler!r}: pass the GradScaler that scales the loss, or None")
+
+
 def check_dense_below(dense_below: int) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
-    if not (isinstance(dense_below, int) and dense_below >= 0):
+    if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
         raise ConfigurationError(f"dense_below={dense_below!r}: must be a number of elements, 0 sends no tensor dense")
 
 
@@ -211,6 +237,7 @@ def with_warmup_and_nodes(
         chosen = Warmup(recipe=chosen, steps=warmup_steps)
     if node_group is None:
         return chosen
+    check_group("node_group", node_group)
     group_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     node = dist.get_process_group_ranks(node_group)
     places = [group_ranks.index(rank) if rank in group_ranks else -1 for rank in node]

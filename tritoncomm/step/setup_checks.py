@@ -47,7 +47,8 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
     if differences:
         raise ConfigMismatchError(
             "ranks are configured differently; configure them identically (for parameter values: "
-            "wrap(..., broadcast_parameters=True)): " + "; ".join(differences)
+            "wrap(..., broadcast_parameters=True); for the optimizer's state: load the same state on all ranks): "
+            + "; ".join(differences)
         )
 
 
@@ -166,6 +167,7 @@ def compare_setup(
     }
     names, device = dict(named_parameters(optimizer)), device_of(optimizer)
     fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
+    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in trained]
     if not broadcast:
         compare(fields, group, device)
         return
@@ -173,6 +175,17 @@ def compare_setup(
     compare(fields, group, device)
     _broadcast(list(names), group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+
+
+def _state_digest(state: Any) -> str:
+    """Return a short digest of the tensors and numbers in the optimizer's ``state`` of a parameter. None has none."""
+    if isinstance(state, Mapping):
+        state = [(key, state[key]) for key in sorted(state, key=str)]
+    if type(state) is torch.Tensor or hasattr(state, "device_mesh"):  # not what a library stores in a format of its own
+        return digest(state)
+    if isinstance(state, (list, tuple)):
+        return hashlib.blake2b("".join(map(_state_digest, state)).encode(), digest_size=8).hexdigest()
+    return repr(state) if isinstance(state, (int, float, str)) else ""
 
 
 @torch.no_grad()
@@ -198,6 +211,22 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
         for group in optimizer.param_groups
         for pair in zip(group["params"], group.get("param_names", [""] * len(group["params"])), strict=True)
     ]
+
+
+def changing_options(optimizer: torch.optim.Optimizer) -> str:
+    """Return the numbers among the options of the parameter groups, such as learning rates, as a text.
+
+    The host waits for no GPU: the value of an option that is a tensor on a GPU is left out.
+    """
+    return repr([[_numbers(value) for value in group.values()] for group in optimizer.param_groups])
+
+
+def _numbers(value: object) -> object:
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        return value.item()
+    return [_numbers(each) for each in value] if isinstance(value, tuple) else None
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -244,7 +273,7 @@ def check_not_reduced(
     """
     if not is_distributed() or dist.get_world_size(group) == 1 or not mean.values.any():
         return
-    mean, own = mean.trimmed(), layout.gather(torch.empty(layout.numel, device=mean.values.device))
+    mean, own = mean.trimmed(), layout.gather(torch.empty(layout.numel, dtype=torch.float32, device=mean.values.device))
     if equal_on_all_ranks is not None and not mean.is_full:
         if not equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64))):
             return

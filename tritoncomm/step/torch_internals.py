@@ -88,6 +88,15 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     return list(before.values()), list(after.values())
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if somebody has replaced ``step`` of this one object. Learning rate schedulers do not count.
+
+    They put a counter around the method, and mark it.
+    """
+    own = vars(optimizer).get("step")
+    return own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Note that ``optimizer`` has taken a step. Learning rate schedulers warn otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

@@ -104,7 +104,7 @@ class VectorExchange:
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
         self.device = options.device or self.layout.device
-        self.flat = torch.zeros(self.layout.numel, device=self.device)
+        self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
@@ -181,15 +181,15 @@ class VectorExchange:
             raise
         return mean
 
-    def confirm(self, trained: str) -> None:
+    def confirm(self, state: str) -> None:
         """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost.
 
-        ``trained`` describes which parameters are not frozen. It must be equal on all ranks.
+        ``state`` says which parameters are not frozen, and the optimizer's options. It must be equal on all ranks.
         """
         if self.world_size > 1:
             meter = self.meter
             assert self.scheduler is not None
-            self._run(self.scheduler.confirmation(trained), new_step=False)
+            self._run(self.scheduler.confirmation(state), new_step=False)
             meter.add(self.meter)
             self.meter = meter
 

@@ -1,0 +1,269 @@
+"""Worker processes of tests/distributed/test_misuse.py: what users do by mistake is an error on all ranks."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from ddp_workers import ddp, net
+from helpers import flat, loss_of, residual, same_everywhere, tiny_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import ExponentialLR
+from tritoncomm import ConfigMismatchError, ConfigurationError, ProtocolMismatchError, checkpoint
+from tritoncomm.amp import GradScaler
+from tritoncomm.ddp import CommState
+
+
+def sparse(optimizer: torch.optim.Optimizer, **fields) -> tritoncomm.SparseOptimizer:
+    """Wrap ``optimizer`` for sparse steps of small tensors."""
+    return tritoncomm.wrap(optimizer, **{"density": 0.2, "dense_below": 0, **fields})
+
+
+def adamw(model: nn.Module, **fields) -> torch.optim.AdamW:
+    """Return AdamW for ``model``."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **fields})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    """Take ``steps``."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def original_stepped(rank: int, world_size: int, send) -> None:
+    """The original optimizer cannot step while it is wrapped. Schedulers and hooks of the original one still work."""
+    model, seen = tiny_model(), []
+    base = adamw(model)
+    base.register_step_pre_hook(lambda *_: seen.append(1))
+    schedule = ExponentialLR(base, gamma=0.5)
+    optimizer = sparse(base)
+    train(model, optimizer, rank, range(2))
+    schedule.step()
+    assert len(seen) == 2
+    before = flat(model)
+    loss_of(model, rank, 2).backward()
+    for name in ("AdamW", "tritoncomm.wrap"):
+        with pytest.raises(RuntimeError, match=name):
+            base.step()
+    with pytest.raises(RuntimeError, match=r"tritoncomm\.wrap"):
+        torch.amp.GradScaler("cpu", enabled=False).step(base)
+    assert flat(model) == before
+    again = sparse(base)  # wrapped twice: both may step
+    train(model, again, rank, range(2, 3))
+    train(model, optimizer, rank, range(3, 4))
+    assert same_everywhere(flat(model))
+    del optimizer, again
+    base.step()
+
+
+def parameters_added_to_original(rank: int, world_size: int, send) -> None:
+    """Parameters that the user adds to the original optimizer are not exchanged, which is an error on all ranks."""
+    for everywhere in (True, False):
+        model, new = tiny_model(), nn.Parameter(torch.ones(3))
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sparse(base, on_nonfinite="raise")
+        train(model, optimizer, rank, range(1))
+        before, owed = flat(model), residual(optimizer)
+        if everywhere or rank == 0:
+            base.add_param_group({"params": [new]})
+        loss_of(model, rank, 1).backward()
+        with pytest.raises(
+            (ConfigurationError, tritoncomm.NonFiniteError), match=r"add_param_group\(\) of the wrapped"
+        ):
+            optimizer.step()
+        assert flat(model) == before
+        assert torch.equal(residual(optimizer), owed)
+    model = ddp(net())
+    base = adamw(model)
+    optimizer = sparse(base, model=model)
+    base.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"add_param_group\(\) of the wrapped"):
+        optimizer.step()
+
+
+def rejected_group(rank: int, world_size: int, send) -> None:
+    """A parameter group that differs between ranks is rejected, and training goes on without it."""
+    model = tiny_model()
+    optimizer = sparse(adamw(model))
+    with pytest.raises(ConfigMismatchError, match="parameter shapes"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3 + rank))]})
+    train(model, optimizer, rank, range(2))
+    assert same_everywhere(flat(model))
+
+
+def other_state(rank: int, world_size: int, send) -> None:
+    """Ranks whose optimizers hold different states are refused, with and without a broadcast of the parameters."""
+    for broadcast in (True, False):
+        model = tiny_model()
+        optimizer = adamw(model)
+        loss_of(model, 0, 0).backward()
+        state = optimizer.state_dict()
+        optimizer.step()
+        if rank:
+            optimizer.state.clear()
+            optimizer.load_state_dict(state)
+        with pytest.raises(ConfigMismatchError, match=r"load the same state on all ranks.*optimizer state, first at"):
+            sparse(optimizer, broadcast_parameters=broadcast)
+    sparse(torch.optim.Adagrad(tiny_model().parameters()))  # a state that is equal
+
+
+def other_schedule(rank: int, world_size: int, send) -> None:
+    """A learning rate that follows the loss of each rank is an error on all ranks, before replicas differ."""
+    for tensor in (False, True):
+        model = tiny_model()
+        base = adamw(model, lr=torch.tensor(0.01) if tensor else 0.01)
+        optimizer = sparse(base, process_group=dist.new_group())  # the group fails
+        train(model, optimizer, rank, range(2))
+        before, owed = flat(model), residual(optimizer)
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        with pytest.raises(ProtocolMismatchError, match="learning rate"):
+            train(model, optimizer, rank, range(2, 3))
+        assert flat(model) == before
+        assert torch.equal(residual(optimizer), owed)
+    hooked = ddp(net())
+    optimizer = sparse(adamw(hooked), model=hooked)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 if rank else 0.999)
+    with pytest.raises(ProtocolMismatchError, match="learning rate"):
+        hooked(torch.ones(1, 6)).sum().backward()
+
+
+def failing_hook(rank: int, world_size: int, send) -> None:
+    """If a hook of the user raises before the step, the step can be repeated, and nothing is lost."""
+    for door in ("wrap", "ddp"):
+        for scaled in (False, True):
+            weights = []
+            for fails in (False, True):
+                model = net() if door == "wrap" else ddp(net())
+                base = adamw(model)
+                scaler = GradScaler("cpu", init_scale=8.0, enabled=scaled)
+                given = {} if door == "wrap" else {"model": model, "scaler": scaler if scaled else None}
+                optimizer = sparse(base, **given)
+                step = partial(scaler.step, optimizer)
+                for number in range(4):
+                    optimizer.zero_grad()
+                    scaler.scale(loss_of(model, rank, number)).backward()
+                    if fails and number == 2:
+                        hook = base.register_step_pre_hook(broken)
+                        with pytest.raises(OSError, match="disk"):
+                            step()
+                        hook.remove()
+                    step()
+                    scaler.update()
+                weights.append(flat(model))
+            assert weights[0] == weights[1], (door, scaled)
+
+
+def broken(*_: object) -> None:
+    """Fail as a hook that writes a file may."""
+    raise OSError("disk full")
+
+
+def settings_of_some_ranks(rank: int, world_size: int, send) -> None:
+    """A model, a scaler or a hook on some ranks only is named on all ranks."""
+    model = ddp(net())
+    first = rank == 0
+    scaler = torch.amp.GradScaler("cpu")
+    for given, named in (
+        ({"model": model if first else None}, "model: rank 0 has 'DistributedDataParallel'"),
+        ({"model": model, "scaler": scaler if first else None}, "scaler: rank 0 has True"),
+    ):
+        with pytest.raises(ConfigMismatchError, match=re.escape(named)):
+            sparse(adamw(model), **given)
+    assert not model._comm_hooks
+    if first:
+        tritoncomm.ddp.register(model, density=0.2, dense_below=0)
+    with pytest.raises(ConfigMismatchError, match="registered hook: rank 0 has True"):
+        sparse(adamw(model), model=model)
+
+
+def groups_that_are_none(rank: int, world_size: int, send) -> None:
+    """A mesh, a list of ranks or a group of other ranks in the place of a process group is named."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    other = [dist.new_group([each]) for each in range(world_size)][1 - rank]
+    model = ddp(net())
+    optimizer = sparse(adamw(tiny_model()))
+    for group, named in ((mesh, "get_group"), ([0, 1], r"\[0, 1\]"), ("world", "'world'"), (other, "not a member")):
+        for name in ("process_group", "node_group"):
+            with pytest.raises(ConfigurationError, match=f"{name}.*{named}|{named}.*{name}"):
+                sparse(adamw(tiny_model()), **{name: group})
+        for call in (optimizer.reset_process_group, CommState, lambda given: GradScaler("cpu", process_group=given)):
+            with pytest.raises(ConfigurationError, match=f"process_group.*{named}|{named}.*process_group"):
+                call(group)
+    train(model, sparse(adamw(model), model=model), rank, range(1))
+
+
+def one_folder_for_two(rank: int, world_size: int, send, folder: str) -> None:
+    """Neither two optimizers nor two groups share a folder of a checkpoint. The first one that was saved is intact."""
+    models = [tiny_model(seed) for seed in range(2)]
+    first, second = (sparse(adamw(model)) for model in models)
+    train(models[0], first, rank, range(1))
+    place = Path(folder) / "one"
+    checkpoint.save(first, place)
+    with pytest.raises(ConfigurationError, match="another optimizer of this process"):
+        checkpoint.save(second, place)
+    checkpoint.load(first, place)
+    assert first.metrics()["steps"] == 1
+    checkpoint.save(sparse(first.optimizer), place)  # the same optimizer, wrapped again
+    checkpoint.save(second, Path(folder) / "two")
+    # Stages of a pipeline: the ranks 0 and 2, and the ranks 1 and 3.
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage = sparse(adamw(tiny_model(rank % 2)), process_group=groups[rank % 2])
+    for number in range(2):  # one after the other
+        if rank % 2 == number == 0:
+            checkpoint.save(stage, Path(folder) / "stages")
+        elif rank % 2 == number == 1:
+            with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"ranks \[0, 2\].*ranks \[1, 3\]"):
+                checkpoint.save(stage, Path(folder) / "stages")
+        dist.barrier()
+    if rank % 2 == 0:
+        checkpoint.load(stage, Path(folder) / "stages")
+        checkpoint.save(stage, Path(folder) / "stages")
+    refused = 0
+    try:
+        checkpoint.save(stage, Path(folder) / "at once")
+    except (ConfigurationError, ConfigMismatchError):
+        refused = 1
+    everybody = torch.zeros(world_size)
+    everybody[rank] = refused
+    dist.all_reduce(everybody)
+    assert everybody[0] == everybody[2]
+    assert everybody[1] == everybody[3]
+    assert everybody.sum()
+
+
+def other_default_dtype(rank: int, world_size: int, send) -> None:
+    """Training does not depend on the dtype in which torch creates tensors by default."""
+    for door in ("wrap", "ddp"):
+        for fields in (
+            {"values": "fp32"},
+            {"values": "4bit", "small": "8bit", "dense_below": 8},
+            {"select_by": "update"},
+        ):
+            weights = []
+            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                model = net() if door == "wrap" else ddp(net())
+                batches = [torch.randn(8, 6, generator=torch.Generator().manual_seed(9 * n + rank)) for n in range(4)]
+                before = torch.get_default_dtype()
+                torch.set_default_dtype(dtype)
+                try:
+                    given = {} if door == "wrap" else {"model": model}
+                    optimizer = sparse(adamw(model), warmup_steps=1, max_grad_norm=1.0, **fields, **given)
+                    for batch in batches:
+                        optimizer.zero_grad()
+                        model(batch).square().mean().backward()
+                        optimizer.step()
+                    optimizer.flush()
+                finally:
+                    torch.set_default_dtype(before)
+                weights.append(flat(model))
+            assert weights[0] == weights[1] == weights[2], (door, fields)

@@ -1,0 +1,36 @@
+"""What users do by mistake, on real gloo processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import misuse_workers
+import pytest
+from helpers import run_workers, several
+
+
+@pytest.mark.parametrize(
+    "situations",
+    [
+        [
+            misuse_workers.original_stepped,
+            misuse_workers.parameters_added_to_original,
+            misuse_workers.rejected_group,
+            misuse_workers.other_state,
+            misuse_workers.settings_of_some_ranks,
+        ],
+        [misuse_workers.groups_that_are_none, misuse_workers.other_schedule],
+        [misuse_workers.failing_hook, misuse_workers.other_default_dtype],
+    ],
+    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+)
+def test_situations(situations: list) -> None:
+    """Each situation passes. The same processes run several situations, because starting them is slow."""
+    done: list[str] = []
+    run_workers(several, 2, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]
+
+
+def test_one_folder_for_two(tmp_path) -> None:
+    """Checkpoints of two optimizers, or of two groups, do not mix."""
+    assert run_workers(partial(misuse_workers.one_folder_for_two, folder=str(tmp_path)), 4) == [None] * 4
