@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from tritoncomm.step.checkpoint_format import reshard
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
+logger = logging.getLogger("tritoncomm")
+
 
 def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save the state of a wrapped optimizer: one file per rank, ``rank-r-of-P.pt``.
@@ -45,7 +48,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
     Raises:
         ConfigurationError: This rank cannot write its file, ``optimizer`` is not wrapped, or the folder holds files of
-            another optimizer or group.
+            another group.
         ConfigMismatchError: Another rank cannot write its file.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
     """
@@ -85,7 +88,9 @@ _saved_into: dict[Path, weakref.ref[SparseOptimizer]] = {}
 
 
 def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``folder`` holds files of another optimizer or group.
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``folder`` holds files of another group.
+
+    If they are of another optimizer of this process, log a warning. It may be one of an earlier run in a notebook.
 
     The first rank of a group that is not the whole world leaves a file with the group's ranks in the folder. Each group
     writes its own before it looks for others, so that of two groups that save at the same time, at least one sees the
@@ -94,8 +99,10 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
     reference = _saved_into.get(folder.resolve())
     other = None if reference is None else reference()
     if other is not None and file.exists() and not _parameters(other) & _parameters(optimizer):
-        raise ConfigurationError(
-            f"{folder} holds the state of another optimizer of this process: save each optimizer into its own folder"
+        logger.warning(
+            "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
+            "folder of its own",
+            folder,
         )
     ranks = dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD) if is_distributed() else [0]
     if not is_distributed() or len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
