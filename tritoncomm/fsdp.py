@@ -248,7 +248,7 @@ class FSDPState(HookState):
         if self.on_nonfinite == "zero":
             self.exchange.zeroed += vector.zero_non_finite()
         try:
-            if not self.exchange.deliver(vector, scale=scale, dtype=dtype):
+            if not self.exchange.deliver(vector, scale=scale, dtypes=[dtype]):
                 return False
         except BaseException:
             self._abandon()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritoncomm import ConfigurationError, NonFiniteError
 from tritoncomm.ddp import CommState, comm_hook, register
+from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import carry_over
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -105,7 +106,7 @@ def buckets_keep_moments(rank: int, world_size: int, send) -> None:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(21):
         whole.flat.copy_(torch.randn(whole.flat.shape, generator=generator))
-        whole.begin()
+        run_together([whole.beginning()])
         whole.feedback.commit()
     parts = [
         VectorExchange(chosen, names, options) for chosen, names in ((parameters[2:], "cd"), (parameters[:2], "ab"))

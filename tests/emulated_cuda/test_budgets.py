@@ -10,6 +10,9 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm import fsdp
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import IndexRecipe
 from tritoncomm.planning import planner
@@ -157,7 +160,7 @@ def test_renewal_of_the_scale() -> None:
 
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_hook_of_ddp(buckets: int) -> None:
-    """With a hook, a step waits once for each bucket and once more, and twice for each to renew the scale."""
+    """With a hook, a step waits as often as without one, whatever the number of buckets."""
 
     def main(rank: int) -> list[int]:
         model, found = doors.model_on("cuda"), []
@@ -176,8 +179,36 @@ def test_hook_of_ddp(buckets: int) -> None:
         return found
 
     for found in ranks.run(main, 2):
-        ordinary = buckets + 1
-        assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2 * buckets, ordinary]
+        assert found[1:] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
+
+
+def test_hook_of_fsdp() -> None:
+    """With FSDP2, a step waits once for each parameter group and once more, and twice for each to renew the scale."""
+
+    def main(rank: int) -> tuple[int, list[int]]:
+        mesh, found = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard")), []
+        model = doors.model_on("cuda")
+        for layer in model:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        replicas, fields = mesh["replicate"].get_group(), {"density": 0.1, "warmup_steps": 0, "dense_below": 5}
+        state = fsdp.register(model, replicas, "topk_allgather", static=True, **fields)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        for step in range(RENEWED + 1):
+            optimizer.zero_grad()
+            loss = doors.loss_of(model, rank, step, "cuda")
+            current_gpu().reset()
+            loss.backward()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+        return len(state.exchange.vectors), found
+
+    for groups, found in ranks.run(main, 2):
+        assert groups == 3
+        ordinary = groups + 1
+        assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2 * groups, ordinary]
 
 
 @pytest.mark.parametrize("method", sorted(set(algorithms()) - {"dense", "random_block"}))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from tritoncomm import SimulatedWorld, checkpoint, fsdp
+from tritoncomm import NonFiniteError, SimulatedWorld, checkpoint, fsdp
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.ddp_state import CommState, comm_hook
 
@@ -134,16 +134,53 @@ def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
     assert on_gpu == on_cpu
 
 
+@pytest.mark.parametrize("at", ["0.weight", "2.weight"])
+@pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
+def test_ddp_hook_rejects_a_bucket(method: str, at: str) -> None:
+    """A NaN of one rank in either bucket rejects the pass on all ranks. Nothing changes, and the next pass goes on."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        model = doors.model_on(device)
+        settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **METHODS[method]}
+        state = CommState(None, settings.pop("algo"), **settings)
+        state.name(dict(model.named_parameters()))
+        reducer = doors.PythonReducer(model, state, comm_hook)
+        optimizer = tritoncomm.wrap(OPTIMIZERS["adamw"](model.parameters()), on_nonfinite="raise")
+        seen = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = doors.loss_of(model, rank, step, device)
+            error = ""
+            if step == 3 and rank == 1:
+                loss = loss + dict(model.named_parameters())[at].sum() * float("nan")
+            try:
+                loss.backward()
+                optimizer.step()
+            except NonFiniteError as raised:
+                error = str(raised)
+            residuals = [vector.feedback.residual for vector in state.exchange.vectors]
+            seen.append((error, doors.bits([*model.parameters(), *residuals])))
+        assert reducer is not None
+        return seen
+
+    on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
+    assert on_gpu == on_cpu
+    for steps in on_gpu:
+        assert [bool(error) for error, _ in steps] == [False, False, False, True, False]
+        assert f"rank 1: {at}" in steps[3][0]
+        assert steps[3][1] == steps[2][1] != steps[4][1]
+
+
 def test_ddp_hook_copies_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook copies the parameters of a bucket to its vector in one call, and back in another."""
-    average, copies = CommState._average, []
+    """The hook copies the parameters of all buckets to their vectors in one call, and back in another."""
+    average, copies = CommState._average_ready, []
 
     def counted(state: CommState, *given: Any) -> None:
         current_gpu().reset()
         average(state, *given)
         copies.append(current_gpu().launches["_foreach_copy_"])
 
-    monkeypatch.setattr(CommState, "_average", counted)
+    monkeypatch.setattr(CommState, "_average_ready", counted)
     fields = {"algo": "topk_allgather", "static": True, "warmup_steps": 0, "dense_below": 0}
     ranks.run(lambda rank: _train_ddp(rank, "cuda", None, **fields), 2)
     assert set(copies) == {2}

@@ -55,6 +55,33 @@ def test_estimates_are_link_and_device(speed: int, workers: int) -> None:
     assert list(found) == sorted(found, key=lambda name: (found[name].step, name))
 
 
+def test_buckets_share_waits() -> None:
+    """25 buckets cost their launches and latencies, and as many waits for the verdict and the confirmation as one."""
+    one, many = (
+        {
+            each.recipe.name: each
+            for each in estimates(25 * 40_000, 8, SLOW, densities=(DENSITY,), device="cuda", buckets=buckets)
+            if not each.is_dense
+        }
+        for buckets in (1, 25)
+    )
+    bucket = {
+        each.recipe.name: each
+        for each in estimates(40_000, 8, SLOW, densities=(DENSITY,), device="cuda")
+        if not each.is_dense
+    }
+    for name, estimate in many.items():
+        waits = 2 if estimate.counts.synchronizations == 2 else 1
+        if estimate.recipe == bucket[name].recipe:
+            assert estimate.high == pytest.approx(25 * bucket[name].high - 24 * waits * 15e-6), name
+        assert estimate.high > one[name].high
+    assert {name for name, each in many.items() if each.counts.synchronizations == 2} >= {
+        "oktopk",
+        "spardl",
+        "random_k",
+    }
+
+
 @pytest.mark.parametrize("workers", [8, 64])
 def test_recommendation_follows_the_network(workers: int) -> None:
     """A sparse method is recommended at 10 and 100 Gbit/s. At 400, computation hides the dense all-reduce."""

@@ -23,7 +23,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.second_moment import FactoredSecondMoment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
-from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.scheduler.rounds import Pattern, read
 from tritoncomm_kernels import Padded
 
 # Added to the second moment, in units of its mean. It limits the gain of a row without gradient to 32.
@@ -139,19 +139,39 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
             acc.unscale_from(scaled, scale)
             mean = _times(mean, scale)
         self.report = self.inner.report
-        self._moment = self._after(mean)
-        if self._moment.used is not None and _differ(scale, self.scale(acc.device)):
+        before, self._moment = self._moment.used, self._after(mean)
+        if self._moment.used is not before and (yield from self._renew(scale, acc.device)):
             self.inner.invalidate_thresholds()
         return mean
+
+    def _renew(self, before: torch.Tensor | None, device: torch.device) -> Pattern[bool]:
+        """Compute the scale again, and return True if thresholds for the one ``before`` no longer apply."""
+        assert self._moment.used is not None
+        after = self._root(device, (yield from read("moment", self._moment.used[0])))
+        if not after.numel():
+            self._scale = self._moment.used, None
+            return False
+        changed = torch.count_nonzero(after != (1.0 if before is None else before))
+        differs, count = yield from read("moment", torch.stack([(after.min() < after.max()).long(), changed]))
+        self._scale = self._moment.used, after if differs else None
+        if before is None or not differs:
+            return before is not None or bool(differs)
+        return bool(count > _NOTABLE * len(after))
 
     def scale(self, device: torch.device) -> torch.Tensor | None:
         """Return the divisors of the coordinates (fp32 ``[numel]``, powers of two), or None while all are equal."""
         used = self._moment.used
         if used is not self._scale[0]:
-            scale = None if used is None else self._matrices.root(used[0].to(device), used[1].to(device), _FLOOR)
+            scale = None if used is None else self._root(device)
             differs = scale is not None and scale.numel() > 0 and bool(scale.min() < scale.max())
             self._scale = used, scale if differs else None
         return self._scale[1]
+
+    def _root(self, device: torch.device, sums: list[float] | None = None) -> torch.Tensor:
+        """Return the scale. ``sums`` is the content of the rows of the moment, if it is known."""
+        assert self._moment.used is not None
+        rows, columns = self._moment.used
+        return self._matrices.root(rows.to(device), columns.to(device), _FLOOR, sums)
 
     def _after(self, mean: SparseVector) -> Moment:
         """Return the moment after a step that delivered ``mean``."""
@@ -263,10 +283,3 @@ def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
         values = mean.values * scale[mean.indices.clamp(min=0).long()]
         return SparseVector.padded(Padded(mean.indices, values), mean.numel)
     return SparseVector(mean.indices, mean.values * scale.index_select(0, mean.indices), mean.numel)
-
-
-def _differ(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
-    """Return True if the scale changed so much that old thresholds no longer apply."""
-    if before is None or after is None:
-        return before is not after
-    return before is not after and int(torch.count_nonzero(before != after)) > _NOTABLE * len(after)

@@ -98,7 +98,8 @@ def estimates(
             an exchange takes beside the link.
         cores: CPU cores for each worker. Workers that share a core, below 1, do their work one after the other, and
             computation hides nothing. Ignored on a GPU.
-        buckets: Number of equal vectors that a sparse method exchanges one after the other, such as the buckets of DDP.
+        buckets: Number of equal vectors that a sparse method exchanges in a step, such as the buckets of DDP. They are
+            exchanged one after the other. On a GPU, they share waits of the host.
         wrapped_dense: Whether dense is ``wrap(algo="dense")`` instead of ``DistributedDataParallel``. It overlaps with
             nothing, and its work on a CPU is counted.
 
@@ -129,16 +130,27 @@ def estimates(
     for name in algorithms():
         if name != dense.recipe.name:
             for density in densities:
-                fastest = min(
-                    (
-                        _estimate(each, -(-numel // buckets), world_size, link, device, cores)
-                        for each in _forms(at(name, density, values), device)
-                    ),
-                    key=lambda estimate: estimate.high,
-                )
-                low, high = buckets * fastest.low, buckets * fastest.high
-                found.append(fastest._replace(low=low, high=high, step=step_seconds + high + rest))
+                forms = [
+                    _repeated(_estimate(each, -(-numel // buckets), world_size, link, device, cores), buckets)
+                    for each in _forms(at(name, density, values), device)
+                ]
+                fastest = min(forms, key=lambda estimate: estimate.high)
+                found.append(fastest._replace(step=step_seconds + fastest.high + rest))
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
+
+
+def _repeated(one: Estimate, vectors: int) -> Estimate:
+    """Return the estimate of the exchange of several ``vectors`` in a step, from that of ``one``.
+
+    On a GPU, all share the wait for the confirmation. If a form waits for nothing but the verdict besides, all share
+    this wait, too.
+    """
+    shared = 0.0
+    if one.counts is not None:
+        waits = 2 if one.counts.synchronizations == 2 else 1  # noqa: PLR2004 - the verdict and the confirmation
+        shared = (vectors - 1) * waits * gpu_cost.SYNCHRONIZATION
+    low, high = vectors * one.low - shared, vectors * one.high - shared
+    return one._replace(low=low, high=high, step=high)
 
 
 def _used_cores(cores: float, device: torch.device | str) -> float:

@@ -100,13 +100,15 @@ class FactoredSecondMoment:
                 np.add(cell - row * np.int32(width), first_columns[matrix], out=columns[own])
         return torch.from_numpy(rows), torch.from_numpy(columns)
 
-    def root(self, rows: torch.Tensor, columns: torch.Tensor, floor: float) -> torch.Tensor:
+    def root(
+        self, rows: torch.Tensor, columns: torch.Tensor, floor: float, sums: list[float] | None = None
+    ) -> torch.Tensor:
         """Return sqrt(second moment / its mean + ``floor``) / sqrt(``floor``), fp32 ``[numel]``.
 
         The values are rounded to powers of two and are at least 1. ``rows`` and ``columns`` are results of
-        :meth:`sums`, or averages of such results.
+        :meth:`sums`, or averages of such results. ``sums`` is the content of ``rows``, if it is known.
         """
-        sums = rows.tolist()  # a GPU is read once, not once for each matrix
+        sums = rows.tolist() if sums is None else sums  # a GPU is read once, not once for each matrix
         mean = math.fsum(sums) / max(self.numel, 1)
         starts = accumulate(self.rows, initial=0)
         out = torch.empty(self.numel, dtype=torch.float32, device=rows.device)

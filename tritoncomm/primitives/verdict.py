@@ -9,7 +9,7 @@ import torch
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 
 _PHASE = "verdict"
 _GRADIENTS, _SUMS, _MESSAGES = range(3)
@@ -69,7 +69,7 @@ class Verdict:
         words = torch.cat([self._counts, *figures])
         silent = world_size == 1 or self._is_shared
         everybody = words[None] if silent else (yield AllGather(_PHASE, words))
-        rows: list[list[int]] = everybody.tolist()
+        rows: list[list[int]] = yield from read(_PHASE, everybody)
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]
         if bad:  # before the other errors, because a NaN may also make a message malformed

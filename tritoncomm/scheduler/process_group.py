@@ -31,12 +31,14 @@ from tritoncomm.scheduler.rounds import (
     Op,
     Pattern,
     Post,
+    Read,
     Result,
     Round,
     Ticket,
     Wait,
 )
 from tritoncomm.scheduler.span import Span
+from tritoncomm.scheduler.together import Running, run_together
 
 # Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
@@ -162,6 +164,11 @@ class ProcessGroupScheduler:
         for subgroup in self._subgroups.values():
             subgroup._set_exchange_id(number)  # noqa: SLF001 - same class
 
+    def note_progress(self) -> None:
+        """Note that this rank is at work on something that an exchange of this scheduler waits for."""
+        if self._watcher is not None:
+            self._watcher.progress()
+
     def confirmation(self, state: str = "") -> Pattern[None]:
         """Check that all ranks have reached the end of the same step of the same exchange.
 
@@ -204,9 +211,15 @@ class ProcessGroupScheduler:
         )
 
     def run(self, pattern: Pattern[Result], *, new_step: bool = True) -> Result:
-        """Run ``pattern`` to its end and return its result.
+        """Run ``pattern`` to its end and return its result. See :meth:`running`."""
+        (result,) = run_together([self.running(pattern, new_step=new_step)])
+        return result
 
-        The pattern starts a new step, or belongs to the previous step if ``new_step`` is False. It is always closed.
+    def running(self, pattern: Pattern[Result], *, new_step: bool = True) -> Running[Result]:
+        """Return a generator that runs ``pattern`` to its end, for :func:`run_together`.
+
+        It yields the tensors that the pattern reads on the host, and returns the result of the pattern. The pattern
+        starts a new step, or belongs to the previous step if ``new_step`` is False. It is always closed.
 
         Raises:
             PeerLostError: A rank is lost.
@@ -230,7 +243,7 @@ class ProcessGroupScheduler:
                 op = pattern.send(None)
                 while True:
                     try:
-                        reply = self._perform(op)
+                        reply = (yield op.tensor) if isinstance(op, Read) else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
                         op = pattern.throw(error)
                     else:
@@ -276,6 +289,7 @@ class ProcessGroupScheduler:
             return self._wait(op.ticket)
         if isinstance(op, InSubgroup):
             return self._run_in_subgroup(op)
+        assert not isinstance(op, Read), "running() yields it"
         return self._collective(op)
 
     def _trace(self, tracer: tracing.Tracer, op: Op, span: Span) -> None:

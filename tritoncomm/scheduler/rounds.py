@@ -108,7 +108,24 @@ class InSubgroup:
     pattern: Generator[Any, Any, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Read ``tensor`` on the host, which waits for the GPU. Yielding it returns nested lists.
+
+    Nothing is sent. A scheduler may read for several patterns at once, so that the host waits once for all of them.
+    """
+
+    phase: str
+    tensor: torch.Tensor
+
+
 Collective = AllReduce | AllToAll | AllGather
-Op = Round | Post | Wait | InSubgroup | Collective
-# A pattern yields operations. It receives the reply to each (an Inbox, a Ticket or a tensor), and returns a result.
+Op = Round | Post | Wait | InSubgroup | Collective | Read
+# A pattern yields operations. It receives the reply to each (an Inbox, a Ticket, a tensor or a list), and returns a
+# result.
 Pattern = Generator[Op, Any, Result]
+
+
+def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:
+    """Return the content of ``tensor`` as nested lists. On a CPU, nothing waits, and nothing is yielded."""
+    return tensor.tolist() if tensor.device.type == "cpu" else (yield Read(phase, tensor))

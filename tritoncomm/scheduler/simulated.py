@@ -27,6 +27,7 @@ from tritoncomm.scheduler.rounds import (
     Op,
     Pattern,
     Post,
+    Read,
     Result,
     Round,
     Ticket,
@@ -99,7 +100,10 @@ class SimulatedScheduler:
         for rank, pattern in enumerate(patterns):
             reply = replies[rank]
             try:
-                ops[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
+                op = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
+                while isinstance(op, Read):
+                    op = pattern.send(op.tensor.tolist())
+                ops[rank] = op
             except StopIteration as stop:
                 results[rank] = stop.value
             except Exception as error:  # advance the other ranks, too, before one error is raised

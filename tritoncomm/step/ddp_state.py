@@ -64,11 +64,13 @@ class _Pass:
     """One backward pass.
 
     ``scale`` is the loss scale. ``arrived`` holds each parameter's part of DDP's buffers, by id of the parameter.
-    ``written`` are the ids of parameters whose part holds the mean. ``waiting`` are buckets whose future is not set.
+    ``ready`` are vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet. ``written``
+    are the ids of parameters whose part holds the mean. ``waiting`` are buckets whose future is not set.
     """
 
     scale: float
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    ready: list[tuple[VectorExchange, torch.dtype]] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     waiting: list[tuple[set[int], torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
 
@@ -209,6 +211,8 @@ class CommState(HookState):
                 if ready is not None:  # buckets may be filled on several streams
                     torch.cuda.current_stream(buffer.device).wait_event(ready)
                 self._arrive(parameters, buffer)
+                if last or not on_gpu:  # on a GPU, the host waits as often for all as for one
+                    self._average_ready()
             except BaseException as error:
                 self._failure = self._failure or error
             finally:  # DDP always waits for this future
@@ -303,7 +307,7 @@ class CommState(HookState):
             self._failure = ConfigurationError(_JOINED)
 
     def _arrive(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Exchange the vectors whose parameters have all arrived."""
+        """Note which vectors have arrived with all parameters."""
         if self._failure is not None:  # in an earlier bucket of this pass: all ranks stop exchanging
             return
         if buffer.layout != torch.strided:
@@ -320,11 +324,11 @@ class CommState(HookState):
         if self._keep_layout:
             arrived = self._pass.arrived
             whole = [v for v in self.exchange.vectors if all(id(p) in arrived for p in v.parameters)]
-            ready = [vector for vector in whole if id(vector.parameters[0]) not in self._pass.written]
+            noted = self._pass.written.union(id(vector.parameters[0]) for vector, _ in self._pass.ready)
+            ready = [vector for vector in whole if id(vector.parameters[0]) not in noted]
         else:
             ready = [v for v in self.exchange.vectors if v.names == names] or [self._new_vector_of(parameters)]
-        for vector in ready:
-            self._average(vector, buffer.dtype)
+        self._pass.ready += [(vector, buffer.dtype) for vector in ready]
 
     def _keep_sparse(self, parameters: list[torch.Tensor], gradient: torch.Tensor) -> None:
         """Leave a sparse ``gradient`` as it is with one worker. Several cannot exchange it."""
@@ -337,21 +341,30 @@ class CommState(HookState):
             raise NonFiniteError(f"NaN or Inf in the gradients of {name}; nothing was applied", [0])
         self._pass.written.update(map(id, parameters))
 
-    def _average(self, vector: VectorExchange, dtype: torch.dtype) -> None:
-        """Replace the parts of ``vector`` in DDP's buffers by their mean."""
-        layout, scale = vector.layout, self._pass.scale
-        arrived = [self._pass.arrived[id(parameter)] for parameter in layout.parameters]
-        copy_pairs(list(zip(layout.parts(vector.flat), arrived, strict=True)))
-        if scale != 1.0:
-            vector.flat.mul_(1.0 / scale)
-        if self.on_nonfinite == "zero":
-            self.exchange.zeroed += vector.zero_non_finite()
-        kept = vector.keeps_gradient()
-        self.exchange.deliver(vector, scale=scale, dtype=dtype)
-        if not kept:
-            scaled = vector.flat if scale == 1.0 else vector.flat * scale
-            copy_pairs(list(zip(arrived, layout.parts(scaled), strict=True)))
-        self._pass.written.update(map(id, layout.parameters))
+    def _average_ready(self) -> None:
+        """Exchange the vectors that are ready, and replace their parts in DDP's buffers by their mean."""
+        if self._failure is not None or not self._pass.ready:
+            return
+        ready, self._pass.ready = self._pass.ready, []
+        vectors, scale = [vector for vector, _ in ready], self._pass.scale
+        copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
+        for vector in vectors:
+            if scale != 1.0:
+                vector.flat.mul_(1.0 / scale)
+            if self.on_nonfinite == "zero":
+                self.exchange.zeroed += vector.zero_non_finite()
+        kept = [vector.keeps_gradient() for vector in vectors]
+        self.exchange.deliver(*vectors, scale=scale, dtypes=[dtype for _, dtype in ready])
+        changed = [vector for vector, keeps in zip(vectors, kept, strict=True) if not keeps]
+        means = [vector.flat if scale == 1.0 else vector.flat * scale for vector in changed]
+        pairs = [pair for vector, mean in zip(changed, means, strict=True) for pair in self._pairs(vector, mean)]
+        copy_pairs([(arrived, part) for part, arrived in pairs])
+        self._pass.written.update(id(parameter) for vector in vectors for parameter in vector.parameters)
+
+    def _pairs(self, vector: VectorExchange, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts of ``values`` (``[numel]`` of ``vector``), each with its place in DDP's buffers."""
+        arrived = [self._pass.arrived[id(parameter)] for parameter in vector.layout.parameters]
+        return list(zip(vector.layout.parts(values), arrived, strict=True))
 
     def _release(self, *, last: bool) -> None:
         """Set the futures of the buckets that hold the mean, and of all buckets after the last one.
@@ -436,7 +449,9 @@ class CommState(HookState):
     def _new_vector_of(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector for a bucket that DDP has not passed before."""
         vector = self._new_vector(parameters)
-        carry_over.across_layout(vector, self.exchange.vectors)
+        # Not from vectors of this pass: their methods are a step ahead.
+        written = self._pass.written
+        carry_over.across_layout(vector, [v for v in self.exchange.vectors if id(v.parameters[0]) not in written])
         vector.agree_on_exchange_id()
         self.exchange.vectors.append(vector)
         self._built.append(vector)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from tritoncomm.scheduler.meter import Meter, summed
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
+from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
 from tritoncomm.step.options import log_choice
@@ -59,11 +60,14 @@ class Delivered:
 
 
 class _Begun(NamedTuple):
-    """A vector whose mean is known, but not committed, and the time of its exchange."""
+    """A vector whose mean is known, but not committed, and the time of its exchange.
+
+    Of vectors that are exchanged together, the first has the time of all.
+    """
 
     vector: VectorExchange
     mean: SparseVector
-    span: Span
+    span: Span | None
 
 
 class GradientExchange:
@@ -71,8 +75,8 @@ class GradientExchange:
 
     A front door decides when each part of a step happens. What happens is defined here:
 
-    1. The door writes its gradients into ``vector.flat`` and calls :meth:`deliver`, for one vector after the other and
-       in the same order on all ranks.
+    1. The door writes its gradients into ``vector.flat`` and calls :meth:`deliver`, for one vector after the other or
+       for several at once, and in the same order on all ranks.
     2. :meth:`finish` confirms that all ranks have all means, and commits the new residuals. If anything fails on any
        rank, it raises, and residuals and methods are as before the step on every rank.
     3. The optimizer's step uses :attr:`delivered`, once.
@@ -221,21 +225,21 @@ class GradientExchange:
 
     def deliver(
         self,
-        vector: VectorExchange,
-        *,
+        *vectors: VectorExchange,
         scale: float = 1.0,
-        dtype: torch.dtype | None = None,
+        dtypes: Sequence[torch.dtype] = (),
         dense: bool = False,
         into_flat: bool = True,
     ) -> bool:
-        """Exchange ``vector``: compute the mean of ``vector.flat`` over ranks.
+        """Exchange ``vectors``: compute the mean of each ``vector.flat`` over ranks.
 
-        Return False if the step will be rejected by the verdict of the larger group.
+        The host waits for a GPU as often as for one of them. Return False if the step will be rejected by the verdict
+        of the larger group.
 
         Args:
-            vector: The vector. ``vector.flat`` holds this rank's unscaled gradient.
+            vectors: The vectors. ``vector.flat`` holds this rank's unscaled gradient.
             scale: The mean times this loss scale must not overflow.
-            dtype: The dtype in which it must not overflow. None means the dtype of each parameter.
+            dtypes: The dtype of each vector in which it must not overflow. Empty means the dtype of each parameter.
             dense: Whether to deliver all entries, whatever the recipe.
             into_flat: Whether to write the mean into ``vector.flat``.
 
@@ -244,28 +248,35 @@ class GradientExchange:
                 they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        span, mean = Span(vector.device), None
-        if vector.scheduler is not None:
-            vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
+        for vector in vectors:
+            if vector.scheduler is not None:
+                vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
         self.pending = []
+        begun: list[_Begun] = []
+        spans = {vectors[0]: Span(vectors[0].device)} if vectors else {}
         try:
-            mean = vector.begin(dense=dense)
-            _check_range(mean, vector.layout, scale, dtype)
-            if into_flat:
-                vector.write(mean)
-            self._begun.append(_Begun(vector, mean, span.end()))
+            try:
+                runs = [_beginning(vector, begun, spans.get(vector), dense=dense) for vector in vectors]
+                run_together(runs, lambda: _notify(vectors))
+            finally:
+                begun = [
+                    step._replace(span=spans[step.vector].end()) if step.vector in spans else step for step in begun
+                ]
+                begun.sort(key=lambda step: vectors.index(step.vector))
+                self._begun += begun
+            for number, (vector, mean, _) in enumerate(begun):
+                _check_range(mean, vector.layout, scale, dtypes[number] if dtypes else None)
+                if into_flat:
+                    vector.write(mean)
         except NonFiniteError as error:
-            if mean is None:
-                self._at_fault = self._at_fault or listed(vector.non_finite())
-            else:
-                vector.feedback.rollback()
-            vector.measure(None, span.end())
+            if len(begun) < len(vectors):
+                bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
+                self._at_fault = self._at_fault or listed(bad)
             self._rejected = error
             if self.verdict is None:
-                raise self._reject(vector) from None
+                raise self._reject(vectors[0]) from None
             return False
         except BaseException as error:
-            vector.feedback.rollback()
             self.rollback()
             if self.verdict is not None and isinstance(error, Exception):
                 self.verdict.fail(error)  # its other ranks may be in no exchange with this one
@@ -351,7 +362,7 @@ class GradientExchange:
             return []
         for vector in self.vectors:
             vector.flat.zero_()
-            self.deliver(vector, dense=True, into_flat=False)
+        self.deliver(*self.vectors, dense=True, into_flat=False)
         self.finish()
         means = self.take_delivered()
         for delivered in means:
@@ -419,6 +430,22 @@ def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu")
 def _norm(values: torch.Tensor) -> float:
     norm = float(values.norm())
     return norm if math.isfinite(norm) else float(values.double().norm())  # the squares may overflow in fp32
+
+
+def _beginning(vector: VectorExchange, begun: list[_Begun], span: Span | None, *, dense: bool) -> Running[None]:
+    """Exchange ``vector``, and add it to ``begun``. ``span`` has begun, if it is to measure the time."""
+    try:
+        mean = yield from vector.beginning(dense=dense)
+    except BaseException:
+        vector.measure(None, None if span is None else span.end())
+        raise
+    begun.append(_Begun(vector, mean, None))
+
+
+def _notify(vectors: Sequence[VectorExchange]) -> None:
+    for vector in vectors:
+        if vector.scheduler is not None:
+            vector.scheduler.note_progress()
 
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:

@@ -19,6 +19,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
+from tritoncomm.scheduler.together import Running
 from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
@@ -168,18 +169,24 @@ class VectorExchange:
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
-    def begin(self, *, dense: bool = False) -> SparseVector:
-        """Exchange :attr:`flat`, which is only read, and return the mean. Roll back if the exchange fails.
+    def beginning(self, *, dense: bool = False) -> Running[SparseVector]:
+        """Return a generator that exchanges :attr:`flat`, which is only read, for :func:`run_together`.
 
-        Commit or roll back :attr:`feedback` next. ``dense`` delivers all entries, whatever the recipe.
+        It returns the mean. Commit or roll back :attr:`feedback` next. It rolls back itself if the exchange fails.
+        ``dense`` delivers all entries, whatever the recipe.
         """
         algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
+        pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm)
         try:
-            mean: SparseVector = self._run(self.feedback.begin(self.flat, self.rank, self.world_size, algorithm))
+            if self.scheduler is None:
+                return SimulatedScheduler(1).run([pattern])[0]
+            try:
+                return (yield from self.scheduler.running(pattern))
+            finally:
+                self.meter = self.scheduler.meter
         except BaseException:
             self.feedback.rollback()
             raise
-        return mean
 
     def confirm(self, state: str) -> None:
         """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost.
