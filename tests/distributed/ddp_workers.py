@@ -117,13 +117,13 @@ def exchange_thread(rank: int, world_size: int, send) -> None:
     model = ddp(net())
     state = register(model, density=0.1)
     threads = set()
-    average = state._average
+    average = state._average_ready
 
     def spy(*arguments, **fields):
         threads.add(threading.current_thread().name)
         return average(*arguments, **fields)
 
-    state._average = spy
+    state._average_ready = spy
     loss_of(model, rank, 0).backward()
     assert threads == {"tritoncomm_0"}
 

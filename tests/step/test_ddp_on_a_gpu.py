@@ -85,14 +85,14 @@ def test_all_ranks_get_the_same_mean(algo: str) -> None:
 def test_exchanges_do_not_overlap_with_collectives_of_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """All operations of a rank are on one thread, those of the exchange after the last bucket."""
     lists: dict[str, list[object]] = {}
-    begin = VectorExchange.begin
+    begin = VectorExchange.beginning
 
     def spied(vector: VectorExchange, **options: bool) -> object:
         heard, thread = lists[threading.current_thread().emulated_gpu.name]
         heard.append(("exchange", threading.current_thread() is thread))
         return begin(vector, **options)
 
-    monkeypatch.setattr(VectorExchange, "begin", spied)
+    monkeypatch.setattr(VectorExchange, "beginning", spied)
 
     def main(rank: int) -> list[object]:
         heard: list[object] = []

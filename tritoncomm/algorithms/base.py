@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -167,6 +167,15 @@ class Recipe(ABC):
     def __post_init__(self) -> None:
         check_number(self, "density")
         check(self, "density", 0 < self.density <= 1, "must be in (0, 1]")
+
+    @property
+    def layers(self) -> tuple[Recipe, ...]:
+        """This recipe, and those inside of it if it wraps another one. The last one is the method."""
+        return (self,)
+
+    def with_method(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """Return a copy in which the method, the last of :attr:`layers`, is what ``change`` returns for it."""
+        return change(self)
 
     @abstractmethod
     def build(self, numel: int) -> Algorithm:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ class WrapperRecipe(Recipe):
     def __post_init__(self) -> None:
         check(self, "recipe", isinstance(self.recipe, Recipe), "must be a recipe, for example OkTopk(density=0.01)")
         object.__setattr__(self, "density", self.recipe.density)
+
+    @property
+    def layers(self) -> tuple[Recipe, ...]:
+        """See :attr:`Recipe.layers`."""
+        return self, *self.recipe.layers
+
+    def with_method(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """See :meth:`Recipe.with_method`."""
+        return replace(self, recipe=self.recipe.with_method(change))
 
     def check_world_size(self, world_size: int) -> None:
         """See :meth:`Recipe.check_world_size`."""

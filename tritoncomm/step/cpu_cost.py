@@ -61,10 +61,10 @@ def work(recipe: Recipe, numel: int, world_size: int) -> tuple[float, float]:
     method between nodes: its sums within a node are gloo's own work. So is the all-reduce of a dense exchange, of which
     only what is around it counts. A single worker has none.
     """
-    while (inner := getattr(recipe, "recipe", None)) is not None:
-        if isinstance(recipe, Hierarchical):
-            world_size, numel = world_size // recipe.node_size, -(-numel // recipe.node_size)
-        recipe = inner
+    for layer in recipe.layers:
+        if isinstance(layer, Hierarchical):
+            world_size, numel = world_size // layer.node_size, -(-numel // layer.node_size)
+    recipe = recipe.layers[-1]
     if world_size <= 1 or numel == 0:
         return 0.0, 0.0
     if recipe.delivers_all():

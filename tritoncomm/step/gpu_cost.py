@@ -115,11 +115,11 @@ def counts(recipe: Recipe, world_size: int) -> Counts:
         ConfigurationError: The method is not in :data:`TABLE`.
     """
     within = Counts()
-    while (inner := getattr(recipe, "recipe", None)) is not None:
-        if isinstance(recipe, Hierarchical) and world_size > 1:
-            within = within.plus(_at(_WITHIN_NODE, recipe.node_size))
-            world_size //= recipe.node_size
-        recipe = inner
+    for layer in recipe.layers:
+        if isinstance(layer, Hierarchical) and world_size > 1:
+            within = within.plus(_at(_WITHIN_NODE, layer.node_size))
+            world_size //= layer.node_size
+    recipe = recipe.layers[-1]
     if world_size <= 1:
         return within
     key = _key(recipe)
@@ -133,8 +133,7 @@ def counts(recipe: Recipe, world_size: int) -> Counts:
 
 def is_known(recipe: Recipe) -> bool:
     """Return True if the table has the counts of ``recipe``, or of the method that it wraps."""
-    inner = getattr(recipe, "recipe", None)
-    return _key(recipe) in TABLE if inner is None else is_known(inner)
+    return _key(recipe.layers[-1]) in TABLE
 
 
 def _key(method: Recipe) -> tuple[str, str, str]:

@@ -252,28 +252,25 @@ def with_warmup_and_nodes(
 
 def with_density(chosen: Recipe, density: float) -> Recipe:
     """Return a copy of ``chosen`` with another density."""
-    inner = getattr(chosen, "recipe", None)
-    if inner is not None:
-        return replace(chosen, recipe=with_density(inner, density))  # type: ignore[call-arg]
-    return replace(chosen, density=density)
+    return chosen.with_method(lambda method: replace(method, density=density))
 
 
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
-    inner = getattr(chosen, "recipe", None)
-    if inner is not None:
-        return replace(chosen, recipe=without_encoding(inner))  # type: ignore[call-arg]
-    names = {field.name for field in dataclasses.fields(chosen)}
     plain = {"values": "fp32", "packed": "auto", "static": "auto"}
+
+    def change(method: Recipe) -> Recipe:
+        names = {field.name for field in dataclasses.fields(method)}
+        return replace(method, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
-        return replace(chosen, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
+        return chosen.with_method(change)
 
 
 def is_dense(chosen: Recipe) -> bool:
     """Return True if ``chosen`` is :class:`~tritoncomm.Dense`, or a wrapper around it. No entry is delayed then."""
-    inner = getattr(chosen, "recipe", None)
-    return is_dense(inner) if inner is not None else isinstance(chosen, Dense)
+    return isinstance(chosen.layers[-1], Dense)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:

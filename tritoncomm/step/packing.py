@@ -76,8 +76,9 @@ def resolve(
     hierarchical. Rounded values are always packed, and ``packed=True`` and ``packed=False`` stay as they are. A link in
     ``packed`` has precedence over ``link``. A single worker sends nothing, so nothing is resolved.
     """
-    method, on_gpu = innermost(recipe), torch.device(device).type == "cuda"
-    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not _is_hierarchical(recipe):
+    method, on_gpu = recipe.layers[-1], torch.device(device).type == "cuda"
+    is_hierarchical = any(isinstance(layer, Hierarchical) for layer in recipe.layers)
+    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not is_hierarchical:
         recipe = _with(recipe, static=method.can_be_static())
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
@@ -122,15 +123,9 @@ def describe(packings: Sequence[Packing]) -> str:
     return f"{text}: packing pays on links below {8e-9 * saved / coding:.2g} Gbit/s, and the link is not known"
 
 
-def innermost(recipe: Recipe) -> Any:
-    """Return the recipe inside of all recipes that wrap it."""
-    inner = getattr(recipe, "recipe", None)
-    return recipe if inner is None else innermost(inner)
-
-
 def unpacked(recipe: Recipe) -> Recipe:
     """Return ``recipe`` with plain messages and values that are not rounded."""
-    method = innermost(recipe)
+    method = recipe.layers[-1]
     if not isinstance(method, IndexRecipe):
         return _with(recipe, values="fp32") if hasattr(method, "values") else recipe
     return _with(recipe, packed=False, **({"values": "fp32"} if hasattr(method, "values") else {}))
@@ -138,19 +133,12 @@ def unpacked(recipe: Recipe) -> Recipe:
 
 def rounds(recipe: Recipe) -> bool:
     """Return True if values are rounded on the wire in steps that are not dense."""
-    return getattr(innermost(recipe), "values", "fp32") != "fp32"
-
-
-def _is_hierarchical(recipe: Recipe) -> bool:
-    inner = getattr(recipe, "recipe", None)
-    return isinstance(recipe, Hierarchical) or (inner is not None and _is_hierarchical(inner))
+    return getattr(recipe.layers[-1], "values", "fp32") != "fp32"
 
 
 def _with(recipe: Recipe, **fields: Any) -> Recipe:
-    """Return ``recipe`` with other ``fields`` of the innermost recipe."""
-    inner = getattr(recipe, "recipe", None)
-    changed = {"recipe": _with(inner, **fields)} if inner is not None else fields
-    return replace(recipe, **changed)
+    """Return ``recipe`` with other ``fields`` of its method."""
+    return recipe.with_method(lambda method: replace(method, **fields))
 
 
 def _changed(plain: Recipe, packed: Recipe, numel: int, world_size: int) -> dict[str, tuple[Flow, Flow]]:
