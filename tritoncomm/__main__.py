@@ -336,16 +336,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _doctor(options: argparse.Namespace) -> int:
     try:
-        return _examine(options)
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
+        return _measure(options)
+    except ConfigurationError:
+        raise
+    except Exception as error:
         # Not a traceback, with which Python exits with 1: that code says that compression does not pay.
-        print(f"error: the measurement failed: {str(error).splitlines()[0]}", file=sys.stderr)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"error: the measurement failed: {reason}", file=sys.stderr)
         return 2
 
 
-def _examine(options: argparse.Namespace) -> int:
+def _measure(options: argparse.Namespace) -> int:
     if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
     cuda = torch.cuda.is_available()

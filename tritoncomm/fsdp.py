@@ -377,6 +377,7 @@ def register(
         "recipe": repr(recipe),
         "dense_below": dense_below,
         "small": small,
+        "scaler": scaler is not None,
         "shards": [
             f"{name}, {tuple(local(p).shape)}, {p.dtype}"
             for hook in state.hooks

@@ -87,6 +87,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
+        self._optimizer_step.guard()
 
     def _bind(
         self,
@@ -185,6 +186,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._exchange = self._build(group)
         self._vector.feedback = exchange_state.loaded(self._exchange, state["exchange"])
         self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
+        self._optimizer_step.guard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameter group on all ranks. Residuals are kept. If this raises, nothing has changed."""
@@ -294,11 +296,14 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
 
-        ``closure`` computes the gradients and returns the loss, which is returned. It is called once.
+        ``closure`` computes the gradients and returns the loss, which is returned. It is called once. If a step
+        pre-hook of the original optimizer raises, call this again: it does not exchange again, and takes the step.
 
         Raises:
             RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced. With
                 a hook, no gradients have been averaged since the last step.
+            ConfigurationError: The original optimizer has parameters that are not exchanged. Nothing has changed.
+            ProtocolMismatchError: Ranks differ in frozen parameters or learning rates. Nothing has changed.
             NonFiniteError: A rank has a NaN or Inf, and ``on_nonfinite`` is ``"raise"``. Nothing has changed.
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed.
         """
@@ -323,7 +328,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.initialize_state(self._exchange.parameters or self._hooked.parameters)
             return loss
         if self._hook is not None:
-            self._check_groups()
+            self._check_parameters()
             scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             with torch.no_grad():
                 if not self._hooked.step(scale, found):
@@ -332,21 +337,40 @@ class SparseOptimizer(torch.optim.Optimizer):
         untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
         if untouched:
             self.synchronize()
-            step_state.unscaled = True
-        elif getattr(self, "grad_scale", None) is not None and not step_state.unscaled:
+        elif getattr(self, "grad_scale", None) is not None and step_state.attempted is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
-        if any(now is not then for now, then in zip(self._gradients(), step_state.written_gradients, strict=True)):
-            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
+        self._check_unchanged()
         if self._exchange.delivered is not None:
-            self._optimizer_step.alone = self._vector.is_bare
-            self._optimizer_step.step(self._exchange.delivered, untouched=untouched)
-            self._exchange.delivered = (
-                None  # not before: if a hook of the user raises, a later call can repeat the step
-            )
+            self._take_step(untouched=untouched)
         else:
             self._warn_about_scale()
         self._step_state.reset()
         return loss
+
+    def _check_unchanged(self) -> None:
+        """Raise if ``.grad`` does not hold what was averaged, except for changes between synchronize() and step()."""
+        step_state, gradients = self._step_state, self._gradients()
+        if any(now is not then for now, then in zip(gradients, step_state.written_gradients, strict=True)):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
+        if step_state.versions and step_state.versions != [_version(gradient) for gradient in gradients]:
+            raise RuntimeError(
+                "gradients have changed since a hook of step() failed: repeat step() before the next backward pass, or "
+                "call optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
+
+    def _take_step(self, *, clip: bool = True, untouched: bool = False) -> None:
+        """Take the optimizer's step over what was delivered. If a hook of the user fails before it, nothing is lost."""
+        exchange, step_state = self._exchange, self._step_state
+        delivered, repeated = exchange.delivered or [], step_state.attempted is not None
+        self._optimizer_step.alone = self._vector.is_bare
+        step_state.attempted = exchange.deliveries
+        try:
+            self._optimizer_step.step(
+                delivered, clip=clip and not repeated, untouched=untouched, started=exchange.forget_delivered
+            )
+        except BaseException:
+            step_state.versions = [_version(gradient) for gradient in self._gradients()]
+            raise
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -410,7 +434,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             mean = each.mean
             found = mean.values.nonzero().reshape(-1).to(torch.int32)
             delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), each.layout))
-        for optimizer in [self] if self._hook is None else self._hook.connected:
+        if self._hook is None:
+            self._exchange.delivered, self._step_state.exchanged = delivered, True
+            self._step_state.written_gradients = self._gradients()
+            self._take_step(clip=False)
+            self.zero_grad()
+            return
+        for optimizer in self._hook.connected:
             optimizer._optimizer_step.step(delivered, clip=False)  # noqa: SLF001 - of the same class
             optimizer.zero_grad()
 
@@ -531,13 +561,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         exchange = GradientExchange(options, verdict=verdict)
         exchange.vectors = [VectorExchange(parameters, [name for _, name in trained], options)]
-        exchange.changing_options = partial(setup_checks.changing_options, self.optimizer)
+        exchange.numeric_options = partial(setup_checks.numeric_options, self.optimizer)
         return exchange
 
     def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
         """Return the parameters that require gradients, with their names, and remember the others."""
         named = setup_checks.named_parameters(self.optimizer)
-        self._number_of_parameters = len(named)
+        self._known = {id(parameter) for parameter, _ in named}
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         return [(parameter, name) for parameter, name in named if parameter.requires_grad]
 
@@ -557,7 +587,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _local_error(self) -> ConfigurationError | None:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
-            self._check_groups()
+            self._check_parameters()
             setup_checks.check_frozen(self._frozen)
         except ConfigurationError as error:
             return error
@@ -568,6 +598,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         compare = vector.equal_on_all_ranks if vector.rounds else None
         setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group, compare)
 
+    def release(self) -> None:
+        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
+        self._optimizer_step.unguard()
+
     def _warn_about_scale(self) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
         found = getattr(self, "found_inf", None)
@@ -575,17 +609,19 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._step_state.scale_warning_logged = True
             logger.warning(
                 "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It "
-                "keeps its scale. Results do not depend on it. With tritoncomm.amp.GradScaler, all scales stay equal",
+                "keeps its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for "
+                "steps that are not skipped needs that",
                 dist.get_rank(self.process_group) if is_distributed() else 0,
             )
 
-    def _check_groups(self) -> None:
-        """Raise if the user has added parameters to the original optimizer."""
-        found = len(setup_checks.named_parameters(self.optimizer))
-        if found != self._number_of_parameters:
+    def _check_parameters(self) -> None:
+        """Raise if the user has added parameters to the original optimizer, or replaced some."""
+        new = [each for group in self.param_groups for each in group["params"] if id(each) not in self._known]
+        if new:
             raise ConfigurationError(
-                f"the original optimizer has {found} parameters, and had {self._number_of_parameters} at wrap(): call "
-                "add_param_group() of the wrapped optimizer"
+                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "
+                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer, or wrap again if parameters "
+                "were replaced"
             )
 
     def _check_no_pending_step(self, action: str) -> None:
@@ -595,3 +631,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._exchange.parameters]
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    """Return a number that grows whenever ``gradient`` is changed in place."""
+    return -1 if gradient is None else local(gradient)._version  # noqa: SLF001 - torch documents it for this use

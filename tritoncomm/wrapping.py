@@ -170,6 +170,8 @@ def wrap(
     if is_distributed():  # before a hook is registered on some ranks only
         given = {"model": None if model is None else type(model).__name__, "scaler": scaler is not None}
         setup_checks.compare(given | {"registered hook": hook is not None}, group, device)
+    if hook is not None and hook.scaler is None:
+        hook.scaler = scaler
     if hook is None and model is not None:
         with setup_checks.propagate_errors(group, device):
             setup_checks.check_exchanged(_trained(optimizer.param_groups), model.parameters())

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import wraps
+from itertools import product
 from pathlib import Path
+from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,35 +138,205 @@ def other_schedule(rank: int, world_size: int, send) -> None:
         assert torch.equal(residual(optimizer), owed)
     hooked = ddp(net())
     optimizer = sparse(adamw(hooked), model=hooked)
-    optimizer.param_groups[0]["betas"] = (0.9, 0.99 if rank else 0.999)
+    train(hooked, optimizer, rank, range(1))
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99 if rank else 0.999]
+    optimizer.zero_grad()
     with pytest.raises(ProtocolMismatchError, match="learning rate"):
         hooked(torch.ones(1, 6)).sum().backward()
 
 
 def failing_hook(rank: int, world_size: int, send) -> None:
-    """If a hook of the user raises before the step, the step can be repeated, and nothing is lost."""
+    """If a hook of the user raises before the step, on one rank or all, the step can be repeated. Nothing is lost."""
+    for door, scaled, clipped, fails in product(("wrap", "ddp"), (False, True), (False, True), ((), (0,), (0, 1))):
+        model = net() if door == "wrap" else ddp(net())
+        base = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)  # ours has a collective in each call
+        given = {} if door == "wrap" else {"model": model, "scaler": scaler if scaled else None}
+        optimizer = sparse(base, max_grad_norm=0.05 if clipped else None, **given)
+        norms = []
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, number)).backward()
+            if number == 2 and rank in fails:
+                hook = base.register_step_pre_hook(broken)
+                with pytest.raises(OSError, match="disk"):
+                    scaler.step(optimizer)
+                hook.remove()
+            scaler.step(optimizer)
+            scaler.update()
+            norms.append(optimizer.metrics().get("grad_norm"))
+        if not fails:
+            expected = flat(model), norms
+        assert (flat(model), norms) == expected, (door, scaled, clipped, fails)
+
+
+def given_up_step(rank: int, world_size: int, send) -> None:
+    """A loop that goes on after a hook has failed does not apply gradients of one rank, or scaled ones."""
+    for scaled in (False, True):
+        scaler = GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        model = ddp(net())
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sparse(base, model=model, scaler=scaler if scaled else None)
+        changes = []
+        for number in range(4):
+            before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+            hook = base.register_step_pre_hook(broken) if number == 2 else None
+            model.zero_grad(set_to_none=number < 3)
+            scaler.scale(loss_of(model, rank, number)).backward()
+            with pytest.raises(OSError, match="disk") if hook is not None else nullcontext():
+                scaler.step(optimizer)
+            if hook is not None:
+                hook.remove()
+            scaler.update()
+            after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            changes.append(float((after - before).norm()))
+        assert changes[2] == 0 < changes[3] < 10 * changes[1]
+        assert same_everywhere(flat(model))
+    model = net()
+    base = adamw(model)
+    optimizer = sparse(base)
+    loss_of(model, rank, 0).backward()
+    hook = base.register_step_pre_hook(broken)
+    with pytest.raises(OSError, match="disk"):
+        optimizer.step()
+    hook.remove()
+    model.zero_grad(set_to_none=False)
+    loss_of(model, rank, 1).backward()
+    with pytest.raises(RuntimeError, match="gradients have changed since a hook"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, range(2, 4))
+    assert same_everywhere(flat(model))
+
+
+def failing_after_the_step(rank: int, world_size: int, send) -> None:
+    """If a hook after the step raises, a repeated call does not take the step again. A flush can be repeated."""
     for door in ("wrap", "ddp"):
-        for scaled in (False, True):
-            weights = []
-            for fails in (False, True):
-                model = net() if door == "wrap" else ddp(net())
-                base = adamw(model)
-                scaler = GradScaler("cpu", init_scale=8.0, enabled=scaled)
-                given = {} if door == "wrap" else {"model": model, "scaler": scaler if scaled else None}
-                optimizer = sparse(base, **given)
-                step = partial(scaler.step, optimizer)
-                for number in range(4):
-                    optimizer.zero_grad()
-                    scaler.scale(loss_of(model, rank, number)).backward()
-                    if fails and number == 2:
-                        hook = base.register_step_pre_hook(broken)
-                        with pytest.raises(OSError, match="disk"):
-                            step()
-                        hook.remove()
-                    step()
-                    scaler.update()
-                weights.append(flat(model))
-            assert weights[0] == weights[1], (door, scaled)
+        model = net() if door == "wrap" else ddp(net())
+        base = adamw(model)
+        optimizer = sparse(base, **({} if door == "wrap" else {"model": model}))
+        train(model, optimizer, rank, range(1))
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        hook = base.register_step_post_hook(broken) if rank == 0 else None
+        with pytest.raises(OSError, match="disk") if rank == 0 else nullcontext():
+            optimizer.step()
+        if hook is not None:
+            hook.remove()
+            before = flat(model)
+            with suppress(RuntimeError):  # with a hook of DDP: no new gradients
+                optimizer.step()
+            assert flat(model) == before
+        train(model, optimizer, rank, range(2, 3))
+        assert same_everywhere(flat(model))
+    weights = []
+    for fails in (False, True):
+        model = net()
+        base = adamw(model)
+        optimizer = sparse(base, max_grad_norm=0.01)
+        train(model, optimizer, rank, range(3))
+        if fails:
+            hook = base.register_step_pre_hook(broken)
+            with pytest.raises(OSError, match="disk"):
+                optimizer.flush()
+            hook.remove()
+            optimizer.step()
+        else:
+            optimizer.flush()
+        assert not residual(optimizer).any()
+        weights.append(flat(model))
+    assert weights[0] == weights[1]
+
+
+def usual_scripts(rank: int, world_size: int, send) -> None:
+    """What is not a mistake is not refused."""
+    model = tiny_model()
+    base = adamw(model)
+    with pytest.raises(ConfigMismatchError) as caught:
+        sparse(base, density=0.1 + 0.1 * rank)
+    loss_of(model, 0, 0).backward()
+    base.step()  # a wrap() that failed does not block the optimizer, while its error is alive
+    assert caught.value
+    optimizer = sparse(base)
+    optimizer.release()
+    base.step()
+    # Numbers that are equal, in other types and another order; entries of the user; a removed group; states that were
+    # looked at.
+    first, second = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    base = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1, weight_decay=0)
+    if rank == 0:
+        assert not base.state[first]
+    optimizer = sparse(base)
+    for number in range(4):
+        for parameter in (first, second):
+            parameter.grad = torch.full((4, 4), float(rank + number))
+        if rank == 0:
+            for group in base.param_groups:
+                group["lr"] = np.float64(0.1)
+                group["weight_decay"] = 0.0
+        base.param_groups[0]["seconds"] = float(rank)
+        if number == 2:
+            del base.param_groups[1]
+            second.requires_grad_(requires_grad=False)
+        optimizer.step()
+    assert same_everywhere(first.tolist())
+    base.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ConfigurationError, match="wrap again"):
+        optimizer.step()
+
+
+class Proxy:
+    """An object that shares the attributes of an optimizer, as those of Fabric do, and passes on its step."""
+
+    def __new__(cls, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an instance of a class that is derived from the one of ``inner``."""
+        kind = type("Proxied", (type(inner),), {"step": lambda self, closure=None: inner.step(closure)})
+        proxy = kind.__new__(kind)
+        proxy.__dict__ = inner.__dict__
+        return proxy
+
+
+def replaced_steps(rank: int, world_size: int, send) -> None:
+    """A step that was replaced is called once, with its hooks. A scheduler, a bound method and a proxy replace none."""
+
+    def trained(change: Callable[[torch.optim.Optimizer, list[int]], object]) -> tuple[int, int, bool]:
+        model, called, hooked = tiny_model(), [], []
+        base = adamw(model)
+        change(base, called)
+        base.register_step_pre_hook(lambda *_: hooked.append(1))
+        optimizer = sparse(base)
+        train(model, optimizer, rank, range(2))
+        assert same_everywhere(flat(model))
+        return len(called), len(hooked), any("last_delivered" in state for state in base.state.values())
+
+    def counting(base: torch.optim.Optimizer, called: list[int]) -> None:
+        own = base.step
+        base.step = lambda closure=None: called.append(1) or own(closure)
+
+    def marked(base: torch.optim.Optimizer, called: list[int]) -> None:
+        ExponentialLR(base, gamma=0.9)
+        own = base.step
+        base.step = wraps(own)(lambda closure=None: called.append(1) or own(closure))
+
+    def covered(base: torch.optim.Optimizer, called: list[int]) -> None:
+        own = base.step
+        base.step = MethodType(lambda self, closure=None: called.append(1) or own(closure), base)
+        ExponentialLR(base, gamma=0.9)
+
+    assert trained(counting) == trained(marked) == trained(covered) == (2, 2, False)
+    assert trained(lambda base, _: ExponentialLR(base, gamma=0.9)) == (0, 2, True)
+    assert trained(lambda base, _: setattr(base, "step", base.step)) == (0, 2, True)
+    model, called = tiny_model(), []
+    base = adamw(model)
+    optimizer = sparse(base)
+    train(model, optimizer, rank, range(1))
+    counting(base, called)
+    train(model, optimizer, rank, range(1, 3))
+    assert called == [1, 1]
+    model = tiny_model()
+    optimizer = sparse(Proxy(torch.optim.SGD(model.parameters(), lr=0.1)))
+    train(model, optimizer, rank, range(2))
+    assert same_everywhere(flat(model))
 
 
 def broken(*_: object) -> None:
@@ -181,6 +356,15 @@ def settings_of_some_ranks(rank: int, world_size: int, send) -> None:
         with pytest.raises(ConfigMismatchError, match=re.escape(named)):
             sparse(adamw(model), **given)
     assert not model._comm_hooks
+    tritoncomm.ddp.register(model, density=0.2, dense_below=0)
+    with pytest.raises(ConfigMismatchError, match="scaler: rank 0 has True"):
+        sparse(adamw(model), model=model, scaler=scaler if first else None)
+    assert tritoncomm.ddp.state_of(model).scaler is None
+    other = ddp(net())
+    tritoncomm.ddp.register(other, density=0.2, scaler=scaler if first else None)
+    with pytest.raises(ConfigMismatchError, match="scaler"):
+        other(torch.ones(1, 6)).sum().backward()
+    model = ddp(net())
     if first:
         tritoncomm.ddp.register(model, density=0.2, dense_below=0)
     with pytest.raises(ConfigMismatchError, match="registered hook: rank 0 has True"):

@@ -123,7 +123,7 @@ def test_optimizers_in_different_orders() -> None:
     assert sorted(heard) == [0, 1]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
-        assert "step optimizers in the same order on all ranks" in text
+        assert "Step the same optimizers in the same order" in text
 
 
 def test_computing_rank_is_not_blamed() -> None:
@@ -158,7 +158,7 @@ def test_frozen_on_one_rank() -> None:
     assert sorted(heard) == [0, 1, 2]
     for kind, _, _, text in heard.values():
         assert kind == "ProtocolMismatchError", text
-        assert "freeze the same parameters" in text
+        assert "Freeze the same parameters" in text
 
 
 LAUNCHER = """

@@ -38,12 +38,10 @@ def test_reads_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "_contents", lambda tensors: reads.append(len(tensors)) or read(tensors))
     log: list[Any] = []
     runs = [running(list(CONTENTS[:number]), log, str(number)) for number in range(len(CONTENTS), 0, -1)]
-    notes: list[int] = []
-    results = run_together(runs, lambda: notes.append(1))
+    results = run_together(runs)
     assert results == [[tensor.tolist() for tensor in CONTENTS[:number]] for number in range(len(CONTENTS), 0, -1)]
     assert reads == [5, 4, 3, 2, 1, 0]
     assert log[:5] == [(str(number), 0) for number in range(5, 0, -1)]
-    assert len(notes) == sum(range(1, 6)) + 5
     mixed = [running([tensor], []) for tensor in CONTENTS]
     assert run_together(mixed) == [[tensor.tolist()] for tensor in CONTENTS]
 
@@ -55,11 +53,21 @@ def test_error_closes_the_others() -> None:
         yield torch.ones(1)
         raise ArithmeticError("NaN")
 
+    def failing_at_once() -> Generator[torch.Tensor, Any, list[Any]]:
+        raise ArithmeticError("NaN")
+        yield
+
     log: list[Any] = []
     first, last = running(list(CONTENTS), log, "first"), running(list(CONTENTS), log, "last")
     with pytest.raises(ArithmeticError, match="NaN"):
         run_together([first, failing(), last])
     assert log == [("first", 0), ("last", 0), ("first", 1), ("first", "closed"), ("last", "closed")]
+    assert first.gi_frame is last.gi_frame is None
+    log.clear()
+    first, last = running(list(CONTENTS), log, "first"), running(list(CONTENTS), log, "last")
+    with pytest.raises(ArithmeticError, match="NaN"):
+        run_together([first, failing_at_once(), last])
+    assert log == [("first", 0), ("first", "closed")]
     assert first.gi_frame is last.gi_frame is None
 
 

@@ -48,8 +48,7 @@ class SparseGradients(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
-        load = resumed is not None and self._restore
-        if load:
+        if load := resumed is not None and self._restore:
             trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
         self.optimizer = connect(trainer.model_wrapped, trainer.optimizer, self._algo, **self._settings)
         if load:
@@ -67,6 +66,7 @@ class SparseGradients(TrainerCallback):
         """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
         if self.optimizer is not None:
             replace_inner(_trainer_frame()["self"].optimizer, self.optimizer.optimizer)
+            self.optimizer.release()
 
 
 def _trainer_frame() -> Any:

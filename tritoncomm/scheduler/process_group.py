@@ -164,10 +164,20 @@ class ProcessGroupScheduler:
         for subgroup in self._subgroups.values():
             subgroup._set_exchange_id(number)  # noqa: SLF001 - same class
 
-    def note_progress(self) -> None:
-        """Note that this rank is at work on something that an exchange of this scheduler waits for."""
-        if self._watcher is not None:
-            self._watcher.progress()
+    def run_beside(self, other: ProcessGroupScheduler) -> None:
+        """Prepare for :func:`run_together` with ``other``, which has the same group and time-out.
+
+        Both then have one watcher. The progress of one is that of the other, and each knows why communicators were
+        aborted.
+        """
+        if self._watcher is None or self._watcher is other._watcher:
+            return
+        assert other._watcher is not None
+        self._watcher = other._watcher
+        for subgroup in self._subgroups.values():
+            if subgroup.group is not None and subgroup.group not in self._watcher.groups:
+                self._watcher.groups.append(subgroup.group)
+            subgroup._watcher = self._watcher  # noqa: SLF001 - same class
 
     def confirmation(self, state: str = "") -> Pattern[None]:
         """Check that all ranks have reached the end of the same step of the same exchange.
@@ -184,10 +194,9 @@ class ProcessGroupScheduler:
             raise self.suspicion()
         if total != signature * self.world_size:
             raise ProtocolMismatchError(
-                f"rank {self.rank} finished step {self.step} of {self._method}, but another rank finished a different "
-                "step or optimizer, froze other parameters, or changed options of its optimizer, such as the learning "
-                "rate, in another way: step optimizers in the same order on all ranks, freeze the same parameters, and "
-                "give all ranks the same schedule (one that follows a loss needs its mean over ranks)"
+                f"rank {self.rank} finished step {self.step} of {self._method}, and another rank did not finish the "
+                "same. Step the same optimizers in the same order on all ranks. Freeze the same parameters. Use the "
+                "same learning rate and other options; a schedule that follows a loss needs its mean over ranks"
             )
 
     def take_suspects(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,12 @@ from tritoncomm.scheduler.rounds import Result
 Running = Generator[torch.Tensor, Any, Result]
 
 
-def run_together(runs: Sequence[Running[Result]], notify: Callable[[], object] = bool) -> list[Result]:
+def run_together(runs: Sequence[Running[Result]]) -> list[Result]:
     """Run all ``runs`` to their ends, and return their results.
 
     Each in turn runs until it reads something. All are then read at once. All ranks pass the same runs in the same
-    order. If one raises, the others are closed.
-
-    Args:
-        runs: See :meth:`tritoncomm.scheduler.process_group.ProcessGroupScheduler.running`.
-        notify: Called whenever a run has made progress while others wait for it.
+    order. If one raises, the others are closed. See
+    :meth:`tritoncomm.scheduler.process_group.ProcessGroupScheduler.running`.
     """
     results: dict[int, Result] = {}
     contents: dict[int, Any] = dict.fromkeys(range(len(runs)))
@@ -33,7 +30,6 @@ def run_together(runs: Sequence[Running[Result]], notify: Callable[[], object] =
                     waiting[number] = runs[number].send(content)
                 except StopIteration as stop:
                     results[number] = stop.value
-                notify()
             try:
                 found = _contents(list(waiting.values()))
             except Exception as error:  # the GPU has failed, or a lost rank was noticed: one run reports it

@@ -467,7 +467,8 @@ class CommState(HookState):
             "version": __version__,
             "recipe": repr(options.recipe),
             "options": f"on_nonfinite={self.on_nonfinite!r}, dense_below={options.dense_below}, "
-            f"small={options.small!r}, selection by {'update' if options.by_update else 'gradient'}",
+            f"small={options.small!r}, selection by {'update' if options.by_update else 'gradient'}, "
+            f"{'a' if self.scaler is not None else 'no'} scaler",
             "parameter names": vector.names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }

@@ -99,7 +99,7 @@ class GradientExchange:
         skipped: Number of rejected steps.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
-        changing_options: Function that returns a text about the optimizer, which must be equal on all ranks.
+        numeric_options: Function that returns a text about the optimizer, which must be equal on all ranks.
     """
 
     def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
@@ -111,7 +111,7 @@ class GradientExchange:
         self.rejected = False
         self.total = Meter()
         self.verdict = verdict
-        self.changing_options: Callable[[], str] = str
+        self.numeric_options: Callable[[], str] = lambda: ""
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -233,8 +233,8 @@ class GradientExchange:
     ) -> bool:
         """Exchange ``vectors``: compute the mean of each ``vector.flat`` over ranks.
 
-        The host waits for a GPU as often as for one of them. Return False if the step will be rejected by the verdict
-        of the larger group.
+        In ordinary steps of a static form, the host waits for a GPU as often as for one of them. Return False if the
+        step will be rejected by the verdict of the larger group.
 
         Args:
             vectors: The vectors. ``vector.flat`` holds this rank's unscaled gradient.
@@ -248,16 +248,17 @@ class GradientExchange:
                 they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        for vector in vectors:
-            if vector.scheduler is not None:
-                vector.scheduler.check()  # raises if the group has failed, so that a pending step is kept
+        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
+        for scheduler in schedulers:
+            scheduler.check()  # raises if the group has failed, so that a pending step is kept
+            scheduler.run_beside(schedulers[0])
         self.pending = []
         begun: list[_Begun] = []
         spans = {vectors[0]: Span(vectors[0].device)} if vectors else {}
         try:
             try:
                 runs = [_beginning(vector, begun, spans.get(vector), dense=dense) for vector in vectors]
-                run_together(runs, lambda: _notify(vectors))
+                run_together(runs)
             finally:
                 begun = [
                     step._replace(span=spans[step.vector].end()) if step.vector in spans else step for step in begun
@@ -325,7 +326,7 @@ class GradientExchange:
                 raise self._reject()
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-            self._begun[-1].vector.confirm(trained + self.changing_options())
+            self._begun[-1].vector.confirm(trained + self.numeric_options())
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.
@@ -368,6 +369,10 @@ class GradientExchange:
         for delivered in means:
             delivered.layout.scatter(delivered.entries)
         return means
+
+    def forget_delivered(self) -> None:
+        """Forget :attr:`delivered`, which is being used."""
+        self.delivered = None
 
     def take_delivered(self) -> list[Delivered]:
         """Return :attr:`delivered` for the optimizer's step, and forget it."""
@@ -440,12 +445,6 @@ def _beginning(vector: VectorExchange, begun: list[_Begun], span: Span | None, *
         vector.measure(None, None if span is None else span.end())
         raise
     begun.append(_Begun(vector, mean, None))
-
-
-def _notify(vectors: Sequence[VectorExchange]) -> None:
-    for vector in vectors:
-        if vector.scheduler is not None:
-            vector.scheduler.note_progress()
 
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:

@@ -164,10 +164,16 @@ class HookState(ABC):
             )
         self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
-        self.exchange.changing_options = self._changing_options
+        self.exchange.numeric_options = self._numeric_options
 
-    def _changing_options(self) -> str:
-        return "".join(setup_checks.changing_options(optimizer) for optimizer in self.connected)
+    def _numeric_options(self) -> str:
+        """Return the options of the optimizers that have used the last delivery.
+
+        One that the user has deleted may be alive on some ranks.
+        """
+        last = self.exchange.deliveries - 1
+        stepping = [each for each in self.connected if each._step_state.used_delivery >= last]  # noqa: SLF001
+        return "".join(map(setup_checks.numeric_options, stepping))
 
     def check_connected(self, step_state: object, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`RuntimeError` if another wrapped optimizer has replaced a wrapped one, see :meth:`connect`.
@@ -203,14 +209,13 @@ class HookState(ABC):
         dense_below: int | None,
         small: str | None,
     ) -> None:
-        """Use ``scaler`` if there is none yet. None stands for a setting that was not given.
+        """Raise an error if the hook was registered with another setting. None stands for one that was not given.
 
-        Raises:
-            ConfigurationError: The hook was registered with another setting.
+        If it was registered without a scaler and has exchanged nothing yet, any ``scaler`` can be used.
         """
         options = self.exchange.options
         if self.scaler is None and not self.exchange.vectors:
-            self.scaler = scaler
+            scaler = None
         given = {"scaler": scaler, "timeout": timeout, "dense_below": dense_below, "small": small}
         registered = {
             "scaler": self.scaler,

@@ -82,12 +82,11 @@ class HookedStep:
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
             )
         self._step_state.zeroed = False
-        finite = scale is None or self._step_state.unscaled or self._optimizer_step.unscale(scale)
+        repeated, self._step_state.attempted = self._step_state.attempted == exchange.deliveries, exchange.deliveries
+        finite = scale is None or repeated or self._optimizer_step.unscale(scale)
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
-        taken = exchange.delivered is not None and not exchange.rejected and finite
-        if exchange.delivered is not None and taken:
-            self._step_state.unscaled = True
-            self._optimizer_step.step(exchange.delivered)  # if a hook of the user raises, a later call can repeat it
-        self._step_state.unscaled = False
-        self.consume()
-        return taken
+        if exchange.delivered is None or exchange.rejected or not finite:
+            self.consume()
+            return False
+        self._optimizer_step.step(exchange.delivered, clip=not repeated, started=self.consume)
+        return True

@@ -18,7 +18,7 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
-from tritoncomm.step.torch_internals import has_own_step, mark_stepped, step_hooks, without_compile
+from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
 
 
 @dataclass
@@ -34,8 +34,9 @@ class StepState:
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
         used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
-        unscaled: Whether the delivered gradients were divided by the loss scale. If a step fails after that, it can be
-            repeated.
+        attempted: Number of the delivery for which a step has divided gradients by the loss scale and clipped them. If
+            a hook of the user has failed after that, another call repeats the rest of the step.
+        versions: Version of each ``.grad`` when the hook had failed.
         zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
@@ -44,14 +45,15 @@ class StepState:
     written_gradients: list[torch.Tensor | None] = field(default_factory=list)
     found_in_unscale: torch.Tensor | None = None
     used_delivery: int = 0
-    unscaled: bool = False
+    attempted: int | None = None
+    versions: list[int] = field(default_factory=list)
     zeroed: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
         self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
-        self.unscaled = self.zeroed = False
+        self.attempted, self.versions, self.zeroed = None, [], False
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -98,11 +100,19 @@ class OptimizerStep:
         self._aware: AwareStep | None = None
         self.alone = alone
         self.grad_norm = 0.0
-        weakref.finalize(self, optimizer.register_step_pre_hook(_refuse).remove).atexit = False
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         if is_aware and self._rule is None:
             log_missing_rule(optimizer, group)
+
+    def guard(self) -> None:
+        """Let ``optimizer.step()`` raise an error from now on, as long as this object lives."""
+        self._unguard = weakref.finalize(self, self.optimizer.register_step_pre_hook(_refuse).remove)
+        self._unguard.atexit = False
+
+    def unguard(self) -> None:
+        """Allow ``optimizer.step()`` again."""
+        self._unguard()
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
@@ -113,7 +123,14 @@ class OptimizerStep:
         else:
             self._aware.check_options()
 
-    def step(self, delivered: Sequence[Delivered], *, clip: bool = True, untouched: bool = False) -> None:
+    def step(
+        self,
+        delivered: Sequence[Delivered],
+        *,
+        clip: bool = True,
+        untouched: bool = False,
+        started: Callable[[], None] | None = None,
+    ) -> None:
         """Update the parameters from ``.grad``.
 
         Args:
@@ -121,6 +138,7 @@ class OptimizerStep:
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
             untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
                 step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
+            started: Called when the pre-hooks have run. Before that, nothing but the clipped gradients has changed.
         """
         self.check()  # before any gradient or parameter changes
         if clip and self._max_grad_norm is not None:
@@ -137,7 +155,7 @@ class OptimizerStep:
                 if each.is_flat:
                     rule.step_flat(each.flat(read_gradients=not (untouched and readable)))
 
-        self._apply(aware)
+        self._apply(aware, started)
 
     def _clip(self, max_norm: float) -> float:
         """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
@@ -171,25 +189,31 @@ class OptimizerStep:
         self._apply(lambda rule, _: rule.step(every, [None] * len(every)))
 
     @without_compile
-    def _apply(self, aware: Callable[[AwareStep, bool], None]) -> None:
-        """Take the optimizer's own step, or ``aware``.
+    def _apply(self, aware: Callable[[AwareStep, bool], None], started: Callable[[], None] | None = None) -> None:
+        """Take the optimizer's own step, or ``aware``. Call ``started`` between the pre-hooks and the step.
 
         The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
         """
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer.
         mark_stepped(self.optimizer)
-        before, after = step_hooks(self.optimizer)
+        is_replaced = has_own_step(self.optimizer)  # what replaces the method decides about hooks
+        before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
         before = [hook for hook in before if hook is not _refuse]
         _run(before, self.optimizer)
-        _stepping.add(id(self.optimizer))
+        if started is not None:
+            started()
+        key = hooks_key(self.optimizer)
+        _stepping.add(key)
         try:
-            if self._aware is None or self.alone:
+            if is_replaced:
+                self.optimizer.step()
+            elif self._aware is None or self.alone:
                 _step_below_hooks(self.optimizer)
             else:
                 aware(self._aware, not before)
         finally:
-            _stepping.discard(id(self.optimizer))
+            _stepping.discard(key)
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
@@ -202,16 +226,16 @@ class OptimizerStep:
             rule.restore(self.optimizer, state_dict)
 
 
-# The original optimizers (ids) whose wrapped optimizer takes a step now.
+# The original optimizers (see hooks_key) whose wrapped optimizer takes a step now.
 _stepping: set[int] = set()
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
-    if id(optimizer) not in _stepping and not _is_synthetic(optimizer):
+    if hooks_key(optimizer) not in _stepping and not _is_synthetic(optimizer):
         raise RuntimeError(
             f"this {type(optimizer).__name__} was wrapped, and its own step() does not exchange gradients: call step() "
-            "of the optimizer that tritoncomm.wrap() returned"
+            "of the optimizer that tritoncomm.wrap() returned, or release() it first"
         )
 
 
@@ -259,7 +283,7 @@ def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) 
 def _step_below_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call ``optimizer.step()`` without the hooks that torch has put around the method of its class."""
     step = type(optimizer).step
-    if getattr(step, "hooked", False) and not has_own_step(optimizer):
+    if getattr(step, "hooked", False):
         inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))(optimizer)
     else:  # somebody has replaced the method
         optimizer.step()

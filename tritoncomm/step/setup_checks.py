@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
     differences = [text for name in fields if (text := _difference(name, [entry.get(name) for entry in gathered]))]
     if differences:
+        advice = "; for parameter values: wrap(..., broadcast_parameters=True)" * ("parameter values" in fields)
+        advice += "; for the optimizer's state: load the same state on all ranks" * ("optimizer state" in fields)
         raise ConfigMismatchError(
-            "ranks are configured differently; configure them identically (for parameter values: "
-            "wrap(..., broadcast_parameters=True); for the optimizer's state: load the same state on all ranks): "
-            + "; ".join(differences)
+            f"ranks are configured differently; configure them identically{advice}: {'; '.join(differences)}"
         )
 
 
@@ -179,12 +180,13 @@ def compare_setup(
 
 def _state_digest(state: Any) -> str:
     """Return a short digest of the tensors and numbers in the optimizer's ``state`` of a parameter. None has none."""
-    if isinstance(state, Mapping):
-        state = [(key, state[key]) for key in sorted(state, key=str)]
+    if isinstance(state, Mapping):  # to read a state that is missing adds an empty one
+        state = [(key, state[key]) for key in sorted(state, key=str) if state[key] is not None]
     if type(state) is torch.Tensor or hasattr(state, "device_mesh"):  # not what a library stores in a format of its own
         return digest(state)
     if isinstance(state, (list, tuple)):
-        return hashlib.blake2b("".join(map(_state_digest, state)).encode(), digest_size=8).hexdigest()
+        digests = "".join(map(_state_digest, state))
+        return hashlib.blake2b(digests.encode(), digest_size=8).hexdigest() if digests else ""
     return repr(state) if isinstance(state, (int, float, str)) else ""
 
 
@@ -213,20 +215,22 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
     ]
 
 
-def changing_options(optimizer: torch.optim.Optimizer) -> str:
+def numeric_options(optimizer: torch.optim.Optimizer) -> str:
     """Return the numbers among the options of the parameter groups, such as learning rates, as a text.
 
-    The host waits for no GPU: the value of an option that is a tensor on a GPU is left out.
+    Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The host
+    waits for no GPU: the value of an option that is a tensor on a GPU is left out.
     """
-    return repr([[_numbers(value) for value in group.values()] for group in optimizer.param_groups])
+    names = sorted(set(getattr(optimizer, "defaults", ())))
+    return repr([[_numbers(group.get(name)) for name in names] for group in optimizer.param_groups])
 
 
 def _numbers(value: object) -> object:
-    if isinstance(value, (int, float)):
-        return value
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
-        return value.item()
-    return [_numbers(each) for each in value] if isinstance(value, tuple) else None
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, Real):
+        return float(value)
+    return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:

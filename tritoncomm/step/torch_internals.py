@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 
 # Not torch.compiler.disable, which imports the compiler even if it is not used.
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -89,12 +90,19 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if somebody has replaced ``step`` of this one object. Learning rate schedulers do not count.
+    """Return True if somebody has replaced ``step`` of this one object by another method.
 
-    They put a counter around the method, and mark it.
+    Learning rate schedulers put a counter around the method, which does not count.
     """
     own = vars(optimizer).get("step")
-    return own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
+    while getattr(getattr(own, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
+        own = own.__wrapped__  # type: ignore[union-attr]
+    return own is not None and getattr(own, "__func__", own) is not type(optimizer).step
+
+
+def hooks_key(optimizer: torch.optim.Optimizer) -> int:
+    """Return a number that ``optimizer`` has in common with proxies that share its attributes, and so its hooks."""
+    return id(optimizer._optimizer_step_pre_hooks)  # noqa: SLF001
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
