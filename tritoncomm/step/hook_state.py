@@ -164,7 +164,13 @@ class HookState(ABC):
             )
         self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
-        self.exchange.numeric_options = self._numeric_options
+        own_options = weakref.WeakMethod(self._numeric_options)  # no circle: the group is free when this is deleted
+
+        def options_of_all() -> str:
+            current = own_options()
+            return "" if current is None else current()
+
+        self.exchange.numeric_options = options_of_all
 
     def _numeric_options(self) -> str:
         """Return the options of the optimizers that have used the last delivery.
