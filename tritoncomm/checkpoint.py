@@ -98,7 +98,11 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
     """
     reference = _saved_into.get(folder.resolve())
     other = None if reference is None else reference()
-    if other is not None and file.exists() and not _parameters(other) & _parameters(optimizer):
+    if (
+        other is not None
+        and file.exists()
+        and not (setup_checks.parameter_ids(other) & setup_checks.parameter_ids(optimizer))
+    ):
         logger.warning(
             "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
             "folder of its own",
@@ -124,10 +128,6 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
                 "folder of its own"
             )
         each.unlink(missing_ok=True)  # of a group that had other ranks before
-
-
-def _parameters(optimizer: SparseOptimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def load(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -366,7 +366,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         step_state.attempted = exchange.deliveries
         try:
             self._optimizer_step.step(
-                delivered, clip=clip and not repeated, untouched=untouched, started=exchange.forget_delivered
+                delivered, clip=clip and not repeated, untouched=untouched, started=exchange.take_delivered
             )
         except BaseException:
             step_state.versions = [_version(gradient) for gradient in self._gradients()]
@@ -567,7 +567,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
         """Return the parameters that require gradients, with their names, and remember the others."""
         named = setup_checks.named_parameters(self.optimizer)
-        self._known = {id(parameter) for parameter, _ in named}
+        self._known = setup_checks.parameter_ids(self.optimizer)
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         return [(parameter, name) for parameter, name in named if parameter.requires_grad]
 

@@ -158,23 +158,30 @@ def test_renewal_of_the_scale() -> None:
     assert [step.syncs for step in steps[1:]] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
 
 
+def waits_of_steps(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int) -> list[int]:
+    """Return how often each step of a model with a hook waits, its backward pass included."""
+    found = []
+    for step in range(RENEWED + 1):
+        optimizer.zero_grad()
+        loss = doors.loss_of(model, rank, step, "cuda")
+        current_gpu().reset()
+        loss.backward()
+        optimizer.step()
+        found.append(current_gpu().syncs.total())
+    return found
+
+
 @pytest.mark.parametrize("buckets", [1, 3])
 def test_hook_of_ddp(buckets: int) -> None:
     """With a hook, a step waits as often as without one, whatever the number of buckets."""
 
     def main(rank: int) -> list[int]:
-        model, found = doors.model_on("cuda"), []
+        model = doors.model_on("cuda")
         state = CommState(None, "topk_allgather", density=0.1, warmup_steps=0, dense_below=20)
         state.name(dict(model.named_parameters()))
         reducer = doors.PythonReducer(model, state, comm_hook, buckets)
         optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        for step in range(RENEWED + 1):
-            optimizer.zero_grad()
-            loss = doors.loss_of(model, rank, step, "cuda")
-            current_gpu().reset()
-            loss.backward()
-            optimizer.step()
-            found.append(current_gpu().syncs.total())
+        found = waits_of_steps(model, optimizer, rank)
         assert reducer is not None
         return found
 
@@ -186,7 +193,7 @@ def test_hook_of_fsdp() -> None:
     """With FSDP2, a step waits once for each parameter group and once more, and twice for each to renew the scale."""
 
     def main(rank: int) -> tuple[int, list[int]]:
-        mesh, found = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard")), []
+        mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
         model = doors.model_on("cuda")
         for layer in model:
             if list(layer.parameters()):
@@ -196,13 +203,7 @@ def test_hook_of_fsdp() -> None:
         state = fsdp.register(model, replicas, "topk_allgather", static=True, **fields)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
-        for step in range(RENEWED + 1):
-            optimizer.zero_grad()
-            loss = doors.loss_of(model, rank, step, "cuda")
-            current_gpu().reset()
-            loss.backward()
-            optimizer.step()
-            found.append(current_gpu().syncs.total())
+        found = waits_of_steps(model, optimizer, rank)
         return len(state.exchange.vectors), found
 
     for groups, found in ranks.run(main, 2):

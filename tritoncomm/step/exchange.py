@@ -253,26 +253,25 @@ class GradientExchange:
             scheduler.check()  # raises if the group has failed, so that a pending step is kept
             scheduler.run_beside(schedulers[0])
         self.pending = []
-        begun: list[_Begun] = []
-        spans = {vectors[0]: Span(vectors[0].device)} if vectors else {}
+        means: dict[VectorExchange, SparseVector] = {}
+        span, first = Span(vectors[0].device), len(self._begun)
         try:
             try:
-                runs = [_beginning(vector, begun, spans.get(vector), dense=dense) for vector in vectors]
-                run_together(runs)
+                run_together([_noting(vector, means, dense=dense) for vector in vectors])
             finally:
-                begun = [
-                    step._replace(span=spans[step.vector].end()) if step.vector in spans else step for step in begun
-                ]
-                begun.sort(key=lambda step: vectors.index(step.vector))
-                self._begun += begun
-            for number, (vector, mean, _) in enumerate(begun):
-                _check_range(mean, vector.layout, scale, dtypes[number] if dtypes else None)
+                self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
+            self._begun[first] = self._begun[first]._replace(span=span.end())
+            for number, vector in enumerate(vectors):
+                _check_range(means[vector], vector.layout, scale, dtypes[number] if dtypes else None)
                 if into_flat:
-                    vector.write(mean)
+                    vector.write(means[vector])
         except NonFiniteError as error:
-            if len(begun) < len(vectors):
+            rejected = [vector for vector in vectors if vector not in means]
+            if rejected:
                 bad = {name: count for vector in vectors for name, count in vector.non_finite().items()}
                 self._at_fault = self._at_fault or listed(bad)
+            for vector in rejected:
+                vector.measure(None, span.end() if vector is rejected[0] else None)
             self._rejected = error
             if self.verdict is None:
                 raise self._reject(vectors[0]) from None
@@ -370,10 +369,6 @@ class GradientExchange:
             delivered.layout.scatter(delivered.entries)
         return means
 
-    def forget_delivered(self) -> None:
-        """Forget :attr:`delivered`, which is being used."""
-        self.delivered = None
-
     def take_delivered(self) -> list[Delivered]:
         """Return :attr:`delivered` for the optimizer's step, and forget it."""
         means, self.delivered = self.delivered or [], None
@@ -437,14 +432,9 @@ def _norm(values: torch.Tensor) -> float:
     return norm if math.isfinite(norm) else float(values.double().norm())  # the squares may overflow in fp32
 
 
-def _beginning(vector: VectorExchange, begun: list[_Begun], span: Span | None, *, dense: bool) -> Running[None]:
-    """Exchange ``vector``, and add it to ``begun``. ``span`` has begun, if it is to measure the time."""
-    try:
-        mean = yield from vector.beginning(dense=dense)
-    except BaseException:
-        vector.measure(None, None if span is None else span.end())
-        raise
-    begun.append(_Begun(vector, mean, None))
+def _noting(vector: VectorExchange, means: dict[VectorExchange, SparseVector], *, dense: bool) -> Running[None]:
+    """Exchange ``vector``, and add its mean to ``means``."""
+    means[vector] = yield from vector.beginning(dense=dense)
 
 
 def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:

@@ -152,8 +152,8 @@ class HookState(ABC):
             self._replace_vectors()
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
         self.on_nonfinite = on_nonfinite if self.scaler is None else "skip"
-        own = _parameters_of(optimizer)
-        replaced = [each for each in self.connected if own & _parameters_of(each)]
+        own = setup_checks.parameter_ids(optimizer)
+        replaced = [each for each in self.connected if own & setup_checks.parameter_ids(each)]
         others = [_kind(each) for each in replaced if each.optimizer is not optimizer.optimizer]
         if others and dist.get_rank(self.replicas) == 0:
             logger.warning(
@@ -188,10 +188,11 @@ class HookState(ABC):
             step_state: The state that belongs to the wrapped optimizer alone. It may have a proxy of a framework.
             optimizer: Its original optimizer.
         """
-        own, connected = _parameters_of(optimizer), self.connected
+        connected = self.connected
         if any(each._step_state is step_state for each in connected):  # noqa: SLF001
             return
-        kinds = [_kind(each) for each in connected if own & _parameters_of(each)]
+        own = setup_checks.parameter_ids(optimizer)
+        kinds = [_kind(each) for each in connected if own & setup_checks.parameter_ids(each)]
         raise RuntimeError(
             f"another optimizer ({', '.join(kinds) or 'deleted since'}) was wrapped for the same parameters after this "
             "one: use that one, or wrap this one again"
@@ -377,10 +378,6 @@ class HookState(ABC):
 
 def _kind(optimizer: Any) -> str:
     return type(optimizer.optimizer).__name__
-
-
-def _parameters_of(optimizer: Any) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def hook_of(parameters: set[int]) -> HookState | None:

@@ -129,7 +129,7 @@ class OptimizerStep:
         *,
         clip: bool = True,
         untouched: bool = False,
-        started: Callable[[], None] | None = None,
+        started: Callable[[], object] | None = None,
     ) -> None:
         """Update the parameters from ``.grad``.
 
@@ -189,7 +189,7 @@ class OptimizerStep:
         self._apply(lambda rule, _: rule.step(every, [None] * len(every)))
 
     @without_compile
-    def _apply(self, aware: Callable[[AwareStep, bool], None], started: Callable[[], None] | None = None) -> None:
+    def _apply(self, aware: Callable[[AwareStep, bool], None], started: Callable[[], object] | None = None) -> None:
         """Take the optimizer's own step, or ``aware``. Call ``started`` between the pre-hooks and the step.
 
         The second argument of ``aware`` is False if a pre-hook may have changed the gradients.

@@ -28,6 +28,11 @@ from tritoncomm.version import __version__
 logger = logging.getLogger("tritoncomm")
 
 _ERROR = "error"  # key of the error that a rank reports to the others
+# What to do if a field differs. For others: configure the ranks identically.
+_ADVICE = {
+    "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
+    "optimizer state": "load the same state on all ranks",
+}
 
 
 def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
@@ -44,13 +49,11 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
     if errors:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
-    differences = [text for name in fields if (text := _difference(name, [entry.get(name) for entry in gathered]))]
+    differences = {name: _difference(name, [entry.get(name) for entry in gathered]) for name in fields}
+    differences = {name: text for name, text in differences.items() if text}
     if differences:
-        advice = "; for parameter values: wrap(..., broadcast_parameters=True)" * ("parameter values" in fields)
-        advice += "; for the optimizer's state: load the same state on all ranks" * ("optimizer state" in fields)
-        raise ConfigMismatchError(
-            f"ranks are configured differently; configure them identically{advice}: {'; '.join(differences)}"
-        )
+        advice = "; ".join(dict.fromkeys(_ADVICE.get(name, "configure them identically") for name in differences))
+        raise ConfigMismatchError(f"ranks are configured differently; {advice}: {'; '.join(differences.values())}")
 
 
 @contextmanager
@@ -231,6 +234,11 @@ def _numbers(value: object) -> object:
     if isinstance(value, Real):
         return float(value)
     return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters of all groups."""
+    return {id(parameter) for parameter, _ in named_parameters(optimizer)}
 
 
 def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
