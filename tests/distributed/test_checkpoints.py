@@ -96,4 +96,4 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
 
 def test_one_state_for_all_ranks() -> None:
     """The state of rank 0 loads on all ranks if it has no residual, with and without a hook."""
-    run_workers(checkpoint_workers.one_state_for_all, 3)
+    assert run_workers(checkpoint_workers.one_state_for_all, 3) == [None] * 3

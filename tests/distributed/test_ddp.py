@@ -42,7 +42,7 @@ def test_situations(situations: list, world_size: int) -> None:
 
 def test_nodes() -> None:
     """Two nodes of two ranks exchange sparsely between the nodes."""
-    run_workers(ddp_workers.nodes, 4)
+    assert run_workers(ddp_workers.nodes, 4) == [None] * 4
 
 
 def test_killed_rank() -> None:

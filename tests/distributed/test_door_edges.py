@@ -57,7 +57,9 @@ def test_sharded(situations: list) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sparse_gradients(world_size: int) -> None:
     """Sparse gradients are defined under a hook, and do not make it wait for ever."""
-    run_workers(door_edge_workers.sparse_gradients, world_size, limit=timedelta(seconds=30))
+    assert (
+        run_workers(door_edge_workers.sparse_gradients, world_size, limit=timedelta(seconds=30)) == [None] * world_size
+    )
 
 
 def texts_of(worker, world_size: int, **fields) -> list[str]:

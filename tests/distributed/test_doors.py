@@ -28,12 +28,12 @@ def test_ddp(situations: list) -> None:
 
 def test_one_bucket_equals_wrap() -> None:
     """DDP and ``wrap(model=)`` take the steps of ``wrap`` on the plain module."""
-    run_workers(door_workers.one_bucket_equals_wrap, 2)
+    assert run_workers(door_workers.one_bucket_equals_wrap, 2) == [None] * 2
 
 
 def test_one_worker() -> None:
     """Every door is the bare optimizer with one worker."""
-    run_workers(door_workers.one_worker, 1)
+    assert run_workers(door_workers.one_worker, 1) == [None] * 1
 
 
 @pytest.mark.parametrize(

@@ -52,4 +52,4 @@ def test_situations(situations: list) -> None:
 
 def test_nodes() -> None:
     """Two nodes of two ranks exchange sparsely between the nodes."""
-    run_workers(training_workers.nodes, 4)
+    assert run_workers(training_workers.nodes, 4) == [None] * 4
