@@ -6,7 +6,7 @@ doors:
 * ``dense``: ``DistributedDataParallel`` without a hook of this library.
 * ``wrap``: ``wrap(optimizer)`` and a plain module. ``step()`` exchanges.
 * ``ddp``: ``wrap(optimizer, model=ddp)``. A thread exchanges each bucket during backward.
-* ``fsdp``: ``wrap(optimizer, model=fsdp)`` with two replicas of two shards. FSDP's hook exchanges during backward.
+* ``fsdp``: ``wrap(optimizer, model=fsdp)`` with two replicas of two shards. The hook exchanges at the end of backward.
 * ``transformers``: the ``Trainer`` of Transformers. Skipped if Transformers is not installed.
 
 All doors see the same batches and learning rates. All sparse doors begin with the same number of dense steps (2 %, as
@@ -22,9 +22,9 @@ Columns:
 * ``hidden``: share of these seconds in which backward did not wait, ``1 - waited / exchange``. For ``ddp`` and
   ``transformers``, the exchange is the time in which the exchange thread has a bucket to work on. Backward waits from
   the moment that DDP hands over the last bucket, when all gradients are computed, until the thread has finished it. For
-  ``fsdp``, a call of the hook is waited for if it runs on the thread of backward. For ``wrap``, the exchange follows
-  backward, and 0 is hidden. For ``dense``, DDP's own timers measure the time from the first bucket to the end of the
-  last one, and the part of it before the last gradient is computed.
+  ``fsdp``, the exchange is the end of backward, for ``wrap`` it follows backward, and 0 is hidden. For ``dense``, DDP's
+  own timers measure the time from the first bucket to the end of the last one, and the part of it before the last
+  gradient is computed.
 
 A run can be cut into pieces. Rows are added to those in the file of ``--json``, and a row that is there already is not
 measured again without ``--again``.
@@ -39,7 +39,6 @@ import math
 import platform
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +51,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm import ddp, fsdp
+from tritoncomm import ddp
 from tritoncomm.demo import train as demo_run
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
@@ -159,8 +158,8 @@ class Timer(Protocol):
         """Return the seconds of the exchange in the step that has ended, and the seconds of waiting for it."""
 
 
-class InStep:
-    """The exchange runs in ``optimizer.step()``, which waits for all of it."""
+class Waiting:
+    """Backward, or ``optimizer.step()`` without a hook, waits for the whole exchange."""
 
     def __init__(self, optimizer: tritoncomm.SparseOptimizer) -> None:
         self.optimizer = optimizer
@@ -209,29 +208,6 @@ class OnThread(ThreadPoolExecutor):
         assert state._thread is None  # noqa: SLF001 - the hook has no public clock
         state._thread = cls()  # noqa: SLF001
         return state._thread  # noqa: SLF001
-
-
-class InBackward:
-    """The exchange runs in the hooks of FSDP. Backward waits for a hook that runs on its thread."""
-
-    def __init__(self) -> None:
-        self._busy = self._waited = 0.0
-        exchange, thread = fsdp.ShardHook.__call__, threading.get_ident()
-
-        def timed(hook: fsdp.ShardHook, shard: Tensor) -> None:
-            started = time.perf_counter()
-            exchange(hook, shard)
-            seconds = time.perf_counter() - started
-            self._busy += seconds
-            self._waited += seconds if threading.get_ident() == thread else 0.0
-
-        fsdp.ShardHook.__call__ = timed  # type: ignore[method-assign] # for the one model of this process
-
-    def take(self) -> tuple[float, float]:
-        """See :class:`Timer`."""
-        times = self._busy, self._waited
-        self._busy = self._waited = 0.0
-        return times
 
 
 class Run:
@@ -345,7 +321,7 @@ def train_wrapped(run: Run, plain: nn.Module) -> float:
         assert state is not None
         timer = OnThread.of(state)
     else:
-        timer = InBackward() if door == "fsdp" else InStep(optimizer)
+        timer = Waiting(optimizer)
     train_steps(run, model, optimizer, timer)
     return optimizer.metrics()["bytes_sent_total"]
 

@@ -1,17 +1,18 @@
 """Sparse exchange for FSDP2 models that are sharded inside a fast network and replicated across a slow one.
 
-``fully_shard`` with a one-dimensional mesh reduce-scatters gradients within this mesh. The hook of this file then
-averages the shards over the replicas by a sparse exchange.
+``fully_shard`` with a one-dimensional mesh reduce-scatters gradients within this mesh. The hook of this file keeps the
+shards. At the end of the backward pass, sparse exchanges average all of them over the replicas. The host then waits for
+a GPU as often as for one of them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import nn
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import copy_pairs
+from tritoncomm.step.bucket import add_pairs, copy_pairs
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -38,6 +39,7 @@ from tritoncomm.step.torch_internals import (
     at_end_of_backward,
     current_backward,
     fsdp_parameter_groups,
+    needs_mean_in_hook,
 )
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
@@ -45,8 +47,31 @@ from tritoncomm.version import __version__
 logger = logging.getLogger("tritoncomm")
 
 
+class _Arrived(NamedTuple):
+    """A vector whose ``flat`` holds gradients that FSDP has reduced in ``dtype``.
+
+    ``kept`` means that the gradients are their mean already, as with one worker.
+    """
+
+    vector: VectorExchange
+    dtype: torch.dtype
+    kept: bool
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the local shard of the ``.grad`` of each parameter, in the order of ``vector.layout``."""
+        return [local(parameter.grad.detach()) for parameter in self.vector.layout.parameters]  # type: ignore[union-attr]
+
+    def means(self) -> list[torch.Tensor]:
+        """Return the part of ``vector.flat`` of each parameter, rounded as FSDP would have rounded its shard."""
+        gradients = self.gradients()
+        mean = self.vector.flat.to(self.dtype).to(gradients[0])  # all parameters of a group have the same dtype
+        return [
+            part.view(gradient.shape) for part, gradient in zip(self.vector.layout.parts(mean), gradients, strict=True)
+        ]
+
+
 class ShardHook:
-    """The hook of one FSDP parameter group. A call replaces its reduced shard by the mean over the replicas.
+    """The hook of one FSDP parameter group. A call takes its reduced shard for the exchange with the replicas.
 
     Args:
         group: The parameter group of FSDP.
@@ -77,7 +102,10 @@ class ShardHook:
         return next(vector for vector in self.owner.exchange.vectors if vector.names == self.names)
 
     def __call__(self, shard: torch.Tensor) -> None:
-        """Replace ``shard`` (flat, any float dtype, padding included) by its mean over the replicas, in place."""
+        """Take ``shard`` (flat, any float dtype, padding included), and leave zeros, to which the mean is added later.
+
+        If something uses the gradient before the end of the backward pass, leave the mean.
+        """
         if shard.is_cuda:  # pragma: no cover - needs a GPU
             shard.record_stream(torch.cuda.current_stream(shard.device))
         if shard.numel() != self._numel:
@@ -103,11 +131,14 @@ class ShardHook:
         vector = self.owner.enter(self)
         parts = self._parts(vector, shard)
         copy_pairs(parts)
-        kept = vector.keeps_gradient()
-        if not self.owner.deliver(vector, shard.dtype):
+        arrived = _Arrived(vector, shard.dtype, vector.keeps_gradient())
+        if not needs_mean_in_hook(self._group, shard.dtype):
+            self.owner.arrive(arrived)
+            if not arrived.kept:
+                shard.zero_()
+        elif not self.owner.average([arrived]):
             shard.fill_(math.nan)
-            return
-        if not kept:
+        elif not arrived.kept:
             copy_pairs([(shard_part, flat_part) for flat_part, shard_part in parts])
 
     def discard(self, parameters: set[int]) -> None:
@@ -156,6 +187,8 @@ class FSDPState(HookState):
         self.group = options.group
         self.hooks: list[ShardHook] = []
         self._entered: list[ShardHook] = []
+        self._ready: list[_Arrived] = []
+        self._streams: set[torch.cuda.Stream] = set()
         self._backward = -1
 
     @property
@@ -232,34 +265,61 @@ class FSDPState(HookState):
             self._backward = backward
             self.exchange.reset(keep_delivered=bool(self.connected) and not self.consumed)
             self.consumed = False
-            at_end_of_backward(self._commit_backward)
+            at_end_of_backward(self._finish_backward)
         self._entered.append(hook)
         return hook.vector
 
+    def arrive(self, arrived: _Arrived) -> None:
+        """Note the gradients of a group, which are written on the current stream."""
+        self._ready.append(arrived)
+        if arrived.vector.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(arrived.vector.device))
+
     def _abandon(self) -> None:
         self.exchange.rollback()
-        self._entered = []
+        self._entered, self._ready = [], []
 
-    def deliver(self, vector: VectorExchange, dtype: torch.dtype) -> bool:
-        """Replace ``vector.flat`` by its mean, both times the loss scale. Return False if the pass will be rejected."""
-        scale = self.scale
-        if scale != 1.0:
-            vector.flat.mul_(1.0 / scale)
-        if self.on_nonfinite == "zero":
-            self.exchange.zeroed += vector.zero_non_finite()
+    def average(self, arrived: Sequence[_Arrived]) -> bool:
+        """Replace the flat vectors by their means, times the loss scale. Return False if the pass will be rejected."""
+        scale, vectors = self.scale, [each.vector for each in arrived]
+        self.unscale(vectors, scale)
         try:
-            if not self.exchange.deliver(vector, scale=scale, dtypes=[dtype]):
+            if not self.exchange.deliver(*vectors, scale=scale, dtypes=[each.dtype for each in arrived]):
                 return False
         except BaseException:
             self._abandon()
             raise
         if scale != 1.0:
-            vector.flat.mul_(scale)
+            for vector in vectors:
+                vector.flat.mul_(scale)
         return True
 
-    def _commit_backward(self) -> None:
-        """Commit the backward pass, or discard it if any rank found a NaN or Inf. All ranks call this."""
+    def _average_ready(self) -> None:
+        """Exchange all groups that have arrived, and add their means to the gradients, where the hooks left zeros."""
+        ready, self._ready = self._ready, []
+        if not ready:
+            return
+        for stream in self._streams:  # where FSDP writes gradients
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
+        averaged = False
+        try:
+            averaged = self.average(ready)
+        finally:
+            if averaged:
+                changed = [each for each in ready if not each.kept]
+                add_pairs([pair for each in changed for pair in zip(each.gradients(), each.means(), strict=True)])
+            else:
+                for gradient in [gradient for each in ready for gradient in each.gradients()]:
+                    gradient.fill_(math.nan)
+
+    def _finish_backward(self) -> None:
+        """Exchange what is ready. Commit the backward pass, or discard it if any rank found a NaN or Inf.
+
+        All ranks call this.
+        """
         self._entered, self._backward = [], -1
+        self._average_ready()
         try:
             self.exchange.finish()
         except NonFiniteError as error:
@@ -298,11 +358,11 @@ def register(
 ) -> FSDPState:
     """Average the gradient shards of an FSDP2 model over its replicas by sparse exchanges, in the backward pass.
 
-    Call this on all ranks, after the last ``fully_shard`` and before the first forward pass. Each parameter group of
-    FSDP is exchanged when its gradients have been reduce-scattered. The optimizer sees averaged gradients that are zero
-    where nothing was delivered. Residuals need as much memory as the shards, in fp32.
+    Call this on all ranks, after the last ``fully_shard`` and before the first forward pass. Shards are
+    exchanged at the end of the pass, when FSDP has reduce-scattered all gradients. The optimizer sees averaged
+    gradients that are zero where nothing was delivered. Residuals need as much memory as the shards, in fp32.
 
-    If any replica has a NaN or Inf, or if a mean overflows with ``reduce_dtype=torch.float16``, the shard becomes NaN
+    If any replica has a NaN or Inf, or if a mean overflows with ``reduce_dtype=torch.float16``, shards become NaN
     on all replicas, as in a dense run, and no residual of any module changes. Every backward pass ends with an
     all-reduce over all ranks, so no rank steps if another rank has failed.
 

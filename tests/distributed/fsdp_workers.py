@@ -13,7 +13,13 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
 from tritoncomm import fsdp as front
@@ -279,6 +285,40 @@ def sparse_accumulation(rank: int, world_size: int, send) -> None:
         dense = dense + local(plain_grads(rank, world_size, step, micro=2), model)
     assert torch.allclose(delivered + residual_sum(state, model) / 2, dense, atol=1e-5)
     assert state.metrics()["steps"] == 3
+
+
+def gradients_used_early(rank: int, world_size: int, send) -> None:
+    """A hook of the user that waits for a gradient gets its mean, the same bits as at the end of the backward pass."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policies = [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)}]
+    policies += [
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=fp32)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ]
+    for narrow, fields in [(False, fields) for fields in policies] + [(True, policies[2])]:
+        seen = []
+        for early in (False, True):
+            whole, found = Net().to(bf16 if narrow else fp32), []
+            model = sharded(whole, grid["shard"], **fields)
+            scaler = GradScaler("cpu", init_scale=1024.0)
+            front.register(model, group, "topk_allgather", density=0.1, dense_below=16, scaler=scaler)
+            for p in model.parameters() if early else ():
+                p.register_post_accumulate_grad_hook(lambda p, found=found: found.append(p.grad.to_local().clone()))
+            for step in range(4):  # each pass adds to the gradients
+                model.set_is_last_backward(step != 1)
+                x, y = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(10 * step + rank)), 0.5
+                loss = (model(x[0].to(bf16) if narrow else x[0]) - y).square().mean()
+                scaler.scale(loss).backward()
+                if early:
+                    assert len(found) == len(list(model.parameters()))
+                    held = [p.grad.to_local() for p in model.parameters()]
+                    assert all(any(torch.equal(a, b) for b in held) for a in found)
+                    found.clear()
+            seen.append(shards(model))
+        assert seen[0].any()
+        assert torch.equal(*seen), fields
 
 
 def killed(rank: int, world_size: int, send) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tritoncomm import NonFiniteError, SimulatedWorld, checkpoint, fsdp
@@ -186,7 +187,8 @@ def test_ddp_hook_copies_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch)
     assert set(copies) == {2}
 
 
-def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
+def _sharded(device: str, **fields: Any) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
+    """Return a model with a parameter group for each layer, the replicas of this rank, and the state of the hook."""
     world_size = dist.get_world_size()
     shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
     mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -196,7 +198,11 @@ def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[A
             fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     replicas = mesh["replicate"].get_group()
-    state = fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+
+
+def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
+    model, replicas, state = _sharded(device, **fields)
     wrapped = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), model=model, process_group=replicas)
     seen = []
     for step in range(4):
@@ -218,6 +224,69 @@ def test_fsdp_hook(optimizer: str, world_size: int) -> None:
         seed=world_size,
     )
     assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("at", ["0", "4"])
+def test_fsdp_hook_rejects_a_group(at: str) -> None:
+    """A NaN of one rank in any parameter group rejects the pass on all ranks. The next pass goes on."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        factor = 1.0
+
+        def multiply(layer: nn.Module, inputs: object) -> None:  # FSDP has gathered the weight now
+            hooks.append(layer.weight.register_hook(lambda gradient: gradient * factor))
+
+        hooks: list[Any] = []
+
+        model, replicas, state = _sharded(device, **METHODS["oktopk-static"])
+        model.get_submodule(at).register_forward_pre_hook(multiply)
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas, on_nonfinite="raise")
+        seen = []
+        for step in range(5):
+            optimizer.zero_grad()
+            error = ""
+            factor = float("nan") if step == 3 and rank == 1 else 1.0
+            try:
+                doors.loss_of(model, rank, step, device).backward()
+                optimizer.step()
+            except NonFiniteError as raised:
+                error = str(raised)
+            hooks.pop().remove()
+            residuals = [vector.feedback.residual for vector in state.exchange.vectors]
+            seen.append((error, doors.bits([*(each.to_local() for each in model.parameters()), *residuals])))
+        return seen
+
+    on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
+    assert on_gpu == on_cpu
+    for steps in on_gpu:
+        assert [bool(error) for error, _ in steps] == [False, False, False, True, False]
+        assert f"rank 1: {at}.weight" in steps[3][0]
+        assert steps[3][1] == steps[2][1] != steps[4][1]
+
+
+def test_fsdp_hook_of_a_gradient() -> None:
+    """A hook of the user that waits for a gradient sees its mean, and the optimizer takes the same step."""
+
+    def train(rank: int, device: str, *, early: bool) -> tuple[list[Any], list[Any]]:
+        model, replicas, _ = _sharded(device, **METHODS["oktopk-static"])
+        inner, seen = OPTIMIZERS["adamw"](model.parameters()), {}
+        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        for name, parameter in model.named_parameters() if early else ():
+            hook = lambda given, name=name: seen.__setitem__(name, given.grad.to_local().clone())  # noqa: E731
+            parameter.register_post_accumulate_grad_hook(hook)
+        for step in range(3):
+            optimizer.zero_grad()
+            doors.loss_of(model, rank, step, device).backward()
+            optimizer.step()
+        gradients = {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+        seen = seen if early else gradients
+        return doors.bits([seen[name] for name in gradients]), doors.bits([p.to_local() for p in model.parameters()])
+
+    (early_gpu, early_cpu), (late_gpu, late_cpu) = (
+        doors.on_both(lambda rank, device, early=early: train(rank, device, early=early), 2) for early in (True, False)
+    )
+    assert early_gpu == early_cpu == late_gpu == late_cpu
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -141,3 +141,21 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(streams.Event, "elapsed_time", lambda start, end: 3.0)
     for link in ranks.run(lambda rank: measure_link(None, "cuda"), 2):
         assert link.latency == pytest.approx(0.003)
+
+
+def test_parts_of_an_exchange_of_several_vectors() -> None:
+    """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
+    exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.01), alone=True))
+    parameters = [torch.zeros(300_000) for _ in range(3)]
+    exchange.vectors = [VectorExchange([each], [""], exchange.options) for each in parameters]
+    for vector in exchange.vectors:
+        vector.flat.normal_(generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        began = time.perf_counter()
+        exchange.reset()
+        exchange.deliver(*exchange.vectors)
+        exchange.finish()
+        passed, found = time.perf_counter() - began, exchange.metrics()
+        parts = [found[f"seconds_{part}"] for part in ("select", "exchange", "apply")]
+        assert all(part >= 0.0 for part in parts)
+        assert 0.0 < sum(parts) <= passed

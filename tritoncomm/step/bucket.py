@@ -233,6 +233,12 @@ def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target.copy_(source)
 
 
+def add_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
+    if pairs:
+        torch._foreach_add_([target for target, _ in pairs], [source for _, source in pairs])
+
+
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout != torch.strided
 

@@ -348,11 +348,7 @@ class CommState(HookState):
         ready, self._pass.ready = self._pass.ready, []
         vectors, scale = [vector for vector, _ in ready], self._pass.scale
         copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
-        for vector in vectors:
-            if scale != 1.0:
-                vector.flat.mul_(1.0 / scale)
-            if self.on_nonfinite == "zero":
-                self.exchange.zeroed += vector.zero_non_finite()
+        self.unscale(vectors, scale)
         kept = [vector.keeps_gradient() for vector in vectors]
         self.exchange.deliver(*vectors, scale=scale, dtypes=[dtype for _, dtype in ready])
         changed = [vector for vector, keeps in zip(vectors, kept, strict=True) if not keeps]

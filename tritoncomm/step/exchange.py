@@ -403,7 +403,9 @@ class GradientExchange:
         """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
         numel = sum(vector.layout.numel for vector in self.vectors)
         delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
-        return summed([vector.last for vector in self.vectors]) | {
+        last = summed([vector.last for vector in self.vectors])
+        return last | {
+            "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
             "density": self.options.recipe.density,
             "density_delivered": delivered / max(numel, 1),
             "steps": float(self.steps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -106,6 +106,14 @@ class HookState(ABC):
     def scale(self) -> float:
         """The scale of the loss, 1 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    def unscale(self, vectors: Sequence[VectorExchange], scale: float) -> None:
+        """Divide each ``vector.flat`` by ``scale``, and replace NaN and Inf by zero if the user wants that."""
+        for vector in vectors:
+            if scale != 1.0:
+                vector.flat.mul_(1.0 / scale)
+            if self.on_nonfinite == "zero":
+                self.exchange.zeroed += vector.zero_non_finite()
 
     @property
     def recipe(self) -> Recipe:

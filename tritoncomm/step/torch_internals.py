@@ -79,6 +79,17 @@ def all_reduce_hook(group: Any) -> Any:
     return group._all_reduce_hook  # noqa: SLF001
 
 
+def needs_mean_in_hook(group: Any, dtype: torch.dtype) -> bool:
+    """Return True if something uses the shard of ``group``, reduced in ``dtype``, before the end of backward.
+
+    FSDP multiplies a sum by a factor after the all-reduce hook, and then calls the hooks of the user that wait for the
+    gradient of a parameter.
+    """
+    multiplies = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+    parameters = [each.sharded_param for each in group.fsdp_params]
+    return multiplies or any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return the hooks of ``optimizer`` before and after its step.
 

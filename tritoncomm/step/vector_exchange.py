@@ -92,7 +92,7 @@ class VectorExchange:
         dense_numel: Number of elements that are sent dense.
         packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
-        last: Metrics of the last step.
+        last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], options: ExchangeOptions) -> None:
@@ -278,7 +278,7 @@ class VectorExchange:
             "messages_sent": float(meter.sent.messages),
             "seconds_select": selecting,
             "seconds_exchange": waited,
-            "seconds_apply": max(0.0, whole - selecting - waited),
+            "seconds_apply": whole - selecting - waited,  # the first of several vectors has their whole time
             **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
