@@ -43,6 +43,11 @@ def bits(values: torch.Tensor) -> list[int]:
     return values.view(torch.int32).tolist()
 
 
+def one_nan(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` with the same bits for each NaN."""
+    return torch.where(values.isnan(), torch.tensor(math.nan), values)
+
+
 def by_list(values: torch.Tensor, key: int) -> list[int]:
     """Return the positions that reach a key, as a second oracle."""
     return [i for i, b in enumerate(bits(values)) if b & 0x7FFFFFFF >= key]
@@ -87,8 +92,9 @@ def test_accumulate_and_select(values: list[float], data: st.DataObject) -> None
     inputs = bits(residual)
     total = torch.add(residual, gradient)
     got = kernels.accumulate_and_select(residual, gradient, out, limit)
-    expected = kernels.select(total, limit)
-    assert bits(out) == bits(total)
+    # The sum of two NaNs has the bits of either: this depends on the instruction that torch chooses.
+    assert bits(one_nan(out)) == bits(one_nan(total))
+    expected = kernels.select(out, limit)
     assert got.indices.tolist() == expected.indices.tolist()
     assert bits(got.values) == bits(expected.values)
     assert bits(residual) == inputs
