@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
@@ -240,24 +239,24 @@ def decompress_padded(out: torch.Tensor, entries: Padded, *, workspace: Workspac
     return out
 
 
-def constant(content: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return ``content`` as an int32 tensor on ``device``, which must not be written.
+def constant(content: Sequence[float], device: torch.device, *, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return ``content`` as a tensor of ``dtype`` on ``device``, which must not be written.
 
     It is copied there only once, unless thousands of others have been needed since.
     """
     # Work on another stream does not wait for the copy, so each stream has its own.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (tuple(content), device, stream)
+    key = (tuple(content), dtype, device, stream)
     held = _constants.get(key)
     if held is None:
         while len(_constants) >= _MOST_CONSTANTS:
             _constants.pop(next(iter(_constants)))
-        held = _constants[key] = copied_to(torch.from_numpy(np.asarray(content, dtype=np.int32)), device)
+        held = _constants[key] = copied_to(torch.tensor(content, dtype=dtype), device)
     return held
 
 
 _MOST_CONSTANTS = 4096
-_constants: dict[tuple[tuple[int, ...], torch.device, int], torch.Tensor] = {}
+_constants: dict[tuple[tuple[float, ...], torch.dtype, torch.device, int], torch.Tensor] = {}
 
 
 def check_launch(rows: int) -> None:

@@ -12,12 +12,15 @@ from tritoncomm import (
     DGC,
     ConfigurationError,
     ExDyna,
+    GaussianK,
     GTopk,
+    HardThreshold,
     Hierarchical,
     MiCRO,
     NonFiniteError,
     ProtocolMismatchError,
     Recipe,
+    SIDCo,
     SimulatedWorld,
     SparDL,
     TopkAllgather,
@@ -62,6 +65,16 @@ SAME = [
     (ExDyna(density=0.05, capacity=AMPLE, packed=True), 5),
     (ExDyna(density=0.05, capacity=AMPLE, rebalance="pair_ratio", threshold_rule="ref"), 4),
     (MiCRO(density=0.05, capacity=AMPLE), 7),
+    *((HardThreshold(density=0.05, static_room=20.0), world_size) for world_size in (1, 2, 5)),
+    (HardThreshold(density=0.05, threshold=2.0, static_room=20.0, packed=True), 4),
+    (HardThreshold(density=0.05, static_room=20.0, values="4bit"), 3),
+    *((GaussianK(density=density), 5) for density in (0.001, 0.05, 0.3)),
+    (GaussianK(density=0.05), 1),
+    (GaussianK(density=0.05, max_ratio=1.26, packed=True), 4),
+    (GaussianK(density=0.05, max_ratio=9.0, values="4bit"), 3),
+    *((SIDCo(density=density), 5) for density in (0.002, 0.05, 0.3)),
+    (SIDCo(density=0.05, max_ratio=1.0, packed=True), 4),
+    (SIDCo(density=0.05, values="4bit"), 3),
 ]
 
 
@@ -141,6 +154,46 @@ def test_no_static_form_between_nodes(recipe: Recipe) -> None:
     """A hierarchical exchange refuses a method with messages of a fixed length, also inside of a warm-up."""
     with pytest.raises(ConfigurationError, match="a hierarchical exchange has no static form: leave it out"):
         Hierarchical(recipe=recipe, node_size=2)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3, 5.0])
+@pytest.mark.parametrize("recipe", [GaussianK(density=0.02), SIDCo(density=0.02)], ids=lambda recipe: recipe.name)
+def test_fit_without_a_tail(recipe: IndexRecipe, shift: float) -> None:
+    """If there is no tail to fit, both forms deliver the k largest values, ties by index."""
+    signs = torch.ones(3, 200)
+    signs[:, ::2] = -1.0
+    worlds = [SimulatedWorld(dataclasses.replace(recipe, static=static), 3, 200) for static in (False, True)]
+    (expected, *_), (mean, *_) = (world.step(signs + shift) for world in worlds)
+    assert len(expected) > 0
+    assert laws.same_vector(mean, expected)
+    assert laws.same_bits(*(world.residuals for world in worlds))
+    if not shift:
+        assert mean.indices.tolist()[: len(expected)] == [0, 1, 2, 3]
+    reports = [world.workers[2].algorithm.report["passed"] for world in worlds]
+    assert reports[0] == reports[1]
+
+
+def test_a_fit_that_sees_too_few_entries_has_no_static_form() -> None:
+    """The fit counts up to 1.25 times k entries."""
+    assert not GaussianK(max_ratio=1.25).can_be_static()
+    with pytest.raises(ConfigurationError, match=r"GaussianK\(static=True\): gaussiank has no static form"):
+        GaussianK(max_ratio=1.25, static=True)
+
+
+def test_more_entries_than_a_hard_threshold_has_room_for() -> None:
+    """Each rank sends its largest entries. The others stay, and the report has the number of all."""
+    recipe = HardThreshold(density=0.05, threshold=0.5, static=True, static_room=2.0)
+    world, gradients = SimulatedWorld(recipe, 2, 100), heavy(2, 100, 0)
+    assert int((gradients.abs() >= 0.5).sum(1).min()) > 10
+    mean = world.step(gradients)[0]
+    for residual, gradient in zip(world.residuals, gradients, strict=True):
+        sent = residual != gradient
+        assert int(sent.sum()) == 10
+        assert not residual[sent].any()
+        assert gradient[sent].abs().min() >= gradient[~sent].abs().max()
+    assert len(mean) <= 20
+    found = [worker.algorithm.report["passed"] for worker in world.workers]
+    assert found == (gradients.abs() >= 0.5).sum(1).tolist()
 
 
 @pytest.mark.parametrize("capacity", [1.0, 1.5])

@@ -26,12 +26,22 @@ from emulated_cuda import doors, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
 from emulated_cuda.exchanges import counted
 
-METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro", "dgc", "gtopk")
+METHODS = (
+    "topk_allgather",
+    "spardl",
+    "oktopk",
+    "exdyna",
+    "micro",
+    "dgc",
+    "gtopk",
+    *("gaussiank", "hard_threshold", "sidco"),
+)
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
 OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
 # Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
 LAUNCHES = {"topk_allgather": (215, 3), "spardl": (245, 40), "oktopk": (385, 5), "exdyna": (250, 3), "micro": (250, 3)}
-LAUNCHES |= {"dgc": (170, 3), "gtopk": (250, 70)}
+LAUNCHES |= {"dgc": (170, 3), "gtopk": (250, 70), "gaussiank": (300, 3), "hard_threshold": (250, 3)}
+LAUNCHES |= {"sidco": (400, 3)}
 # In their first steps, root mean squares of parameters are computed each time: here in three, otherwise in twenty.
 SETTLED = 4
 

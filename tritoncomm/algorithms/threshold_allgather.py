@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,13 +24,22 @@ from tritoncomm.algorithms.base import (
 )
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
-from tritoncomm.primitives.selection import entries_to_keep, gaussian_selection, rounding_figures, sidco_selection
+from tritoncomm.primitives.selection import (
+    GAUSSIAN_MARGIN,
+    entries_to_keep,
+    gaussian_padded,
+    gaussian_selection,
+    rounding_figures,
+    sidco_padded,
+    sidco_selection,
+)
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
-from tritoncomm.scheduler.wire import Encoding
-from tritoncomm_kernels import Selection
+from tritoncomm_kernels import Padded, Selection
 
 # SIDCo averages the relative count over a window of steps. It changes the number of stages if this mean differs from 1
 # by more than the tolerance.
@@ -45,20 +55,27 @@ class HardThreshold(EntryRecipe):
     A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: a constant threshold
     is the optimum over a whole run for a given volume. The volume of a single step is not bounded. With
     ``threshold=None`` the first step sets the threshold. It is then the mean over workers of the k-th largest
-    magnitude, where k follows from ``density``.
+    magnitude, where k follows from ``density``. In the static form a rank has room for ``static_room`` times k entries,
+    its largest ones. The others stay in the residual.
     """
 
     name: ClassVar[str] = "hard_threshold"
+    has_static_form: ClassVar[bool] = True
     threshold: float | None = None
+    static_room: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.threshold is not None:
             check_number(self, "threshold")
             check(self, "threshold", 0 < self.threshold < math.inf, "must be a finite magnitude above 0, or None")
+        check_at_least(self, 1, "static_room")
+        check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of k")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
+        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
+        if self.static is True:
+            return super().formula(numel, world_size)
         words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -68,8 +85,7 @@ class HardThreshold(EntryRecipe):
 
     def build(self, numel: int) -> HardThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        k = entries_to_keep(numel, self.density)
-        return HardThresholdAlgorithm(numel, k, self.threshold or 0.0, self.encoding)
+        return HardThresholdAlgorithm(self, numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +96,7 @@ class GaussianK(EntryRecipe):
     """
 
     name: ClassVar[str] = "gaussiank"
+    has_static_form: ClassVar[bool] = True
     max_ratio: float = 1.5
 
     def __post_init__(self) -> None:
@@ -87,14 +104,20 @@ class GaussianK(EntryRecipe):
         check_at_least(self, 1, "max_ratio")
         check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
 
+    def can_be_static(self) -> bool:
+        """See :meth:`IndexRecipe.can_be_static`. The fit must see more entries than it accepts."""
+        return self.has_static_form and self.max_ratio > GAUSSIAN_MARGIN
+
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass."""
+        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
+        if self.static is True:
+            return super().formula(numel, world_size)
         words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        return GaussianKAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio, self.encoding)
+        return GaussianKAlgorithm(self, numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +130,60 @@ class SIDCo(GaussianK):
 
     name: ClassVar[str] = "sidco"
 
+    def can_be_static(self) -> bool:
+        """See :meth:`IndexRecipe.can_be_static`."""
+        return True
+
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
-        return SIDCoAlgorithm(numel, entries_to_keep(numel, self.density), self.max_ratio, self.encoding)
+        return SIDCoAlgorithm(self, numel)
 
 
 class ThresholdAlgorithm(BudgetedAlgorithm):
-    """Base class of the three methods. It exchanges the counts first, then exactly the selected entries."""
+    """Base class of the three methods. It exchanges the counts first, then exactly the selected entries.
 
-    def __init__(self, numel: int, k: int, room: int, encoding: Encoding) -> None:
+    ``room`` is the largest number of entries that a rank sends, and ``static_room`` that of the static form, in which
+    the host reads that number of ``figures`` of each rank.
+    """
+
+    figures: ClassVar[int] = 1
+
+    def __init__(self, recipe: EntryRecipe, numel: int, *, ratio: float = math.inf, static_ratio: float) -> None:
         super().__init__(numel)
-        self.k = k
-        self.encoding = encoding
-        self.room = min(numel, room)
+        self.encoding = recipe.encoding
+        self.k = entries_to_keep(numel, recipe.density)
+        self.room, self.static_room = (self._room(each) for each in (ratio, static_ratio))
+        self._static = recipe.static is True
+
+    def _room(self, ratio: float) -> int:
+        return self.numel if math.isinf(ratio) else min(self.numel, math.ceil(self.k * ratio))
+
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self._static and not self.goes_dense
 
     @abstractmethod
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         """Return the entries of this rank, and the state after a successful step."""
 
+    @abstractmethod
+    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
+        """Return the entries of this rank, :attr:`figures` about them (int32 ``[1]``), and the next state.
+
+        The first figure is the number of entries that have passed. Nothing waits for a GPU after the first step.
+        """
+
+    def _adapted_to(self, state: Any, figures: Sequence[int]) -> Any:
+        """Return the state after a step with these :attr:`figures`. ``state`` is what the selection returned."""
+        return state
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
+        if acc.verdict is not None:
+            return (yield from self._reduce_static(acc, acc.verdict, rank, world_size))
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
@@ -145,12 +200,29 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.state = state
         return mean
 
+    def _reduce_static(self, acc: Accumulator, verdict: Verdict, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """Do the same as :meth:`reduce` with ``static_room``, without waiting for a GPU before the verdict."""
+        own, counted, state = yield from self._select_padded(acc, world_size)
+        rows = rows_of(self.encoding, self.numel, self.static_room, world_size, acc.device)
+        mean, sent = yield from all_gather_mean_static(own, rows, acc, verdict, world_size)
+        acc.subtract_padded(sent, rounded=rows.rounds)
+        everybody = yield from verdict.settle(world_size, counted)
+        figures = everybody[rank]
+        acc.selected = min(figures[0], self.static_room)
+        self.report = {"passed": float(figures[0])}
+        self.state = self._adapted_to(state, figures)
+        return mean
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
+        if self.is_static:
+            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
+        if self.is_static:
+            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return self._forecast(self.encoding.words(self.numel, self.k), world_size)
 
     def _forecast(self, words: int, world_size: int) -> Forecast:
@@ -176,11 +248,12 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 
     state: HardThresholdState
 
-    def __init__(self, numel: int, k: int, threshold: float, encoding: Encoding) -> None:
-        super().__init__(numel, k, numel, encoding)
-        self.state = HardThresholdState(threshold)
+    def __init__(self, recipe: HardThreshold, numel: int) -> None:
+        super().__init__(recipe, numel, static_ratio=recipe.static_room)
+        self.state = HardThresholdState(recipe.threshold or 0.0)
 
-    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+    def _calibrated(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[HardThresholdState]:
+        """Return the state with a threshold, which the first step sets."""
         state = self.state
         if state.threshold == 0:
             own = kernels.kth_magnitude(acc.dense(), self.k) if finite else 0.0
@@ -188,7 +261,18 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
             everybody = (yield AllGather("calibration", words)) if world_size > 1 else words
             # Added in rank order, so that all ranks get the same bits.
             state = replace(state, threshold=sum(everybody.flatten().tolist()) / world_size)
+        return state
+
+    def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
+        state = yield from self._calibrated(acc, finite, world_size)
         return acc.at_least(state.threshold), state
+
+    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
+        entries = acc.top_k_padded(self.static_room)
+        # A NaN or Inf becomes a threshold that only NaN and Inf may reach. The verdict then rejects the step.
+        state = yield from self._calibrated(acc, True, world_size)
+        own = kernels.reaching(entries, state.threshold, workspace=self.workspace)
+        return own, [kernels.count_reaching(acc.dense(), state.threshold)], state
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
@@ -201,14 +285,20 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 class GaussianKAlgorithm(ThresholdAlgorithm):
     """Fit the threshold from scratch in every step."""
 
-    def __init__(self, numel: int, k: int, max_ratio: float, encoding: Encoding) -> None:
-        super().__init__(numel, k, math.ceil(k * max_ratio), encoding)
+    def __init__(self, recipe: GaussianK, numel: int) -> None:
+        super().__init__(recipe, numel, ratio=recipe.max_ratio, static_ratio=recipe.max_ratio)
         self.state = Stateless()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         yield from ()
         passed = gaussian_selection(acc.dense(), self.k) if finite else acc.at_least(math.inf)
         return passed, self.state
+
+    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
+        yield from ()
+        entries = acc.top_k_padded(self.static_room)
+        own, passed = gaussian_padded(acc.dense(), entries, self.k, workspace=self.workspace)
+        return own, [passed], self.state
 
 
 @dataclass(frozen=True)
@@ -222,10 +312,11 @@ class SIDCoState:
 class SIDCoAlgorithm(ThresholdAlgorithm):
     """Select by Pareto fits, or by exact top-k if there is no tail to fit."""
 
+    figures: ClassVar[int] = 2
     state: SIDCoState
 
-    def __init__(self, numel: int, k: int, max_ratio: float, encoding: Encoding) -> None:
-        super().__init__(numel, k, math.ceil(k * max_ratio), encoding)
+    def __init__(self, recipe: SIDCo, numel: int) -> None:
+        super().__init__(recipe, numel, ratio=recipe.max_ratio, static_ratio=recipe.max_ratio)
         self.state = SIDCoState()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
@@ -236,6 +327,16 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         if fitted is None:
             return acc.top_k(self.k), self.state
         return fitted, self._adapted(fitted.found / self.k)
+
+    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
+        yield from ()
+        entries = acc.top_k_padded(self.static_room)
+        own, *figures = sidco_padded(acc.dense(), entries, self.k, self.state.stages, workspace=self.workspace)
+        return own, figures, self.state
+
+    def _adapted_to(self, state: Any, figures: Sequence[int]) -> Any:
+        passed, has_tail = figures
+        return self._adapted(passed / self.k) if has_tail else state
 
     def _adapted(self, ratio: float) -> SIDCoState:
         """Return the next state: one stage fewer if too many entries pass on average, one more if too few pass."""

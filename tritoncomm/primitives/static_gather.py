@@ -40,8 +40,8 @@ def all_gather_mean_static(
     return SparseVector.padded(union._replace(values=mean), acc.numel), sent
 
 
-def static_traffic(encoding: Encoding, numel: int, k: int, world_size: int) -> Forecast:
-    """Return the traffic of :func:`all_gather_mean_static` and the verdict. It is exact."""
+def static_traffic(encoding: Encoding, numel: int, k: int, world_size: int, *, figures: int = 0) -> Forecast:
+    """Return the traffic of :func:`all_gather_mean_static`, and of the verdict with ``figures``. It is exact."""
     words = rows_of(encoding, numel, k, world_size, torch.device("cpu")).words
     gathered = both(cost.all_gather(words, cost.WORD, world_size))
-    return with_verdict(Forecast({"all-gather": gathered}), world_size)
+    return with_verdict(Forecast({"all-gather": gathered}), world_size, figures)
