@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import pytest
+import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
 from hypothesis import settings
 from tritoncomm import optim
 from tritoncomm.step import options
