@@ -301,7 +301,8 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
     world, control = world_of(recipe, case), world_of(recipe, case)
     generator = random.Random(case.seed)  # noqa: S311 - not for secrets
     for gradient in case.gradients():
-        for fatal in fatal_rounds(world, gradient, None if every_round else generator):
+        expected, rounds = fatal_rounds(control, gradient, None if every_round else generator)
+        for fatal in rounds:
             before, states = world.residuals, _states(world)
 
             def fail(number: int, _: object, fatal: int = fatal) -> None:
@@ -314,9 +315,7 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
             assert same_bits(world.residuals, before)
             assert same_bits(gradient, kept)
             assert _states(world) == states
-        again, expected = world.step(gradient), control.step(gradient)
-        assert all(same_vector(a, b) for a, b in zip(again, expected, strict=True))
-        assert same_bits(world.residuals, control.residuals)
+        _same_step(world, gradient, expected, control)
 
 
 def faults(recipe: Recipe, case: Case, *, every_round: bool = False) -> int:
@@ -329,7 +328,7 @@ def faults(recipe: Recipe, case: Case, *, every_round: bool = False) -> int:
     generator = random.Random(case.seed)  # noqa: S311 - not for secrets
     for gradient in case.gradients():
         quiet = Faults(KINDS[0], -1, 0)
-        expected = copy.deepcopy(world).step(gradient, faults=quiet)
+        expected = control.step(gradient, faults=quiet)
         met = len(quiet.seen) if every_round else min(2, len(quiet.seen))
         for kind in KINDS:
             for number in generator.sample(sorted(quiet.seen), met):
@@ -351,19 +350,22 @@ def faults(recipe: Recipe, case: Case, *, every_round: bool = False) -> int:
                 else:
                     assert kind not in ("drop", "corrupt"), network
                 assert all(same_vector(a, b) for a, b in zip(means, expected, strict=True)), network
-        _same_step(world, control, gradient)
+        _same_step(world, gradient, expected, control)
     return injected
 
 
-def fatal_rounds(world: SimulatedWorld, gradient: torch.Tensor, generator: random.Random | None) -> list[int]:
-    """Return the number of one round per phase of the next step, or of all rounds if ``generator`` is None."""
+def fatal_rounds(
+    control: SimulatedWorld, gradient: torch.Tensor, generator: random.Random | None
+) -> tuple[list[SparseVector], list[int]]:
+    """Take a step, and return its means and one round of each phase, or all rounds if ``generator`` is None."""
     phases: dict[str, list[int]] = {}
 
     def collect(number: int, operations: Sequence[Op]) -> None:
         phases.setdefault(operations[0].phase, []).append(number)
 
-    copy.deepcopy(world).step(gradient, before_round=collect)
-    return sorted(number for found in phases.values() for number in ([generator.choice(found)] if generator else found))
+    means = control.step(gradient, before_round=collect)
+    rounds = sorted(n for found in phases.values() for n in ([generator.choice(found)] if generator else found))
+    return means, rounds
 
 
 def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
@@ -421,11 +423,13 @@ def _same_as(step: Step, world: SimulatedWorld) -> None:
     assert step.states == _states(world)
 
 
-def _same_step(first: SimulatedWorld, second: SimulatedWorld, gradient: torch.Tensor) -> None:
-    means = first.step(gradient)
-    assert all(same_vector(a, b) for a, b in zip(means, second.step(gradient), strict=True))
-    assert same_bits(first.residuals, second.residuals)
-    assert _states(first) == _states(second)
+def _same_step(
+    world: SimulatedWorld, gradient: torch.Tensor, expected: Sequence[SparseVector], control: SimulatedWorld
+) -> None:
+    """Assert that a step of ``world`` has the ``expected`` means and ends as ``control`` has."""
+    assert all(same_vector(a, b) for a, b in zip(world.step(gradient), expected, strict=True))
+    assert same_bits(world.residuals, control.residuals)
+    assert _states(world) == _states(control)
 
 
 def _states(world: SimulatedWorld) -> list[object]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import add_pairs, copy_pairs
 from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
@@ -39,7 +41,8 @@ from tritoncomm.step.torch_internals import (
     at_end_of_backward,
     current_backward,
     fsdp_parameter_groups,
-    needs_mean_in_hook,
+    has_gradient_hooks,
+    multiplies_after_hook,
 )
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
@@ -48,26 +51,26 @@ logger = logging.getLogger("tritoncomm")
 
 
 class _Arrived(NamedTuple):
-    """A vector whose ``flat`` holds gradients that FSDP has reduced in ``dtype``.
+    """The gradients of the group of ``hook``, which FSDP has reduced in ``dtype``, and which are in ``vector.flat``.
 
     ``kept`` means that the gradients are their mean already, as with one worker.
     """
 
+    hook: ShardHook
     vector: VectorExchange
     dtype: torch.dtype
     kept: bool
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the local shard of the ``.grad`` of each parameter, in the order of ``vector.layout``."""
-        return [local(parameter.grad.detach()) for parameter in self.vector.layout.parameters]  # type: ignore[union-attr]
 
-    def means(self) -> list[torch.Tensor]:
-        """Return the part of ``vector.flat`` of each parameter, rounded as FSDP would have rounded its shard."""
-        gradients = self.gradients()
-        mean = self.vector.flat.to(self.dtype).to(gradients[0])  # all parameters of a group have the same dtype
-        return [
-            part.view(gradient.shape) for part, gradient in zip(self.vector.layout.parts(mean), gradients, strict=True)
-        ]
+class _EndOfPass:
+    """Finishes a backward pass when autograd calls it. Nothing else refers to it: it is gone if the pass has failed."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    def __call__(self) -> None:
+        """Finish the pass."""
+        self._state.finish_backward()
 
 
 class ShardHook:
@@ -87,14 +90,18 @@ class ShardHook:
         # The sum of the micro-batches that are not exchanged yet, in unscaled units, and the parameters that have it.
         self._unsent: torch.Tensor | None = None
         self._held: set[int] = set()
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        self._trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
         # FSDP places the shards one after the other, each padded to the same length on all ranks.
         self._starts, self._numel = [], 0
-        for each in trained:
+        for each in self._trained:
             self._starts.append(self._numel)
             self._numel += each.padded_sharded_param_size.numel()
-        self.parameters: list[torch.Tensor] = [each.sharded_param for each in trained]
         self.names = [owner.name_of(parameter) for parameter in self.parameters]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that are exchanged. FSDP replaces them when a state is loaded with ``assign=True``."""
+        return [each.sharded_param for each in self._trained]
 
     @property
     def vector(self) -> VectorExchange:
@@ -106,6 +113,11 @@ class ShardHook:
 
         If something uses the gradient before the end of the backward pass, leave the mean.
         """
+        if current_backward() < 0:
+            raise ConfigurationError(
+                "FSDP reduces gradients outside of backward(), as torch's pipelining does: the hook does not support "
+                "this; call tritoncomm.wrap(optimizer, process_group=...) without model="
+            )
         if shard.is_cuda:  # pragma: no cover - needs a GPU
             shard.record_stream(torch.cuda.current_stream(shard.device))
         if shard.numel() != self._numel:
@@ -119,27 +131,51 @@ class ShardHook:
         )  # zero_grad() was called
         # The user called set_requires_all_reduce(False). FSDP itself obeys it only with HSDP, so it is handled here.
         if not self._group.all_reduce_grads:
-            unscaled = shard.to(torch.float32, copy=True).mul_(1.0 / self.owner.scale)
+            unscaled = shard.to(torch.float32, copy=True).mul_(1.0 / self.owner.scale_of_pass())
             self._unsent = unscaled if self._unsent is None else self._unsent.add_(unscaled)
             self._held.update(map(id, self.parameters))
             shard.zero_()
             return
         if self._unsent is not None:
-            shard.add_(self._unsent.mul_(self.owner.scale))
+            shard.add_(self._unsent.mul_(self.owner.scale_of_pass()))
             self._unsent = None
             self._held.clear()
         vector = self.owner.enter(self)
         parts = self._parts(vector, shard)
         copy_pairs(parts)
-        arrived = _Arrived(vector, shard.dtype, vector.keeps_gradient())
-        if not needs_mean_in_hook(self._group, shard.dtype):
-            self.owner.arrive(arrived)
-            if not arrived.kept:
+        # A NaN that becomes zero changes the gradient of a single worker, too.
+        kept = vector.keeps_gradient() and self.owner.on_nonfinite != "zero"
+        arrived = _Arrived(self, vector, shard.dtype, kept)
+        if not (multiplies_after_hook(self._group, shard.dtype) or self.names[0] in self.owner.early):
+            self.owner.ready.append(arrived)
+            if not kept:
                 shard.zero_()
         elif not self.owner.average([arrived]):
             shard.fill_(math.nan)
-        elif not arrived.kept:
+        elif not kept:
             copy_pairs([(shard_part, flat_part) for flat_part, shard_part in parts])
+
+    def gradients(self, vector: VectorExchange) -> list[torch.Tensor]:
+        """Return this rank's shard of each ``.grad``, in the order of ``vector.layout``. None may be missing."""
+        shards = {name: local(each.grad) for name, each in zip(self.names, self.parameters, strict=True)}
+        return [shards[self.owner.name_of(parameter)] for parameter in vector.layout.parameters]
+
+    def add_mean(self, arrived: _Arrived) -> None:
+        """Add the mean in ``vector.flat`` to the gradients, rounded as FSDP would have rounded the shard."""
+        gradients, vector = self.gradients(arrived.vector), arrived.vector
+        mean = vector.flat.to(arrived.dtype).to(gradients[0])  # all gradients of a group have the same dtype
+        parts = zip(gradients, vector.layout.parts(mean), strict=True)
+        add_pairs([(gradient, part.view(gradient.shape)) for gradient, part in parts])
+
+    def spoil(self) -> None:
+        """Set the gradients to NaN, because they are neither those of this rank nor their mean."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).fill_(math.nan)
+
+    def has_early_users(self) -> bool:
+        """Return True if a hook of the user waits for the gradient of a parameter."""
+        return any(has_gradient_hooks(parameter) for parameter in self.parameters)
 
     def discard(self, parameters: set[int]) -> None:
         """Discard the micro-batches of ``parameters`` (ids) that are not exchanged yet."""
@@ -153,10 +189,12 @@ class ShardHook:
 
     def _parts(self, vector: VectorExchange, shard: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the part of the flat vector and of ``shard`` that belong to each parameter, without padding."""
-        starts = dict(zip(map(id, self.parameters), self._starts, strict=True))
-        layout = vector.layout
-        pairs = zip(layout.parameters, layout.parts(vector.flat), strict=True)
-        return [(part, shard[starts[id(p)] : starts[id(p)] + part.numel()]) for p, part in pairs]
+        starts = dict(zip(self.names, self._starts, strict=True))
+        pairs = [
+            (starts[self.owner.name_of(parameter)], part)
+            for parameter, part in zip(vector.layout.parameters, vector.layout.parts(vector.flat), strict=True)
+        ]
+        return [(part, shard[start : start + part.numel()]) for start, part in pairs]
 
 
 class FSDPState(HookState):
@@ -172,6 +210,9 @@ class FSDPState(HookState):
     Attributes:
         group: Process group of the replicas.
         hooks: The hook of each parameter group.
+        ready: Groups of this pass that are exchanged at its end.
+        early: Groups, by the name of their first parameter, that are exchanged in the middle of a pass because a hook
+            of the user waits for a gradient.
     """
 
     def __init__(
@@ -186,10 +227,13 @@ class FSDPState(HookState):
         self.name(parameters)
         self.group = options.group
         self.hooks: list[ShardHook] = []
+        self.ready: list[_Arrived] = []
+        self.early: set[str] = set()
         self._entered: list[ShardHook] = []
-        self._ready: list[_Arrived] = []
         self._streams: set[torch.cuda.Stream] = set()
-        self._backward = -1
+        self._pass: weakref.ref[_EndOfPass] | None = None
+        self._scale = -1, 1.0  # backward pass, and its loss scale
+        self._compared_hooks = False
 
     @property
     def device(self) -> torch.device | None:
@@ -251,75 +295,123 @@ class FSDPState(HookState):
         self.discard(_ids(self.parameters))
 
     def enter(self, hook: ShardHook) -> VectorExchange:
-        """Return the vector of ``hook``, which begins. The first hook of a pass queues the commit at its end."""
-        backward = current_backward()
-        if hook in self._entered and backward == self._backward:
+        """Return the vector of ``hook``, which begins. The first hook of a pass queues the commit at its end.
+
+        A backward pass within another one, as of reentrant checkpointing, belongs to the outer one.
+        """
+        under_way = self._pass is not None and self._pass() is not None
+        if hook in self._entered and under_way:
             self._abandon()
             raise ConfigurationError(
                 f"{hook.names[0]} is used twice in a forward pass, and FSDP reduces its gradient in "
                 "two parts: call fully_shard() on the module that uses it, not on the part that is used twice"
             )
-        if backward != self._backward:
+        if not under_way:
             # Another pass. If the previous one did not finish, it is discarded.
             self._abandon()
-            self._backward = backward
             self.exchange.reset(keep_delivered=bool(self.connected) and not self.consumed)
             self.consumed = False
-            at_end_of_backward(self._finish_backward)
+            self._queue_end()
+        self._compare_early()
+        if hook.has_early_users() and hook.names[0] not in self.early:
+            self._abandon()
+            raise ConfigurationError(
+                f"a hook for the gradient of a parameter was registered after the first backward pass, in the group of "
+                f"{hook.names[0]}: call register_post_accumulate_grad_hook() before it, on all ranks"
+            )
         self._entered.append(hook)
-        return hook.vector
+        vector = hook.vector
+        if vector.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(vector.device))
+        return vector
 
-    def arrive(self, arrived: _Arrived) -> None:
-        """Note the gradients of a group, which are written on the current stream."""
-        self._ready.append(arrived)
-        if arrived.vector.device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(arrived.vector.device))
+    def _queue_end(self) -> None:
+        end = _EndOfPass(self)
+        self._pass = weakref.ref(end)
+        # Queued twice: a model with several roots of FSDP has as many callbacks, which may reduce further groups.
+        at_end_of_backward(partial(at_end_of_backward, end))
+
+    def _compare_early(self) -> None:
+        """Note in the first pass for which groups a hook of the user waits. They must be the same on all replicas."""
+        if self._compared_hooks:
+            return
+        found = [hook.names[0] for hook in self.hooks if hook.has_early_users()]
+        fields = {"replicas": dist.get_process_group_ranks(self.group), "groups": found}
+        everybody = setup_checks.gather(fields, None, self.device)  # all shards take part in a pass
+        for rank, told in enumerate(everybody):
+            first = next(other for other in everybody if other["replicas"] == told["replicas"])
+            if told["groups"] != first["groups"]:
+                raise ConfigMismatchError(
+                    f"rank {rank} has called register_post_accumulate_grad_hook() for parameters of the groups "
+                    f"{told['groups']}, and rank {told['replicas'][0]} for {first['groups']}: call it for the same "
+                    "parameters on all ranks"
+                )
+        self.early, self._compared_hooks = set(found), True
+
+    def scale_of_pass(self) -> float:
+        """Return the loss scale. It is read once in a pass, because the host waits for a GPU."""
+        number = current_backward()
+        if self._scale[0] != number:
+            self._scale = number, self.scale
+        return self._scale[1]
 
     def _abandon(self) -> None:
         self.exchange.rollback()
-        self._entered, self._ready = [], []
+        self._entered, self.ready = [], []
 
     def average(self, arrived: Sequence[_Arrived]) -> bool:
         """Replace the flat vectors by their means, times the loss scale. Return False if the pass will be rejected."""
-        scale, vectors = self.scale, [each.vector for each in arrived]
-        self.unscale(vectors, scale)
+        scale, vectors = self.scale_of_pass(), [each.vector for each in arrived]
         try:
-            if not self.exchange.deliver(*vectors, scale=scale, dtypes=[each.dtype for each in arrived]):
-                return False
-        except BaseException:
-            self._abandon()
+            self.unscale(vectors, scale)
+            averaged = self.exchange.deliver(*vectors, scale=scale, dtypes=[each.dtype for each in arrived])
+            if averaged and scale != 1.0:
+                for vector in vectors:
+                    vector.flat.mul_(scale)
+        except BaseException as error:
+            self._fail(error)
             raise
-        if scale != 1.0:
-            for vector in vectors:
-                vector.flat.mul_(scale)
-        return True
+        return averaged
 
+    def _fail(self, error: BaseException) -> None:
+        """Discard the pass, and tell the ranks of all shards, which may be in no exchange with this one."""
+        self._abandon()
+        if isinstance(error, Exception):
+            assert self.exchange.verdict is not None
+            self.exchange.verdict.fail(error)
+
+    @torch.no_grad()
     def _average_ready(self) -> None:
         """Exchange all groups that have arrived, and add their means to the gradients, where the hooks left zeros."""
-        ready, self._ready = self._ready, []
-        if not ready:
-            return
-        for stream in self._streams:  # where FSDP writes gradients
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._streams.clear()
+        order = {vector: number for number, vector in enumerate(self.exchange.vectors)}
+        # Replicas may run layers in another order.
+        ready, self.ready = sorted(self.ready, key=lambda each: order[each.vector]), []
         averaged = False
         try:
-            averaged = self.average(ready)
+            averaged = bool(ready) and self.average(ready)
+            for each in ready if averaged else ():
+                if not each.kept:
+                    each.hook.add_mean(each)
+        except BaseException as error:
+            averaged = False
+            self._fail(error)
+            raise
         finally:
-            if averaged:
-                changed = [each for each in ready if not each.kept]
-                add_pairs([pair for each in changed for pair in zip(each.gradients(), each.means(), strict=True)])
-            else:
-                for gradient in [gradient for each in ready for gradient in each.gradients()]:
-                    gradient.fill_(math.nan)
+            for each in ready if not averaged else ():
+                each.hook.spoil()
 
-    def _finish_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Exchange what is ready. Commit the backward pass, or discard it if any rank found a NaN or Inf.
 
         All ranks call this.
         """
-        self._entered, self._backward = [], -1
+        self._entered, self._pass = [], None
+        streams, self._streams = self._streams, set()
+        for stream in streams:  # where FSDP writes gradients
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._average_ready()
+        for stream in streams:  # the next pass adds to gradients there
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             self.exchange.finish()
         except NonFiniteError as error:

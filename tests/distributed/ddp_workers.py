@@ -372,6 +372,16 @@ def non_finite(rank: int, world_size: int, send) -> None:
         CommState(on_nonfinite="pray")
 
 
+def zeroed_alone(rank: int, world_size: int, send) -> None:
+    """A NaN that is replaced by zero does not reach the gradients of a single worker either."""
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    model = DistributedDataParallel(net(), process_group=alone)
+    state = register(model, density=0.1, on_nonfinite="zero")
+    (loss_of(model, rank, 0) * float("nan")).backward()
+    assert not any(p.grad.any() for p in model.parameters())
+    assert state.metrics()["zeroed_values"] == sum(p.numel() for p in model.parameters())
+
+
 def resume(rank: int, world_size: int, send) -> None:
     """A resumed run equals an uninterrupted one to the bit. Damaged and foreign states are rejected."""
     recipe = {"density": 0.1, "warmup_steps": 2, "dense_below": 0}

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
-from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
+from tritoncomm import ConfigMismatchError, ConfigurationError, ExchangeError, PeerLostError
 from tritoncomm import fsdp as front
 from tritoncomm.amp import GradScaler
 
@@ -319,6 +319,139 @@ def gradients_used_early(rank: int, world_size: int, send) -> None:
             seen.append(shards(model))
         assert seen[0].any()
         assert torch.equal(*seen), fields
+
+
+def gradient_hooks_differ(rank: int, world_size: int, send) -> None:
+    """Gradient hooks on some replicas only are an error on all ranks, and so is one after the first pass."""
+    for late in (False, True):
+        grid = mesh()
+        model = sharded(Net(), grid["shard"])
+        front.register(model, grid["replicate"].get_group(), "dense")
+        if late:
+            loss_of(model, rank, 0).backward()
+        if late or rank == 0:
+            model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+        match = (
+            "after the first backward pass, in the group of head" if late else r"rank 2 has .* groups \[\], and rank 0"
+        )
+        with pytest.raises(ConfigurationError if late else ConfigMismatchError, match=match):
+            loss_of(model, rank, 1).backward()
+
+
+class Stack(nn.Module):
+    """Layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recompute = recompute
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, and the head."""
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if self.recompute else layer(x))
+        return self.head(x)
+
+
+def nested_passes(rank: int, world_size: int, send) -> None:
+    """Backward passes within another one belong to it."""
+    grid = mesh()
+    model = Stack(recompute=True)
+    for part in (*model.layers, model.head):
+        fully_shard(part, mesh=grid["shard"])
+    state = front.register(fully_shard(model, mesh=grid["shard"]), grid["replicate"].get_group(), "dense")
+    reference = Stack(recompute=False)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        for r in range(world_size):
+            (loss_of(reference, r, step) / world_size).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
+    assert state.steps == 2
+
+
+def several_roots(rank: int, world_size: int, send) -> None:
+    """Parts of a model that are sharded without a common root take one step, or none."""
+    grid = mesh()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    for part in (model[0], model[2]):
+        fully_shard(part, mesh=grid["shard"])
+    group = grid["replicate"].get_group()
+    state = front.register(model, group, "topk_allgather", density=0.2, dense_below=0)
+    loss_of(model, rank, 0).backward()
+    assert state.steps == 1
+    residuals = [vector.feedback.residual.clone() for vector in state.exchange.vectors]
+    model[0].register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * float("nan")) and None)
+    loss_of(model, rank, 1).backward()
+    assert (state.steps, state.skipped_steps) == (1, 1)
+    assert all(laws.same_bits(v.feedback.residual, r) for v, r in zip(state.exchange.vectors, residuals, strict=True))
+
+
+def other_orders(rank: int, world_size: int, send) -> None:
+    """A replica may leave out a layer, whose gradients then come last. A state may replace the parameters."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    front.register(model, grid["replicate"].get_group(), "dense", dense_below=0)
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    loss_of(model, rank, 0).backward()
+    model.zero_grad()
+    loss_of(model, rank, 1, spare=rank < 2).backward()
+    reference = Net()
+    for r in range(world_size):
+        (loss_of(reference, r, 1, spare=r < 2) / world_size).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
+
+
+def outside_of_backward(rank: int, world_size: int, send) -> None:
+    """FSDP may reduce gradients without autograd, as pipelining does. The error says what to do."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    front.register(model, grid["replicate"].get_group(), "dense")
+    model.set_requires_gradient_sync(False)
+    loss_of(model, rank, 0).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(ConfigurationError, match=r"outside of backward\(\), as torch's pipelining does"):
+        fully_shard.state(model.head if isinstance(model.head, FSDPModule) else model)._fsdp_param_groups[
+            0
+        ].post_backward()
+
+
+def zeroed_alone(rank: int, world_size: int, send) -> None:
+    """With one replica, a NaN that is replaced by zero does not reach the parameters either."""
+    grid = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    model = sharded(Net(), grid["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = grid["replicate"].get_group()
+    optimizer = tritoncomm.wrap(optimizer, model=model, process_group=group, on_nonfinite="zero")
+    (loss_of(model, rank, 0) * (float("nan") if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    assert all(p.to_local().isfinite().all() for p in model.parameters())
+    assert optimizer.metrics()["zeroed_values"] > 0
+
+
+def failed_write(rank: int, world_size: int, send) -> None:
+    """An error after the exchange is raised on all ranks. No gradient looks like one, and no residual changes."""
+    grid = mesh()
+    model = sharded(Net(), grid["shard"])
+    state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.2, dense_below=0)
+    loss_of(model, rank, 0).backward()
+    residuals = [vector.feedback.residual.clone() for vector in state.exchange.vectors]
+    if rank == 1:
+
+        def fail(arrived: object) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        state.hooks[1].add_mean = fail
+    with pytest.raises(torch.OutOfMemoryError if rank == 1 else ExchangeError, match="no memory"):
+        loss_of(model, rank, 1).backward()
+    assert all(laws.same_bits(v.feedback.residual, r) for v, r in zip(state.exchange.vectors, residuals, strict=True))
+    if rank == 1:
+        assert all(p.grad.to_local().isnan().all() for p in model.parameters())
 
 
 def killed(rank: int, world_size: int, send) -> None:

@@ -24,6 +24,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [ddp_workers.loss_scaling, ddp_workers.resume],
         [
             ddp_workers.non_finite,
+            ddp_workers.zeroed_alone,
             ddp_workers.half_precision_buckets,
             ddp_workers.small_tensors,
             ddp_workers.changed_density,

@@ -18,6 +18,11 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [fsdp_workers.accumulation, fsdp_workers.unused_layers_and_bf16],
         [fsdp_workers.non_finite, fsdp_workers.resume, fsdp_workers.gradients_used_early],
         [fsdp_workers.rejected_models, fsdp_workers.first_fsdp, fsdp_workers.nodes, fsdp_workers.used_twice],
+        [
+            *(fsdp_workers.nested_passes, fsdp_workers.several_roots, fsdp_workers.other_orders),
+            *(fsdp_workers.zeroed_alone, fsdp_workers.outside_of_backward, fsdp_workers.gradient_hooks_differ),
+            fsdp_workers.failed_write,
+        ],
         [fsdp_workers.loss_scaling, fsdp_workers.fp16_reduction, fsdp_workers.sparse_accumulation],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),

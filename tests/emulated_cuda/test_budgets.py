@@ -181,8 +181,13 @@ def waits_of_steps(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank
     return found
 
 
+# What the optimizer does with a NaN, and how often the host waits to look for one.
+POLICIES = {"skip": 0, "zero": 1}
+
+
+@pytest.mark.parametrize("on_nonfinite", POLICIES)
 @pytest.mark.parametrize("buckets", [1, 3])
-def test_hook_of_ddp(buckets: int) -> None:
+def test_hook_of_ddp(buckets: int, on_nonfinite: str) -> None:
     """With a hook, a step waits as often as without one, whatever the number of buckets."""
 
     def main(rank: int) -> list[int]:
@@ -190,37 +195,38 @@ def test_hook_of_ddp(buckets: int) -> None:
         state = CommState(None, "topk_allgather", density=0.1, warmup_steps=0, dense_below=20)
         state.name(dict(model.named_parameters()))
         reducer = doors.PythonReducer(model, state, comm_hook, buckets)
-        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3), on_nonfinite=on_nonfinite)
         found = waits_of_steps(model, optimizer, rank)
         assert reducer is not None
         return found
 
+    ordinary = ORDINARY + POLICIES[on_nonfinite]
     for found in ranks.run(main, 2):
-        assert found[1:] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
+        assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2, ordinary]
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_hook_of_fsdp(separate: bool) -> None:
-    """With FSDP2, a step waits as often as without it, whether or not each layer is a parameter group of its own."""
+@pytest.mark.parametrize("on_nonfinite", POLICIES)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_hook_of_fsdp(groups: int, on_nonfinite: str) -> None:
+    """With FSDP2, a step waits as often as without it, whatever the number of parameter groups and of roots."""
 
-    def main(rank: int) -> tuple[int, list[int]]:
+    def main(rank: int) -> list[int]:
         mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
         model = doors.model_on("cuda")
-        if separate:
-            for layer in model:
-                if list(layer.parameters()):
-                    fully_shard(layer, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
+        for layer in model if groups == 3 else [model]:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh["shard"])
         replicas, fields = mesh["replicate"].get_group(), {"density": 0.1, "warmup_steps": 0, "dense_below": 5}
         state = fsdp.register(model, replicas, "topk_allgather", static=True, **fields)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas, on_nonfinite=on_nonfinite)
         found = waits_of_steps(model, optimizer, rank)
-        return len(state.exchange.vectors), found
+        assert len(state.exchange.vectors) == groups
+        return found
 
-    for groups, found in ranks.run(main, 2):
-        assert groups == (3 if separate else 1)
-        assert found[1:] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
+    ordinary = ORDINARY + POLICIES[on_nonfinite]
+    for found in ranks.run(main, 2):
+        assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2, ordinary]
 
 
 @pytest.mark.parametrize("method", sorted(set(algorithms()) - {"dense", "random_block"}))

@@ -349,7 +349,8 @@ class CommState(HookState):
         vectors, scale = [vector for vector, _ in ready], self._pass.scale
         copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
         self.unscale(vectors, scale)
-        kept = [vector.keeps_gradient() for vector in vectors]
+        # A NaN that becomes zero changes the gradient of a single worker, too.
+        kept = [vector.keeps_gradient() and self.on_nonfinite != "zero" for vector in vectors]
         self.exchange.deliver(*vectors, scale=scale, dtypes=[dtype for _, dtype in ready])
         changed = [vector for vector, keeps in zip(vectors, kept, strict=True) if not keeps]
         means = [vector.flat if scale == 1.0 else vector.flat * scale for vector in changed]

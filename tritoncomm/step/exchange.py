@@ -248,11 +248,7 @@ class GradientExchange:
                 they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
-        for scheduler in schedulers:
-            scheduler.check()  # raises if the group has failed, so that a pending step is kept
-            scheduler.run_beside(schedulers[0])
-        self.pending = []
+        self._prepare(vectors)
         means: dict[VectorExchange, SparseVector] = {}
         span, first = Span(vectors[0].device), len(self._begun)
         try:
@@ -282,6 +278,15 @@ class GradientExchange:
                 self.verdict.fail(error)  # its other ranks may be in no exchange with this one
             raise
         return True
+
+    def _prepare(self, vectors: Sequence[VectorExchange]) -> None:
+        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
+        for scheduler in schedulers:
+            scheduler.check()  # raises if the group has failed, so that a pending step is kept
+            scheduler.run_beside(schedulers[0])
+        self.pending = []
+        for vector in vectors:
+            vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
 
     def finish(self) -> None:
         """Commit the step on all ranks, or roll back on all ranks.

@@ -109,11 +109,13 @@ class HookState(ABC):
 
     def unscale(self, vectors: Sequence[VectorExchange], scale: float) -> None:
         """Divide each ``vector.flat`` by ``scale``, and replace NaN and Inf by zero if the user wants that."""
-        for vector in vectors:
-            if scale != 1.0:
+        if scale != 1.0:
+            for vector in vectors:
                 vector.flat.mul_(1.0 / scale)
-            if self.on_nonfinite == "zero":
-                self.exchange.zeroed += vector.zero_non_finite()
+        if self.on_nonfinite == "zero":
+            finite = torch.stack([vector.flat.isfinite().all() for vector in vectors]).tolist()  # one wait for a GPU
+            for vector, is_finite in zip(vectors, finite, strict=True):
+                self.exchange.zeroed += 0 if is_finite else vector.zero_non_finite()
 
     @property
     def recipe(self) -> Recipe:

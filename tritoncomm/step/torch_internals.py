@@ -79,15 +79,17 @@ def all_reduce_hook(group: Any) -> Any:
     return group._all_reduce_hook  # noqa: SLF001
 
 
-def needs_mean_in_hook(group: Any, dtype: torch.dtype) -> bool:
-    """Return True if something uses the shard of ``group``, reduced in ``dtype``, before the end of backward.
+def multiplies_after_hook(group: Any, dtype: torch.dtype) -> bool:
+    """Return True if FSDP multiplies the shard of ``group``, reduced in ``dtype``, after the all-reduce hook.
 
-    FSDP multiplies a sum by a factor after the all-reduce hook, and then calls the hooks of the user that wait for the
-    gradient of a parameter.
+    It does where it computes a sum. In fp32 and bf16 it averages.
     """
-    multiplies = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
-    parameters = [each.sharded_param for each in group.fsdp_params]
-    return multiplies or any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
+    return dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return True if ``register_post_accumulate_grad_hook`` was called. FSDP calls these hooks in a backward pass."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
