@@ -43,6 +43,7 @@ from tritoncomm.step.torch_internals import (
     fsdp_parameter_groups,
     has_gradient_hooks,
     multiplies_after_hook,
+    take_over_parameters,
 )
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
@@ -96,12 +97,8 @@ class ShardHook:
         for each in self._trained:
             self._starts.append(self._numel)
             self._numel += each.padded_sharded_param_size.numel()
+        self.parameters: list[torch.Tensor] = [each.sharded_param for each in self._trained]
         self.names = [owner.name_of(parameter) for parameter in self.parameters]
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters that are exchanged. FSDP replaces them when a state is loaded with ``assign=True``."""
-        return [each.sharded_param for each in self._trained]
 
     @property
     def vector(self) -> VectorExchange:
@@ -113,19 +110,9 @@ class ShardHook:
 
         If something uses the gradient before the end of the backward pass, leave the mean.
         """
-        if current_backward() < 0:
-            raise ConfigurationError(
-                "FSDP reduces gradients outside of backward(), as torch's pipelining does: the hook does not support "
-                "this; call tritoncomm.wrap(optimizer, process_group=...) without model="
-            )
+        self._check(shard)
         if shard.is_cuda:  # pragma: no cover - needs a GPU
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        if shard.numel() != self._numel:
-            raise ConfigurationError(
-                f"FSDP reduced a shard of {shard.numel()} elements, but {self._numel} were registered, the first for "
-                f"{self.names[0]}: call register() after fully_shard() and after freezing parameters, and "
-                "use every parameter in each pass"
-            )
         self.discard(
             {id(parameter) for parameter in self.parameters if parameter.grad is None}
         )  # zero_grad() was called
@@ -154,6 +141,24 @@ class ShardHook:
             shard.fill_(math.nan)
         elif not kept:
             copy_pairs([(shard_part, flat_part) for flat_part, shard_part in parts])
+
+    def _check(self, shard: torch.Tensor) -> None:
+        if any(each.sharded_param is not p for each, p in zip(self._trained, self.parameters, strict=True)):
+            raise ConfigurationError(
+                f"{self.names[0]} was replaced after register(), as load_state_dict(assign=True) does: load before "
+                "register() or wrap(), or without assign=True"
+            )
+        if current_backward() < 0:
+            raise ConfigurationError(
+                "FSDP reduces gradients outside of backward(), as torch's pipelining does: the hook does not support "
+                "this; call tritoncomm.wrap(optimizer, process_group=...) without model="
+            )
+        if shard.numel() != self._numel:
+            raise ConfigurationError(
+                f"FSDP reduced a shard of {shard.numel()} elements, but {self._numel} were registered, the first for "
+                f"{self.names[0]}: call register() after fully_shard() and after freezing parameters, and "
+                "use every parameter in each pass"
+            )
 
     def gradients(self, vector: VectorExchange) -> list[torch.Tensor]:
         """Return this rank's shard of each ``.grad``, in the order of ``vector.layout``. None may be missing."""
@@ -498,6 +503,7 @@ def register(
         found = list(_parameter_groups(model))
         for module, group in found:
             _check_group(module, group, replicate_group)
+            take_over_parameters(group)
         if not found:
             raise ConfigurationError(
                 "model has no sharded module: call fully_shard() first; for a plain or a tensor-parallel module, call "

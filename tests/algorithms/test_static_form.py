@@ -196,6 +196,18 @@ def test_more_entries_than_a_hard_threshold_has_room_for() -> None:
     assert found == (gradients.abs() >= 0.5).sum(1).tolist()
 
 
+def test_the_first_threshold_names_every_rank() -> None:
+    """A NaN on one rank hides no Inf on another in the step that sets the threshold."""
+    gradients = torch.zeros(3, 10)
+    gradients[0, 3], gradients[1, 4] = float("inf"), float("nan")
+    for static in (False, True):
+        world = SimulatedWorld(HardThreshold(density=0.1, static=static), 3, 10)
+        with pytest.raises(NonFiniteError) as caught:
+            world.step(gradients)
+        assert caught.value.ranks == (0, 1)
+        assert not world.residuals.any()
+
+
 @pytest.mark.parametrize("capacity", [1.0, 1.5])
 def test_entries_without_room_stay(capacity: float) -> None:
     """If more entries pass than a rank has room for, it delivers its largest ones. The rest stays in the residuals."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -126,9 +127,9 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert laws.same_bits(other[0], other[1])
 
 
-def shards(model: nn.Module) -> torch.Tensor:
-    """Return this rank's gradient shards as a flat vector."""
-    return torch.cat([p.grad.to_local().reshape(-1) for p in model.parameters()]).clone()
+def shards(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda p: p.grad) -> torch.Tensor:
+    """Return this rank's shards of what ``of`` returns for each parameter, by default gradients, as a flat vector."""
+    return torch.cat([of(p).to_local().reshape(-1) for p in model.parameters()]).clone()
 
 
 def local(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
@@ -392,11 +393,10 @@ def several_roots(rank: int, world_size: int, send) -> None:
 
 
 def other_orders(rank: int, world_size: int, send) -> None:
-    """A replica may leave out a layer, whose gradients then come last. A state may replace the parameters."""
+    """A replica may leave out a layer, whose gradients then come last."""
     grid = mesh()
     model = sharded(Net(), grid["shard"])
     front.register(model, grid["replicate"].get_group(), "dense", dense_below=0)
-    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
     loss_of(model, rank, 0).backward()
     model.zero_grad()
     loss_of(model, rank, 1, spare=rank < 2).backward()
@@ -405,6 +405,30 @@ def other_orders(rank: int, world_size: int, send) -> None:
         (loss_of(reference, r, 1, spare=r < 2) / world_size).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
+
+
+def replaced_parameters(rank: int, world_size: int, send) -> None:
+    """A state may replace the parameters before ``wrap``. Afterwards this is an error."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+
+    def replace(model: nn.Module) -> None:
+        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+
+    model = sharded(Net(), grid["shard"])
+    front.register(model, group, "dense", dense_below=0)
+    replace(model)
+    with pytest.raises(ConfigurationError, match="was replaced after register"):
+        loss_of(model, rank, 0).backward()
+    model = sharded(Net(), grid["shard"])
+    replace(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(optimizer, model=model, process_group=group, algo="dense")
+    before = shards(model, of=lambda p: p.detach())
+    loss_of(model, rank, 0).backward()
+    assert torch.allclose(grads(model), plain_grads(rank, world_size, 0), atol=1e-5)
+    optimizer.step()
+    assert torch.allclose(shards(model, of=lambda p: p.detach()), before - 0.1 * shards(model), atol=1e-6)
 
 
 def outside_of_backward(rank: int, world_size: int, send) -> None:

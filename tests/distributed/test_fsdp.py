@@ -20,6 +20,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [fsdp_workers.rejected_models, fsdp_workers.first_fsdp, fsdp_workers.nodes, fsdp_workers.used_twice],
         [
             *(fsdp_workers.nested_passes, fsdp_workers.several_roots, fsdp_workers.other_orders),
+            fsdp_workers.replaced_parameters,
             *(fsdp_workers.zeroed_alone, fsdp_workers.outside_of_backward, fsdp_workers.gradient_hooks_differ),
             fsdp_workers.failed_write,
         ],

@@ -260,7 +260,8 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
             words = torch.tensor([own], dtype=torch.float64, device=acc.device)
             everybody = (yield AllGather("calibration", words)) if world_size > 1 else words
             # Added in rank order, so that all ranks get the same bits.
-            state = replace(state, threshold=sum(everybody.flatten().tolist()) / world_size)
+            mean = sum(everybody.flatten().tolist()) / world_size
+            state = replace(state, threshold=mean if math.isfinite(mean) else math.inf)
         return state
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
@@ -269,7 +270,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
 
     def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
         entries = acc.top_k_padded(self.static_room)
-        # A NaN or Inf becomes a threshold that only NaN and Inf may reach. The verdict then rejects the step.
+        # From a NaN or Inf follows a threshold that only NaN and Inf reach. The verdict then rejects the step.
         state = yield from self._calibrated(acc, True, world_size)
         own = kernels.reaching(entries, state.threshold, workspace=self.workspace)
         return own, [kernels.count_reaching(acc.dense(), state.threshold)], state

@@ -126,8 +126,9 @@ def gaussian_padded(
     limits = (_gaussian_threshold(values, k) * scales).float().view(torch.int32).clamp(min=1)
     keys = torch.sort(kernels.magnitude_keys(entries.values)).values
     counts = entries.room - torch.searchsorted(keys, limits)
-    too_few = (counts[1 : _GAUSSIAN_TRIES + 1] < k * (2 - GAUSSIAN_MARGIN)).sum()
-    too_many = (counts[_GAUSSIAN_TRIES:-1] > k * GAUSSIAN_MARGIN).sum()
+    # Whole numbers, because a comparison with a float rounds large counts.
+    too_few = (counts[1 : _GAUSSIAN_TRIES + 1] < math.ceil(k * (2 - GAUSSIAN_MARGIN))).sum()
+    too_many = (counts[_GAUSSIAN_TRIES:-1] > math.floor(k * GAUSSIAN_MARGIN)).sum()
     place = _GAUSSIAN_TRIES - too_few + too_many
     reach = limits.index_select(0, place.reshape(1)).view(torch.float32)
     passed = kernels.count_reaching(values, reach)

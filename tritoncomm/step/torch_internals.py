@@ -79,6 +79,17 @@ def all_reduce_hook(group: Any) -> Any:
     return group._all_reduce_hook  # noqa: SLF001
 
 
+def take_over_parameters(group: Any) -> None:
+    """Let FSDP use the parameters that ``load_state_dict(assign=True)`` has put into the module of ``group``.
+
+    FSDP does the same in the first forward pass, which comes too late for the hook.
+    """
+    for each in group.fsdp_params if group.is_sharded else ():
+        held = each._module_info  # noqa: SLF001
+        if getattr(held.module, held.param_name) is not each.sharded_param:
+            each.reset_sharded_param()
+
+
 def multiplies_after_hook(group: Any, dtype: torch.dtype) -> bool:
     """Return True if FSDP multiplies the shard of ``group``, reduced in ``dtype``, after the all-reduce hook.
 
