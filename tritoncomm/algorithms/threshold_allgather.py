@@ -106,7 +106,7 @@ class GaussianK(EntryRecipe):
 
     def can_be_static(self) -> bool:
         """See :meth:`IndexRecipe.can_be_static`. The fit must see more entries than it accepts."""
-        return self.has_static_form and self.max_ratio > GAUSSIAN_MARGIN
+        return self.max_ratio > GAUSSIAN_MARGIN
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
@@ -131,7 +131,7 @@ class SIDCo(GaussianK):
     name: ClassVar[str] = "sidco"
 
     def can_be_static(self) -> bool:
-        """See :meth:`IndexRecipe.can_be_static`."""
+        """See :meth:`IndexRecipe.can_be_static`. The fits see the whole vector."""
         return True
 
     def build(self, numel: int) -> ThresholdAlgorithm:
@@ -215,19 +215,17 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
-        if self.is_static:
-            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
-        if self.is_static:
-            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return self._forecast(self.encoding.words(self.numel, self.k), world_size)
 
     def _forecast(self, words: int, world_size: int) -> Forecast:
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
+        if self.is_static:
+            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
