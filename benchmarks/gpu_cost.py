@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import tritoncomm
 from tritoncomm import Recipe
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.planning import planner
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from emulated_cuda.exchanges import counted  # noqa: E402
+from emulated_cuda.exchanges import DENSITIES, DENSITY, counted  # noqa: E402
 
 WORKERS = (2, 4, 8)
 Growth = tuple[float, float, float]
@@ -31,19 +31,19 @@ Growth = tuple[float, float, float]
 def variants(method: str, density: float) -> dict[tuple[str, str], Recipe]:
     """Return the recipes of a method by form (exact or static) and format (plain, packed or rounded)."""
     plain = planner.at(method, density)
-    rounded = {"rounded": planner.at(method, density, "4bit")}
-    if not isinstance(plain, IndexRecipe):
-        has_values = hasattr(plain, "values")
-        found = {"plain": plain} | ({"rounded": replace(plain, values="4bit")} if has_values else {})  # type: ignore[call-arg]
-        return {("exact", how): recipe for how, recipe in found.items()}
-    formats = {"plain": replace(plain, packed=False), "packed": replace(plain, packed=True)}
-    formats |= rounded if hasattr(plain, "values") else {}
+    formats = {"plain": plain}
+    if isinstance(plain, IndexRecipe):
+        formats = {"plain": replace(plain, packed=False), "packed": replace(plain, packed=True)}
+    if hasattr(plain, "values"):
+        formats["rounded"] = replace(plain, values="4bit")
+    if not isinstance(plain, StaticRecipe):
+        return {("exact", how): recipe for how, recipe in formats.items()}
     forms = {"exact": False, **({"static": True} if plain.can_be_static() else {})}
     return {
         (form, how): replace(recipe, static=static)
         for form, static in forms.items()
         for how, recipe in formats.items()
-        if isinstance(recipe, IndexRecipe)
+        if isinstance(recipe, StaticRecipe)
     }
 
 
@@ -62,7 +62,6 @@ def main() -> None:
     """Count, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
-    parser.add_argument("--density", type=float, default=0.03)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
@@ -72,7 +71,7 @@ def main() -> None:
     print("# method, form, format: synchronizations (a, b, c), launches (a, b, c), counted on emulated GPUs")
     found: list[dict[str, Any]] = []
     for method in options.algo:
-        for (form, how), recipe in variants(method, options.density).items():
+        for (form, how), recipe in variants(method, DENSITIES.get(method, DENSITY)).items():
             counts = [counted(recipe, workers) for workers in WORKERS]
             syncs, launches = (fitted(*each, static=form == "static") for each in zip(*counts, strict=True))
             figures = ", ".join(f"({', '.join(f'{each:g}' for each in growth)})" for growth in (syncs, launches))

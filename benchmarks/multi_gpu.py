@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.algorithms import Hierarchical
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
@@ -113,7 +113,7 @@ def run_steps(recipe: tritoncomm.Recipe, device: torch.device) -> Figures:
 def forms(name: str) -> dict[str, tritoncomm.Recipe]:
     """Return the recipe of a method, and the one of its static form, which ``wrap`` uses on a GPU, if it has it."""
     recipe = planner.at(name, 0.01)
-    if not isinstance(recipe, IndexRecipe) or not recipe.can_be_static():
+    if not isinstance(recipe, StaticRecipe) or not recipe.can_be_static():
         return {name: recipe}
     return {name: replace(recipe, static=False), f"{name} static": replace(recipe, static=True)}
 

@@ -19,14 +19,17 @@ from tritoncomm import (
     MiCRO,
     NonFiniteError,
     ProtocolMismatchError,
+    RandomBlock,
+    RandomK,
     Recipe,
     SIDCo,
     SimulatedWorld,
     SparDL,
     TopkAllgather,
+    TopkDSA,
     Warmup,
 )
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.exdyna import ExDynaState
 from tritoncomm.algorithms.spardl_teams import Place
 from tritoncomm.scheduler.cost import Flow
@@ -37,7 +40,9 @@ import laws
 from recipes import under_test
 
 AMPLE = 1000.0  # capacity of ExDyna that no step reaches
-STATIC = [name for name, recipe in under_test(0.1).items() if isinstance(recipe, IndexRecipe) and recipe.static is True]
+STATIC = [
+    name for name, recipe in under_test(0.1).items() if isinstance(recipe, StaticRecipe) and recipe.static is True
+]
 # Recipes and world sizes. In most of them neither blocks nor budgets have the same size.
 SAME = [
     (TopkAllgather(density=0.05), 5),
@@ -75,6 +80,15 @@ SAME = [
     *((SIDCo(density=density), 5) for density in (0.002, 0.05, 0.3)),
     (SIDCo(density=0.05, max_ratio=1.0, packed=True), 4),
     (SIDCo(density=0.05, values="4bit"), 3),
+    *((RandomK(density=0.05, values=values), 5) for values in ("fp32", "8bit", "4bit")),
+    (RandomK(density=0.05, values="4bit"), 1),
+    *((RandomBlock(density=0.05, mode=mode, values="8bit", reduced_lr=True), 7) for mode in ("perm", "wrap")),
+    (RandomBlock(density=0.05, reduced_lr=True), 4),
+    *((TopkDSA(density=0.05, static_room=20.0), world_size) for world_size in (1, 2, 3, 5, 8)),
+    *((TopkDSA(density=0.05, static_room=20.0, dense_switch=switch), 7) for switch in (0.0, 1.0)),
+    (TopkDSA(density=0.02, static_room=4.0, packed=True), 4),
+    (TopkDSA(density=0.02, static_room=3.0, values="4bit", packed="always"), 3),
+    (TopkDSA(density=0.05, static_room=20.0, dense_switch=0.0, values="2bit", packed="always"), 6),
 ]
 
 
@@ -93,7 +107,7 @@ def heavy(world_size: int, numel: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("entry", SAME, ids=named)
 @pytest.mark.parametrize("numel", [1003, 4000])
-def test_same_as_the_exact_form(entry: tuple[IndexRecipe, int], numel: int) -> None:
+def test_same_as_the_exact_form(entry: tuple[StaticRecipe, int], numel: int) -> None:
     """With room for all entries, both forms deliver the same bits, and keep the same residuals and states."""
     recipe, world_size = entry
     exact, static = (
@@ -145,7 +159,9 @@ def test_every_method_with_a_static_form_is_tested() -> None:
     """No method that claims to have the form is missing here."""
     tested = {under_test(0.1)[name].name for name in STATIC}
     assert tested == {
-        recipe.name for recipe in under_test(0.1).values() if isinstance(recipe, IndexRecipe) and recipe.can_be_static()
+        recipe.name
+        for recipe in under_test(0.1).values()
+        if isinstance(recipe, StaticRecipe) and recipe.can_be_static()
     }
 
 
@@ -158,7 +174,7 @@ def test_no_static_form_between_nodes(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 0.3, 5.0])
 @pytest.mark.parametrize("recipe", [GaussianK(density=0.02), SIDCo(density=0.02)], ids=lambda recipe: recipe.name)
-def test_fit_without_a_tail(recipe: IndexRecipe, shift: float) -> None:
+def test_fit_without_a_tail(recipe: StaticRecipe, shift: float) -> None:
     """If there is no tail to fit, both forms deliver the k largest values, ties by index."""
     signs = torch.ones(3, 200)
     signs[:, ::2] = -1.0
@@ -194,6 +210,31 @@ def test_more_entries_than_a_hard_threshold_has_room_for() -> None:
     assert len(mean) <= 20
     found = [worker.algorithm.report["passed"] for worker in world.workers]
     assert found == (gradients.abs() >= 0.5).sum(1).tolist()
+
+
+@pytest.mark.parametrize("values", ["fp32", "8bit"])
+@pytest.mark.parametrize("dense_switch", [0.0, 1.0])
+def test_a_busy_region_delivers_the_largest_entries_of_every_rank(values: str, dense_switch: float) -> None:
+    """If all entries lie in one region, each rank sends its largest ones there. The others stay in its residual."""
+    recipe = TopkDSA(density=0.05, static=True, static_room=2.0, dense_switch=dense_switch, values=values)
+    world, gradients = SimulatedWorld(recipe, 5, 1000), heavy(5, 1000, 0)
+    gradients[:, :600] = gradients[:, 800:] = 0  # all entries in the region of rank 3
+    mean = world.step(gradients)[0]
+    room, expected = 20, torch.zeros(5, 1000)
+    for rank, gradient in enumerate(gradients):
+        largest = gradient.abs().argsort(descending=True, stable=True)[:room]
+        expected[rank, largest] = gradient[largest]
+        if values == "fp32":
+            assert torch.equal(world.residuals[rank], gradient - expected[rank])
+    assert world.workers[0].algorithm.is_static
+    assert mean.indices.tolist() == expected.any(0).nonzero().flatten().tolist()
+    if values == "fp32":
+        assert torch.equal(mean.to_dense(), expected.sum(0) / 5)
+    error = (world.residuals.double().sum(0) + 5 * mean.to_dense().double() - gradients.double().sum(0)).abs().max()
+    assert error < 1e-5
+    for _ in range(20):
+        world.step(torch.zeros(5, 1000))
+    assert float(world.residuals.abs().max()) < 0.01 * float(gradients.abs().max())
 
 
 def test_the_first_threshold_names_every_rank() -> None:

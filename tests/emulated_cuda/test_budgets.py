@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tritoncomm import fsdp
 from tritoncomm.algorithms import algorithms
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import adam
 from tritoncomm.step.ddp_state import CommState, comm_hook
@@ -35,13 +35,14 @@ METHODS = (
     "dgc",
     "gtopk",
     *("gaussiank", "hard_threshold", "sidco"),
+    *("topk_dsa", "random_k", "random_block"),
 )
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
 OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
 # Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
 LAUNCHES = {"topk_allgather": (215, 3), "spardl": (245, 40), "oktopk": (385, 5), "exdyna": (250, 3), "micro": (250, 3)}
 LAUNCHES |= {"dgc": (170, 3), "gtopk": (250, 70), "gaussiank": (300, 3), "hard_threshold": (250, 3)}
-LAUNCHES |= {"sidco": (400, 3)}
+LAUNCHES |= {"sidco": (400, 3), "topk_dsa": (265, 3), "random_k": (245, 3), "random_block": (245, 3)}
 # In their first steps, root mean squares of parameters are computed each time: here in three, otherwise in twenty.
 SETTLED = 4
 
@@ -103,8 +104,8 @@ def innermost(optimizer: tritoncomm.SparseOptimizer) -> object:
 
 def test_every_static_form_has_a_budget() -> None:
     """No method that has the static form is missing."""
-    recipes = [tritoncomm.recipe(name) for name in algorithms() if name != "random_block"]
-    assert set(METHODS) == {each.name for each in recipes if isinstance(each, IndexRecipe) and each.has_static_form}
+    recipes = [planner.at(name, 0.05) for name in algorithms()]
+    assert set(METHODS) == {each.name for each in recipes if isinstance(each, StaticRecipe) and each.has_static_form}
 
 
 @pytest.mark.parametrize("values", ["4bit", *(["fp32"] if trials(0, 1) else [])])

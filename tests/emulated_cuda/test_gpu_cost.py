@@ -7,7 +7,7 @@ import torch
 import tritoncomm
 from tritoncomm import OkTopk, RandomK, Recipe, SparDL, Warmup, algorithms
 from tritoncomm.algorithms import Dense, Hierarchical
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.step import gpu_cost
@@ -15,19 +15,21 @@ from tritoncomm.step import gpu_cost
 from depth import DEEP
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu
-from emulated_cuda.exchanges import counted
+from emulated_cuda.exchanges import DENSITIES, DENSITY, counted
 
-DENSITY = 0.03
 VALUES = {"plain": "fp32", "packed": "fp32", "rounded": "4bit"}
 
 
 def _recipe(name: str, form: str, how: str):
     """Return the recipe that a row of the table stands for."""
-    found = planner.at(name, DENSITY)
+    density = DENSITIES.get(name, DENSITY)
+    found = planner.at(name, density)
     fields = {"values": VALUES[how]} if hasattr(found, "values") else {}
-    if isinstance(found, IndexRecipe):
-        fields |= {"static": form == "static"} | ({"packed": how == "packed"} if how != "rounded" else {})
-    return type(found)(**{"density": DENSITY, **fields}, **({"reduced_lr": True} if name == "random_block" else {}))
+    if isinstance(found, StaticRecipe):
+        fields |= {"static": form == "static"}
+    if isinstance(found, IndexRecipe) and how != "rounded":
+        fields |= {"packed": how == "packed"}
+    return type(found)(**{"density": density, **fields}, **({"reduced_lr": True} if name == "random_block" else {}))
 
 
 def _check(found: tuple[float, float], expected: tuple[float, float]) -> None:
@@ -48,7 +50,7 @@ def test_table_is_counted(key: tuple[str, str, str]) -> None:
 @pytest.mark.parametrize(
     "recipe", [OkTopk(static=False), OkTopk(static=True), SparDL(static=False), SparDL(static=True)]
 )
-def test_growth_holds_for_more_workers(recipe: IndexRecipe) -> None:
+def test_growth_holds_for_more_workers(recipe: StaticRecipe) -> None:
     """The counts that were fitted at 2, 4 and 8 workers hold at 16, and in a deep run at 6, in both forms."""
     for world_size in (6, 16) if DEEP else (16,):
         _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
@@ -65,7 +67,7 @@ def test_nodes_are_counted(world_size: int, node_size: int, inner: Recipe) -> No
 def test_every_method_and_form_is_in_the_table() -> None:
     """The table has every method, and the static form of exactly those methods that have it."""
     static = {
-        name for name in algorithms() if isinstance(r := planner.at(name, DENSITY), IndexRecipe) and r.can_be_static()
+        name for name in algorithms() if isinstance(r := planner.at(name, DENSITY), StaticRecipe) and r.can_be_static()
     }
     assert {name for name, _, _ in gpu_cost.TABLE} == set(algorithms())
     assert {name for name, form, _ in gpu_cost.TABLE if form == "static"} == static

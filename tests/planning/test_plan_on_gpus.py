@@ -198,7 +198,7 @@ def test_simulated_gpus_need_a_link() -> None:
 def test_comparison_on_gpus(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     """``simulate --device cuda`` runs the form that ``wrap`` takes on GPUs, and both columns of time charge for it."""
     (row,) = compare_methods([TopkAllgather()], [4], 4000, LINKS[100], LayeredGradients, gpu=True)
-    assert row.method == "topk_allgather packed=True static=True"
+    assert row.method == "topk_allgather static=True packed=True"
     recipe = TopkAllgather(packed=True, static=True)
     seconds = gpu_cost.counts(recipe, 4).seconds
     assert row.formula_milliseconds == pytest.approx(1e3 * (seconds + recipe.formula(4000, 4).seconds(LINKS[100])[1]))
@@ -209,8 +209,8 @@ def test_comparison_on_gpus(tmp_path, capsys: pytest.CaptureFixture[str]) -> Non
     arguments = ["simulate", "--algo", "topk_allgather", "oktopk:static=False", "--workers", "4", "--numel", "4e3"]
     assert main([*arguments, "--device", "cuda"]) == 0
     out = capsys.readouterr().out
-    assert "topk_allgather packed=True static=True" in out
-    assert "oktopk packed=" in out
+    assert "topk_allgather static=True packed=True" in out
+    assert "oktopk static=False packed=" in out
     assert "static=False" in out
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, RandomK, Recipe, SparDL, TopkAllgather, Warmup
 from tritoncomm.algorithms import Hierarchical, algorithms
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import cpu_cost, gpu_cost
@@ -48,7 +48,7 @@ def test_device_and_link_decide(recipe: Recipe) -> None:
 
 def test_static_form_on_a_gpu() -> None:
     """On a GPU, a method with a static form uses it, unless the user asks for something else."""
-    methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), IndexRecipe)]
+    methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), StaticRecipe)]
     assert TopkAllgather.has_static_form
     other = [(TopkAllgather(static=False), False), (ExDyna(mode="paper"), False)]
     for method, static in [*other, *((each, each.has_static_form) for each in methods)]:

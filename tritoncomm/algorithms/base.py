@@ -69,14 +69,15 @@ class Algorithm(ABC):
 
     @property
     def is_static(self) -> bool:
-        """True if the next step uses the static form, whose messages have a fixed length. See :class:`IndexRecipe`."""
+        """True if the next step uses the static form, whose messages have a fixed length. See :class:`StaticRecipe`."""
         return False
 
     @property
     def has_shared_verdict(self) -> bool:
         """True if all ranks check the same values in the next step, so that they agree without a message.
 
-        On a GPU, ``acc.verdict`` then exists, and :meth:`reduce` must settle it. On a CPU it is None.
+        On a GPU, and in the static form, ``acc.verdict`` then exists, and :meth:`reduce` must settle it. Otherwise it
+        is None.
         """
         return self.goes_dense
 
@@ -214,15 +215,8 @@ class Recipe(ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexRecipe(Recipe):
-    """A method that sends indices.
-
-    ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
-    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). If they are not, :func:`tritoncomm.wrap` resolves
-    it: messages are packed for vectors on a GPU, and not on a CPU. With ``algo="auto"``, the measured link decides.
-    A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
-    ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
-    that become longer too. It is for tests.
+class StaticRecipe(Recipe):
+    """A method that may have the static form.
 
     ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
@@ -231,8 +225,32 @@ class IndexRecipe(Recipe):
     """
 
     has_static_form: ClassVar[bool] = False
-    packed: bool | str = "auto"
     static: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
+        has_form = self.static is not True or self.can_be_static()
+        check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
+
+    def can_be_static(self) -> bool:
+        """Return True if the method has the static form with these settings."""
+        return self.has_static_form
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexRecipe(StaticRecipe):
+    """A method that sends indices.
+
+    ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
+    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). If they are not, :func:`tritoncomm.wrap` resolves
+    it: messages are packed for vectors on a GPU, and not on a CPU. With ``algo="auto"``, the measured link decides.
+    A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
+    ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
+    that become longer too. It is for tests.
+    """
+
+    packed: bool | str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -242,13 +260,6 @@ class IndexRecipe(Recipe):
             _ = self.known_link
         except ConfigurationError:
             check(self, "packed", False, fix)
-        check(self, "static", self.static == "auto" or isinstance(self.static, bool), "must be True, False or 'auto'")
-        has_form = self.static is not True or self.can_be_static()
-        check(self, "static", has_form, f"{self.name} has no static form with these settings: leave out static")
-
-    def can_be_static(self) -> bool:
-        """Return True if the method has the static form with these settings."""
-        return self.has_static_form
 
     @property
     def packs_by_link(self) -> bool:

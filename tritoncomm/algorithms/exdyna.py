@@ -131,7 +131,7 @@ class ExDyna(IndexRecipe):
             )
 
     def can_be_static(self) -> bool:
-        """See :meth:`IndexRecipe.can_be_static`: the authors' code has no limit on the entries of a rank."""
+        """See :meth:`StaticRecipe.can_be_static`: the authors' code has no limit on the entries of a rank."""
         return not self.parity
 
     @property

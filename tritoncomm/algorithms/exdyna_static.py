@@ -1,6 +1,6 @@
 """The static form of ExDyna: room for a fixed number of entries per rank, and counts that the host reads at the end.
 
-See :mod:`tritoncomm.algorithms.exdyna` for the method, and :class:`~tritoncomm.algorithms.base.IndexRecipe` for the
+See :mod:`tritoncomm.algorithms.exdyna` for the method, and :class:`~tritoncomm.algorithms.base.StaticRecipe` for the
 form. Threshold and borders stay on the host. They follow from the counts of all ranks, as in the exact form. The counts
 are part of the message that the host reads.
 """

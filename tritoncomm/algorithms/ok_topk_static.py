@@ -27,6 +27,7 @@ from tritoncomm.primitives.collectives import checked_counts
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import propose_cuts_padded
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, ascending, only, read_regions, region_starts
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
@@ -37,9 +38,6 @@ from tritoncomm_kernels.padded import PADDING
 
 _NO_KEY = 0x7FFFFFFF  # above the key of every finite magnitude
 _INFINITE_KEY = 0x7F800000
-# Sums of 2^126 and more count as overflow if values are rounded, because what rounding cuts off must not overflow in
-# the residual. This factor makes them infinite.
-_ROUNDED_MARGIN = 4.0
 
 
 class Figures(NamedTuple):
@@ -231,7 +229,7 @@ class StaticStep:
             chosen = self._candidates(reduced.sums)
         result, sent = yield from self._gather(chosen, regions)
         # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
-        kept = _ascending(result.indices, self.rules.numel)
+        kept = ascending(result.indices, self.rules.numel)
         for part in (reduced.own, reduced.sent):
             self._subtract(part, _among(kept, part.indices))
         if sent is not None:
@@ -272,7 +270,7 @@ class StaticStep:
     def _split_and_reduce(self, local: Padded, regions: _Regions) -> Pattern[_Reduced]:
         """Phase 1. Entries are added in rotation order, rank r, r-1, r-2, ..., as in the other form."""
         rank, world_size, held, device = self.rank, self.world_size, self.acc.workspace, self.acc.device
-        starts = torch.searchsorted(_ascending(local.indices, self.rules.numel), regions.bounds, out_int32=True)
+        starts = region_starts(local, regions.bounds, self.rules.numel)
         counts = starts[1:] - starts[:-1]
         foreign = kernels.constant([int(owner != rank) for owner in range(world_size)], device)
         room = self.form.pair_room(world_size)
@@ -287,8 +285,10 @@ class StaticStep:
         order = kernels.constant([(rank - turn) % world_size for turn in range(1, world_size)], device)
         arrived = received.index_select(0, order)[:, :-1].contiguous()
         lows = regions.bounds[rank : rank + 1].repeat(world_size - 1)
-        lists = self._checked(self.form.rows(lows, regions.span, room), arrived, regions.high)
-        own = _only(local, (local.indices >= regions.low) & (local.indices < regions.high))
+        lists = read_regions(
+            self.form.rows(lows, regions.span, room), arrived, regions.high, self.verdict, workspace=held
+        )
+        own = only(local, (local.indices >= regions.low) & (local.indices < regions.high))
         own = kernels.joined(Padded(own.indices[None], own.values[None]), workspace=held)
         sums = self.workspace.buffer("region", regions.span, torch.float32, device).zero_()
         for entries in (own, lists):
@@ -299,16 +299,6 @@ class StaticStep:
         """Return the room for all entries: the largest of all ranks' ``counts`` (int32 ``[P]``)."""
         everybody = yield AllGather("rooms", counts.amax().reshape(1))
         return max(1, *checked_counts("rooms", everybody.flatten().tolist(), self.rules.k))
-
-    def _checked(self, rows: Rows, messages: torch.Tensor, high: int | torch.Tensor) -> Padded:
-        """Return the entries of received ``messages`` that are below ``high``, the end of their region.
-
-        The others are reported as malformed. The format itself only ensures that they are inside the widest region.
-        """
-        lists, malformed = rows.unpack(messages, workspace=self.acc.workspace)
-        outside = lists.indices >= high
-        self.verdict.check_messages(malformed + outside.sum(dtype=torch.int32))
-        return _only(lists, ~outside)
 
     def _candidates(self, sums: torch.Tensor) -> _Chosen:
         """Choose the sums of a step that reuses thresholds: the largest ones that reach the lowered threshold."""
@@ -353,12 +343,12 @@ class StaticStep:
         sent, or None if they were not rounded.
         """
         entries, rounds, held = chosen.entries, self.form.encoding.rounds, self.acc.workspace
-        self.verdict.check_sums(entries.values * _ROUNDED_MARGIN if rounds else entries.values)
+        self.verdict.check_sums(entries.values * ROUNDED_MARGIN if rounds else entries.values)
         indices = torch.where(entries.indices < 0, PADDING, entries.indices + regions.low)
         rows = self.form.rows(regions.bounds[:-1], regions.span, entries.room, divisor=self.world_size)
         message, sent = rows.pack(Padded(indices[None], entries.values[None]), workspace=held, first=self.rank)
         gathered = yield AllGather("all-gather", message[0])
-        lists = self._checked(rows, gathered, regions.bounds[1:, None])
+        lists = read_regions(rows, gathered, regions.bounds[1:, None], self.verdict, workspace=held)
         if lists.indices.numel() <= chosen.limit:
             result = kernels.joined(lists, workspace=held)
         else:
@@ -372,7 +362,7 @@ class StaticStep:
             values = torch.where(kept, sent.values, 0.0)
             self.acc.subtract_padded(sent._replace(values=values), rounded=True)
         else:
-            self.acc.subtract_padded(_only(sent, kept), rounded=False)
+            self.acc.subtract_padded(only(sent, kept), rounded=False)
 
     def _keep_rest(self, sent: Padded, kept: torch.Tensor, reduced: _Reduced, regions: _Regions) -> None:
         """Add what rounding has cut off from the ``kept`` ones of the ``sent`` sums to the residual of their owner."""
@@ -453,20 +443,10 @@ def widest(cuts: Sequence[int]) -> int:
     return max(high - low for low, high in itertools.pairwise(cuts))
 
 
-def _ascending(indices: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return ``indices`` (int32 ``[m]``, padding at the end) with ``numel`` in place of padding, for a search."""
-    return torch.where(indices < 0, numel, indices)
-
-
-def _among(ascending: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return which of ``indices`` (int32, any shape) are in ``ascending``, the result of :func:`_ascending`."""
-    places = torch.searchsorted(ascending, indices).clamp_(max=ascending.numel() - 1)
-    return ascending[places] == indices
-
-
-def _only(entries: Padded, keep: torch.Tensor) -> Padded:
-    """Return ``entries`` with padding in place of those that are not in ``keep``."""
-    return Padded(torch.where(keep, entries.indices, PADDING), torch.where(keep, entries.values, 0.0))
+def _among(kept: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return which of ``indices`` (int32, any shape) are in ``kept``, the result of :func:`ascending`."""
+    places = torch.searchsorted(kept, indices).clamp_(max=kept.numel() - 1)
+    return kept[places] == indices
 
 
 def _magnitude(key: int) -> float:

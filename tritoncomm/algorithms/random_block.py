@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tritoncomm.algorithms.base import Algorithm, Recipe, check, check_at_least, check_number
+from tritoncomm.algorithms.base import Algorithm, StaticRecipe, check, check_at_least, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
@@ -32,7 +32,7 @@ _SAFE_DENSITY = 1 / 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomBlock(Recipe):
+class RandomBlock(StaticRecipe):
     """Settings of random-block sparsification.
 
     ``mode="perm"`` visits the blocks of a grid in random order. Each block is visited once per round, and every round
@@ -41,7 +41,8 @@ class RandomBlock(Recipe):
     elements. ``seed`` must be the same on all workers.
 
     ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
-    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered.
+    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. The static form is that of
+    :class:`RandomK`.
 
     The gradients of a waiting coordinate accumulate and arrive as one large update. With error feedback, gradient
     descent is therefore stable only up to a lower learning rate. For ``perm`` the limit is about ``density`` times that
@@ -50,6 +51,7 @@ class RandomBlock(Recipe):
     """
 
     name: ClassVar[str] = "random_block"
+    has_static_form: ClassVar[bool] = True
     mode: str = "perm"
     seed: int = 0
     alignment: int = 128
@@ -118,6 +120,11 @@ class RandomBlockAlgorithm(Algorithm):
         return self.size >= self.numel
 
     @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and not self.goes_dense
+
+    @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`."""
         return True
@@ -136,7 +143,13 @@ class RandomBlockAlgorithm(Algorithm):
                 acc.clear_range(start, stop)
         else:
             mean = yield from deliver_quantized(
-                acc, indices, rank, world_size, bits=BITS[self.recipe.values], phase=_PHASE
+                acc,
+                indices,
+                rank,
+                world_size,
+                bits=BITS[self.recipe.values],
+                phase=_PHASE,
+                collective=self.is_static,
             )
         acc.selected = indices.numel()
         self.state = replace(self.state, step=self.state.step + 1)
@@ -175,5 +188,6 @@ class RandomBlockAlgorithm(Algorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":
-            return Forecast(traffic(values, world_size, bits=BITS[self.recipe.values], phase=_PHASE))
+            bits, collective = BITS[self.recipe.values], self.is_static
+            return Forecast(traffic(values, world_size, bits=bits, phase=_PHASE, collective=collective))
         return Forecast({_PHASE: both(cost.all_reduce(values, cost.WORD, world_size))})

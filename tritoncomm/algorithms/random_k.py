@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, check, check_number
+from tritoncomm.algorithms.base import BudgetedAlgorithm, StaticRecipe, check, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
 from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
@@ -28,15 +28,18 @@ _PHASE = "values"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Recipe):
+class RandomK(StaticRecipe):
     """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers.
 
     ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
     stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. Choose 8 bits rather than 4:
-    coordinates drawn at random differ in magnitude, and at 4 bits the small ones wait.
+    coordinates drawn at random differ in magnitude, and at 4 bits the small ones wait. In the static form, quantized
+    values travel by two collectives. It delivers the same bits, and the number of launches on a GPU does not grow with
+    the number of workers.
     """
 
     name: ClassVar[str] = "random_k"
+    has_static_form: ClassVar[bool] = True
     seed: int = 0
     values: str = "fp32"
 
@@ -80,6 +83,11 @@ class RandomKAlgorithm(BudgetedAlgorithm):
         self.state = RandomKState()
 
     @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and not self.goes_dense
+
+    @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`."""
         return True
@@ -96,7 +104,13 @@ class RandomKAlgorithm(BudgetedAlgorithm):
             acc.clear(indices)
         else:
             mean = yield from deliver_quantized(
-                acc, indices, rank, world_size, bits=BITS[self.recipe.values], phase=_PHASE
+                acc,
+                indices,
+                rank,
+                world_size,
+                bits=BITS[self.recipe.values],
+                phase=_PHASE,
+                collective=self.is_static,
             )
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)
@@ -113,5 +127,6 @@ class RandomKAlgorithm(BudgetedAlgorithm):
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":
-            return Forecast(traffic(self.k, world_size, bits=BITS[self.recipe.values], phase=_PHASE))
+            bits, collective = BITS[self.recipe.values], self.is_static
+            return Forecast(traffic(self.k, world_size, bits=bits, phase=_PHASE, collective=collective))
         return Forecast({_PHASE: both(cost.all_reduce(self.k, cost.WORD, world_size))})

@@ -1,6 +1,6 @@
 """The static form of SparDL: the same exchange in messages of a fixed length. The host reads results once, at the end.
 
-See :mod:`tritoncomm.algorithms.spardl` for the method, and :class:`~tritoncomm.algorithms.base.IndexRecipe` for the
+See :mod:`tritoncomm.algorithms.spardl` for the method, and :class:`~tritoncomm.algorithms.base.StaticRecipe` for the
 form. All blocks have the room of the largest budget and the span of the widest block. A block still takes no more than
 its own budget. Unless a sum is exactly zero, the result has the same bits as that of the exact form.
 """

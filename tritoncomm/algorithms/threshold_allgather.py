@@ -105,7 +105,7 @@ class GaussianK(EntryRecipe):
         check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
 
     def can_be_static(self) -> bool:
-        """See :meth:`IndexRecipe.can_be_static`. The fit must see more entries than it accepts."""
+        """See :meth:`StaticRecipe.can_be_static`. The fit must see more entries than it accepts."""
         return self.max_ratio > GAUSSIAN_MARGIN
 
     def formula(self, numel: int, world_size: int) -> Formula:
@@ -131,7 +131,7 @@ class SIDCo(GaussianK):
     name: ClassVar[str] = "sidco"
 
     def can_be_static(self) -> bool:
-        """See :meth:`IndexRecipe.can_be_static`. The fits see the whole vector."""
+        """See :meth:`StaticRecipe.can_be_static`. The fits see the whole vector."""
         return True
 
     def build(self, numel: int) -> ThresholdAlgorithm:

@@ -9,6 +9,7 @@ entries of the vector are non-zero. The result equals that of the all-gather of 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, Stateless, check, check_at_least
+from tritoncomm.algorithms.topk_dsa_static import StaticForm, StaticStep
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import (
@@ -43,21 +45,32 @@ class TopkDSA(EntryRecipe):
     """Settings of TopkDSA.
 
     Regions travel dense if their pairs would take at least ``dense_switch`` times the words of the dense vector (2/3 in
-    the authors' code). ``bucket_width`` is the number of peers per bucket of the rotation.
+    the authors' code). ``bucket_width`` is the number of peers per bucket of the rotation. In the static form a rank
+    has room for ``static_room`` times k/P entries in each region, its largest ones. The others stay in the residual.
+    The switch then depends on these lengths alone, so all steps of a run are alike.
     """
 
     name: ClassVar[str] = "topk_dsa"
+    has_static_form: ClassVar[bool] = True
     dense_switch: float = 2 / 3
     bucket_width: int = 4
+    static_room: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "dense_switch")
         check(self, "dense_switch", self.dense_switch <= 1, "must be at most 1: beyond it, dense values are shorter")
         check_at_least(self, 1, "bucket_width", whole=True)
+        check_at_least(self, 1, "static_room")
+        check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of k/P")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. The range is from full overlap to full regions, as in Ok-Topk's table."""
+        """See :meth:`Recipe.formula`. The range is from full overlap to full regions, as in Ok-Topk's table.
+
+        The static form has its own fixed lengths.
+        """
+        if self.static is True:
+            return super().formula(numel, world_size)
         k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
         pairs = self.entry_words(numel, world_size) * k
         return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + numel) * share)
@@ -77,10 +90,18 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         self.encoding = recipe.encoding
         self.state = Stateless()
 
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        return self.recipe.static is True and not self.goes_dense
+
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
+        if acc.verdict is not None:
+            entries = yield from StaticStep(self._static_form(world_size), acc, acc.verdict, rank).run(self.k)
+            return SparseVector.padded(entries, self.numel)
         own = acc.top_k(self.k)
         if world_size == 1:
             if kernels.has_non_finite(own.values):
@@ -98,6 +119,11 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
 
     def _cuts(self, world_size: int) -> list[int]:
         return [self.numel * p // world_size for p in range(world_size + 1)]
+
+    def _static_form(self, world_size: int) -> StaticForm:
+        room = min(self.k, math.ceil(self.recipe.static_room * self.k / world_size))
+        encoding = self.encoding if world_size > 1 else wire.PLAIN
+        return StaticForm(encoding, tuple(self._cuts(world_size)), room, self.recipe.dense_switch)
 
     def _split_and_reduce(
         self, own: Selection, cuts: Sequence[int], rank: int, world_size: int
@@ -173,6 +199,8 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
+        if self.is_static:
+            return self._static_form(world_size).forecast()
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
         union = min(self.numel, world_size * self.k)
         words = self.encoding.words_at_most
@@ -189,6 +217,8 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
+        if self.is_static:
+            return self._static_form(world_size).forecast()
         peers, rounds = world_size - 1, cost.log2(world_size)
         region = -(-self.numel // world_size)
         section = self.encoding.words(region, -(-self.k // world_size))

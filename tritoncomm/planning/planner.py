@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
-from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
+from tritoncomm.algorithms.base import EntryRecipe, StaticRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import cpu_cost, gpu_cost
@@ -196,7 +196,7 @@ def recommend(
         return dense.recipe
     chosen = trusted.recipe
     # "auto" is True on a GPU. Unlike True, it is possible inside of a hierarchical exchange.
-    return replace(chosen, static="auto") if isinstance(chosen, IndexRecipe) and chosen.static is True else chosen
+    return replace(chosen, static="auto") if isinstance(chosen, StaticRecipe) and chosen.static is True else chosen
 
 
 def at(name: str, density: float, values: str = "fp32") -> Recipe:
@@ -232,7 +232,7 @@ def usable(link: Link, device: torch.device | str, cores: float = 1.0) -> Link:
 
 def _forms(method: Recipe, device: torch.device | str) -> list[Recipe]:
     """Return ``method`` in each form that it has on a GPU, the static one first."""
-    if torch.device(device).type == "cuda" and isinstance(method, IndexRecipe) and method.can_be_static():
+    if torch.device(device).type == "cuda" and isinstance(method, StaticRecipe) and method.can_be_static():
         return [replace(method, static=True), replace(method, static=False)]
     return [method]
 

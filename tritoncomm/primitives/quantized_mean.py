@@ -88,16 +88,25 @@ def _scattered(messages: torch.Tensor, rank: int, world_size: int, phase: str) -
 
 
 def deliver_quantized(
-    acc: Accumulator, indices: torch.Tensor, rank: int, world_size: int, *, bits: int, phase: str
+    acc: Accumulator,
+    indices: torch.Tensor,
+    rank: int,
+    world_size: int,
+    *,
+    bits: int,
+    phase: str,
+    collective: bool = False,
 ) -> Pattern[SparseVector]:
     """Return the mean over ranks at ``indices`` (int32, the same on all ranks), and leave the residual in ``acc``.
 
-    See :func:`quantized_mean`. A coordinate whose mean is rounded to zero is not delivered: it still waits. A NaN or
-    Inf at any coordinate, also at others, is an error on all ranks.
+    See :func:`quantized_mean`, also for ``collective``. A coordinate whose mean is rounded to zero is not delivered: it
+    still waits. A NaN or Inf at any coordinate, also at others, is an error on all ranks.
     """
     finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
     own = torch.where(finite, acc.dense()[indices.long()], torch.nan)
-    mean, left = yield from quantized_mean(own, rank, world_size, bits=bits, phase=phase, verdict=acc.verdict)
+    mean, left = yield from quantized_mean(
+        own, rank, world_size, bits=bits, phase=phase, verdict=acc.verdict, collective=collective
+    )
     acc.replace(indices, left)
     if acc.verdict is not None:
         yield from acc.verdict.settle(world_size)

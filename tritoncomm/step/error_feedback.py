@@ -65,7 +65,7 @@ class ErrorFeedback:
         device, static = self.residual.device, algorithm.is_static
         # On a CPU, nothing waits for the result of a check, so errors are raised at once.
         needs_verdict = static or (algorithm.has_shared_verdict and device.type != "cpu")
-        verdict = Verdict(device, is_shared=not static) if needs_verdict else None
+        verdict = Verdict(device, is_shared=algorithm.has_shared_verdict) if needs_verdict else None
         self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
         return algorithm.reduce(self.accumulator, rank, world_size)
 

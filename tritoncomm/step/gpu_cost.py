@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 _Growth = tuple[float, float, float]  # a, b and c
 
 # Method, form, format of messages: synchronizations, launches. One vector, the exchange and its confirmation, default
-# settings, density 3 %.
+# settings, density 3 %, topk_dsa 1 %.
 TABLE: dict[tuple[str, str, str], tuple[_Growth, _Growth]] = {
     ("dense", "exact", "plain"): ((2, 0, 0), (17, 0, 0)),
     ("dgc", "exact", "plain"): ((4, 2, 0), (41, 13, 11)),
@@ -80,8 +80,12 @@ TABLE: dict[tuple[str, str, str], tuple[_Growth, _Growth]] = {
     ("oktopk", "static", "rounded"): ((2, 0, 0), (189, 0, 1)),
     ("random_block", "exact", "plain"): ((2, 0, 0), (26, 0, 0)),
     ("random_block", "exact", "rounded"): ((2, 0, 0), (121, 10, 11)),
+    ("random_block", "static", "plain"): ((2, 0, 0), (26, 0, 0)),
+    ("random_block", "static", "rounded"): ((2, 0, 0), (129, 0, 0)),
     ("random_k", "exact", "plain"): ((2, 0, 0), (26, 0, 0)),
     ("random_k", "exact", "rounded"): ((2, 0, 0), (119, 9, 15)),
+    ("random_k", "static", "plain"): ((2, 0, 0), (26, 0, 0)),
+    ("random_k", "static", "rounded"): ((2, 0, 0), (128, 0, 1)),
     ("sidco", "exact", "plain"): ((24, 2, 0), (116, 13, 11)),
     ("sidco", "exact", "packed"): ((24, 1, 0), (115, 5, 11)),
     ("sidco", "exact", "rounded"): ((29, 1, 0), (136, 5, 11)),
@@ -101,8 +105,11 @@ TABLE: dict[tuple[str, str, str], tuple[_Growth, _Growth]] = {
     ("topk_allgather", "static", "packed"): ((2, 0, 0), (53, 0, 0)),
     ("topk_allgather", "static", "rounded"): ((2, 0, 0), (55, 0, 0)),
     ("topk_dsa", "exact", "plain"): ((12, 4, 0), (38, 42, 11)),
-    ("topk_dsa", "exact", "packed"): ((13, 2, 0), (45, 25, 11)),
-    ("topk_dsa", "exact", "rounded"): ((18, 4, 0), (71, 29, 11)),
+    ("topk_dsa", "exact", "packed"): ((12, 2.5, 0), (40, 33, 0)),
+    ("topk_dsa", "exact", "rounded"): ((18, 4, 0), (71, 34.5, 0)),
+    ("topk_dsa", "static", "plain"): ((2, 0, 0), (123, 0, 0)),
+    ("topk_dsa", "static", "packed"): ((2, 0, 0), (99, 0, 0)),
+    ("topk_dsa", "static", "rounded"): ((2, 0, 0), (111, 0, 0)),
 }
 # What the rest of a sparse step of `wrap` has beyond the rest of a dense step, both with AdamW: selection by update,
 # the staleness-aware update, small tensors in 8 bits. Counted with 2 workers, after the first 20 steps.

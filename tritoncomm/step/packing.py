@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Link, Traffic
 from tritoncomm.step import gpu_cost
@@ -78,7 +78,7 @@ def resolve(
     """
     method, on_gpu = recipe.layers[-1], torch.device(device).type == "cuda"
     is_hierarchical = any(isinstance(layer, Hierarchical) for layer in recipe.layers)
-    if isinstance(method, IndexRecipe) and on_gpu and method.static == "auto" and not is_hierarchical:
+    if isinstance(method, StaticRecipe) and on_gpu and method.static == "auto" and not is_hierarchical:
         recipe = _with(recipe, static=method.can_be_static())
     if not isinstance(method, IndexRecipe) or world_size == 1 or numel == 0:
         return Packing(recipe)
