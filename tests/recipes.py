@@ -128,7 +128,6 @@ def under_test(density: float) -> dict[str, Recipe]:
         "sidco-static": SIDCo(density=density, static=True),
         "topk-dsa-static": TopkDSA(density=density, static=True),
         "topk-dsa-static-4bit": TopkDSA(density=density, static=True, values="4bit"),
-        "topk-dsa-static-dense": TopkDSA(density=density, static=True, static_room=1.0, dense_switch=0.0),
         "topk-dsa-static-sparse": TopkDSA(density=density, static=True, packed="always", dense_switch=1.0),
         "topk-dsa-static-dense-8bit": TopkDSA(density=density, static=True, dense_switch=0.0, values="8bit"),
         "random-k-static": RandomK(density=density, static=True),

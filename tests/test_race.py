@@ -14,7 +14,9 @@ from contextlib import suppress
 
 import pytest
 
+from depth import DEEP
 from pages import ROOT
+from prepared_launcher import PreparedLauncher
 
 FOLDER = str(ROOT / "benchmarks")
 
@@ -223,14 +225,25 @@ def test_nothing_is_left_after_a_kill(namespaces) -> None:
     assert not any(map(is_running, holders))
 
 
-def test_continues_a_file(tmp_path) -> None:
+def test_continues_a_file(tmp_path, request) -> None:
     """A second race with the same file runs only what is missing. A run whose losses are known takes fewer steps."""
     file = tmp_path / "race.json"
-    command = [sys.executable, f"{FOLDER}/race.py", "--network", "loopback:workers=2", "--task", "tiny"]
-    command += ["--rivals", "dense", "--ours", "--json", str(file)]
+    arguments = [
+        "--network",
+        "loopback:workers=2",
+        "--task",
+        "tiny",
+        "--rivals",
+        "dense",
+        "--ours",
+        "--json",
+        str(file),
+    ]
+    launcher = PreparedLauncher("matplotlib.pyplot", real=DEEP)
+    request.addfinalizer(launcher.close)
 
     def rows(*more: str) -> list[dict]:
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, check=False)
+        done = launcher.run(ROOT / "benchmarks" / "race.py", *arguments, *more, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         return json.loads(file.read_text())["rows"]
 

@@ -109,7 +109,7 @@ PACKED = packed(METHODS, list(VALUE_BITS)) if DEEP else packed(["topk_allgather"
 @pytest.mark.parametrize("name", [*PACKED, *NAMES])
 def test_replayed_messages(name: str) -> None:
     """Replays of single steps with a damaged reply are rejected by name, or harmless. Some are of each kind."""
-    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(250, 100_000))
+    outcomes = replay.fuzz((PACKED | under_test(0.2))[name], trials(150, 100_000))
     assert outcomes["ProtocolMismatchError"] > 0
     assert outcomes["accepted"] > 0
 

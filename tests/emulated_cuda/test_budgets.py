@@ -21,7 +21,7 @@ from tritoncomm.step.ddp_state import CommState, comm_hook
 from tritoncomm.step.optimizer_step import OptimizerStep
 from tritoncomm.step.options import WrapOptions
 
-from depth import trials
+from depth import DEEP
 from emulated_cuda import doors, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
 from emulated_cuda.exchanges import counted
@@ -108,34 +108,30 @@ def test_every_static_form_has_a_budget() -> None:
     assert set(METHODS) == {each.name for each in recipes if isinstance(each, StaticRecipe) and each.has_static_form}
 
 
-@pytest.mark.parametrize("values", ["4bit", *(["fp32"] if trials(0, 1) else [])])
-@pytest.mark.parametrize("world_size", [2, 3, 8, *([1, 4] if trials(0, 1) else [])])
-@pytest.mark.parametrize("method", METHODS)
-def test_synchronizations(method: str, world_size: int, values: str) -> None:
-    """An ordinary step waits at most twice for the GPU, and any step at most 20 times, whatever the world size."""
-    steps = steps_of(method, values, world_size)
-    ordinary = [step for step in steps[1:] if step.is_ordinary]
-    assert len(ordinary) >= 3
-    assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
-    assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
-
-
-def test_renewal() -> None:
-    """The step that renews the scale of the selection, and the next one, stay within the budget of other steps."""
-    steps = steps_of("oktopk", "4bit", 2, 24)
-    assert steps[19].syncs > ORDINARY, "the scale is renewed every 20 steps"
-    assert all(step.syncs <= OTHERS for step in steps)
-    assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly."""
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute root mean squares of parameters in three steps, and then in every third."""
     monkeypatch.setattr(adam, "_UPDATE_RMS_EVERY", SETTLED - 1)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("values", ["4bit", *(["fp32"] if DEEP else [])])
+@pytest.mark.parametrize("method", METHODS)
+def test_budget(method: str, values: str) -> None:
+    """An ordinary step waits at most twice for the GPU, and any step at most 20 times, whatever the world size.
+
+    Launches stay within the budget of the method, which does not grow with tensors, and with workers only slowly.
+    """
+    for world_size in (1, 2, 3, 4, 8) if DEEP else (2, 8):
+        steps = steps_of(method, values, world_size)
+        ordinary = [step for step in steps[1:] if step.is_ordinary]
+        assert len(ordinary) >= 3
+        assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
+        assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
     base, per_doubling = LAUNCHES[method]
     few, many, workers = (
-        [step for step in steps_of.__wrapped__(method, "4bit", *case)[SETTLED:] if step.is_ordinary]
-        for case in ((2, SETTLED + 2, 3), (2, SETTLED + 2, 12), (8, SETTLED + 2, 3))
+        [step for step in steps_of(method, values, *case)[SETTLED : SETTLED + 2] if step.is_ordinary]
+        for case in ((2,), (2, SETTLED + 2, 12), (8,))
     )
     assert few
     assert many
@@ -144,6 +140,14 @@ def test_launches(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
     assert max(step.launches for step in workers) <= base + 2 * per_doubling
     assert max(step.syncs for step in many) <= ORDINARY
+
+
+def test_renewal() -> None:
+    """The step that renews the scale of the selection, and the next one, stay within the budget of other steps."""
+    steps = steps_of("oktopk", "4bit", 2, 24)
+    assert steps[19].syncs > ORDINARY, "the scale is renewed every 20 steps"
+    assert all(step.syncs <= OTHERS for step in steps)
+    assert all(step.syncs <= ORDINARY for step in steps[21:] if step.is_ordinary)
 
 
 SHARED = [("dense", "fp32")] + [(name, values) for name in ("random_k", "random_block") for values in ("fp32", "4bit")]
