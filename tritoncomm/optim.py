@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
@@ -32,6 +32,7 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
+from tritoncomm.step.plain_step import PlainStep
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
@@ -107,6 +108,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
         self._optimizer_step.check()
         self._step_state = StepState()
+        self._plain = PlainStep(self._step_state, self._optimizer_step, options.on_nonfinite)
 
     def __getattr__(self, name: str) -> Any:
         """Return a public attribute of the original optimizer that this class does not have."""
@@ -337,40 +339,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
         if untouched:
             self.synchronize()
-        elif getattr(self, "grad_scale", None) is not None and step_state.attempted is None:
-            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
-        self._check_unchanged()
-        if self._exchange.delivered is not None:
-            self._take_step(untouched=untouched)
-        else:
+        scaled = getattr(self, "grad_scale", None) is not None
+        if not self._plain.step(self._exchange, scaled=scaled, untouched=untouched):
             self._warn_about_scale()
-        self._step_state.reset()
         return loss
-
-    def _check_unchanged(self) -> None:
-        """Raise if ``.grad`` does not hold what was averaged, except for changes between synchronize() and step()."""
-        step_state, gradients = self._step_state, self._gradients()
-        if any(now is not then for now, then in zip(gradients, step_state.written_gradients, strict=True)):
-            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if step_state.versions and step_state.versions != [_version(gradient) for gradient in gradients]:
-            raise RuntimeError(
-                "gradients have changed since a hook of step() failed: repeat step() before the next backward pass, or "
-                "call optimizer.zero_grad() on all ranks, which discards what was averaged"
-            )
-
-    def _take_step(self, *, clip: bool = True, untouched: bool = False) -> None:
-        """Take the optimizer's step over what was delivered. If a hook of the user fails before it, nothing is lost."""
-        exchange, step_state = self._exchange, self._step_state
-        delivered, repeated = exchange.delivered or [], step_state.attempted is not None
-        self._optimizer_step.alone = self._vector.is_bare
-        step_state.attempted = exchange.deliveries
-        try:
-            self._optimizer_step.step(
-                delivered, clip=clip and not repeated, untouched=untouched, started=exchange.take_delivered
-            )
-        except BaseException:
-            step_state.versions = [_version(gradient) for gradient in self._gradients()]
-            raise
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -392,32 +364,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: The gradients were exchanged already. With a hook, none have been averaged since the last
                 step. For other errors see :meth:`step`.
         """
-        step_state = self._step_state
         if self._hook is not None:
             self._hooked.check_averaged()
             return
-        if step_state.exchanged:
-            raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
-        local_error = self._local_error()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is None:
-            found = step_state.found_in_unscale
-        overflowed = found is not None and bool(found)
-        zero = self._options.on_nonfinite == "zero" and found is None
-        try:
-            self._exchange.average(
-                local_error=local_error,
-                scale=1.0 if scale is None else float(scale),
-                overflowed=overflowed,
-                zero=zero,
-                inspect=None if self._exchange.steps or scale is not None else self._check_not_reduced,
-            )
-        except NonFiniteError as error:
-            if self._options.on_nonfinite == "raise" and found is None:
-                raise
-            logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
-        step_state.exchanged = True  # without delivered entries, step() does nothing
-        step_state.written_gradients = self._gradients()
+        inspect = None if self._exchange.steps or scale is not None else self._check_not_reduced
+        self._plain.average(self._exchange, scale, found, local_error=self._local_error, inspect=inspect)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -435,9 +387,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             found = mean.values.nonzero().reshape(-1).to(torch.int32)
             delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), each.layout))
         if self._hook is None:
-            self._exchange.delivered, self._step_state.exchanged = delivered, True
-            self._step_state.written_gradients = self._gradients()
-            self._take_step(clip=False)
+            self._plain.apply(self._exchange, delivered)
             self.zero_grad()
             return
         for optimizer in self._hook.connected:
@@ -628,11 +578,3 @@ class SparseOptimizer(torch.optim.Optimizer):
         new = self._hook is not None and self._hooked.has_new_gradients
         if self._step_state.exchanged or (new and self._exchange.delivered is not None):
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self._exchange.parameters]
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    """Return a number that grows whenever ``gradient`` is changed in place."""
-    return -1 if gradient is None else local(gradient)._version  # noqa: SLF001 - torch documents it for this use
