@@ -4,6 +4,7 @@ from tritoncomm_kernels.accumulate import accumulate
 from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
 from tritoncomm_kernels.adam_flat import AdamFlat
 from tritoncomm_kernels.adam_many import AdamMany, AdamStates, root_mean_squares
+from tritoncomm_kernels.block_float import dequantize_parts, quantize_mean, quantize_parts
 from tritoncomm_kernels.compact import (
     Selection,
     accumulate_and_select,
@@ -38,7 +39,6 @@ from tritoncomm_kernels.scatter import (
     scatter_add,
     scatter_add_lists,
     sum_lists,
-    sum_rows,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
@@ -74,6 +74,7 @@ __all__ = [
     "count_reaching",
     "decompress",
     "decompress_padded",
+    "dequantize_parts",
     "expand",
     "gather",
     "has_non_finite",
@@ -86,6 +87,8 @@ __all__ = [
     "mark_momentum",
     "merge",
     "merge_rows",
+    "quantize_mean",
+    "quantize_parts",
     "reaching",
     "rebalance",
     "root_mean_square",
@@ -96,7 +99,6 @@ __all__ = [
     "set_at",
     "smallest_magnitude",
     "sum_lists",
-    "sum_rows",
     "threshold_key",
     "top_k",
     "top_k_into",

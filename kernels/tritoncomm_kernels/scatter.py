@@ -104,27 +104,6 @@ def sum_lists(
     return out
 
 
-def sum_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``rows`` (fp32 or fp64 ``[rows, m]``), added in row order from 0 on, as ``[m]``.
-
-    Every rank with the same rows computes the same bits. On a GPU this is one launch, without host synchronization.
-    Raises ``ValueError`` for another shape or dtype.
-    """
-    if rows.dim() != 2:  # noqa: PLR2004
-        raise ValueError(f"rows has shape {tuple(rows.shape)}: expected [rows, m]")
-    if rows.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"rows has dtype {rows.dtype}: convert it to torch.float32 or torch.float64")
-    rows = rows.contiguous()
-    if rows.numel() and triton_runs(rows):
-        total = rows.new_empty(rows.shape[1])
-        kernel("scatter_triton").sum_rows(rows, total)
-        return total
-    total = rows.new_zeros(rows.shape[1])
-    for row in rows:
-        total += row
-    return total
-
-
 def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
     """Merge sparse lists of one vector of ``numel`` elements.
 

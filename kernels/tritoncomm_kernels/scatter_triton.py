@@ -153,19 +153,6 @@ def gather_kernel(
     tl.atomic_add(invalid_ptr, stray, mask=stray > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count", "rows"], do_not_specialize_on_alignment=["parts_ptr"])
-def sum_rows_kernel(parts_ptr, out_ptr, count, rows, BLOCK: tl.constexpr):
-    """Add the rows of a matrix with ``count`` columns, in row order."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-    row = 0
-    while row < rows:
-        total += tl.load(parts_ptr + tl.cast(row, tl.int64) * count + at, mask=inside, other=0.0)
-        row += 1
-    tl.store(out_ptr + at, total, mask=inside)
-
-
 def sum_lists(
     indices: torch.Tensor,
     values: torch.Tensor,
@@ -264,11 +251,3 @@ def gather(
             values, indices, out, count, invalid, values.numel(), indices.numel(),
             CLEAR=clear, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def sum_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Launch the kernel on a checked, contiguous matrix with at least one element."""
-    with on_device_of(rows):
-        sum_rows_kernel[(triton.cdiv(out.numel(), BLOCK),)](
-            rows, out, out.numel(), rows.shape[0], BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )

@@ -179,7 +179,10 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.add_rows: (lambda result, a: _add_rows(a["out"], a["rows"].indices), ("out",)),
     _N.set_at: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
     _N.values_at: (lambda result, a: Cost(1), ()),
-    _N.sum_rows: (lambda result, a: Cost(int(a["rows"].numel() > 0)), ()),
+    # A quantized mean: one kernel each.
+    _N.quantize_parts: (lambda result, a: Cost(1), ()),
+    _N.quantize_mean: (lambda result, a: Cost(1), ("left",)),
+    _N.dequantize_parts: (lambda result, a: Cost(1), ()),
     section_rows.write_rows: (lambda result, a: _write_rows(a["layout"], a["entries"].values), ()),
     section_rows.read_rows: (
         # Counts, positions, join, refusal.

@@ -19,6 +19,8 @@ from tritoncomm_kernels import (
     accumulate_triton,
     adam_flat_triton,
     adam_triton,
+    block_float,
+    block_float_triton,
     expand_triton,
     mark_triton,
     padded_triton,
@@ -216,7 +218,6 @@ def scattering() -> list[Case]:
     tile = {"TILE": scatter.TILE, "ENTRIES": scatter.ENTRIES}
     words = {"WORDS": scatter.WORDS}
     union = {"out_ptr": "*i32"}
-    double = {"parts_ptr": "*fp64", "out_ptr": "*fp64"}
     clear = {"BLOCK": scatter.BLOCK, "CLEAR": True}
     return [
         Case("tile bounds", scatter.tile_bounds_kernel, bounds, 1),
@@ -228,8 +229,19 @@ def scattering() -> list[Case]:
         Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
         Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
         Case("gather and clear", scatter.gather_kernel, clear, **block),
-        Case("sum rows", scatter.sum_rows_kernel, {"BLOCK": scatter.BLOCK}, scatter.WARPS, double, scatter.BLOCK),
     ]
+
+
+def quantized_mean() -> list[Case]:
+    """Return the cases of a mean whose values travel in 8 or 4 bits."""
+    mean, types = block_float_triton, {"bytes_ptr": "*i8", "messages_ptr": "*i8", "left_ptr": "*fp32"}
+    size = {"warps": mean.WARPS, "types": types, "elements": block_float.BLOCK, "aligned": False}
+    kernels = {
+        "quantize parts": mean.quantize_parts_kernel,
+        "quantize mean": mean.quantize_mean_kernel,
+        "dequantize parts": mean.dequantize_parts_kernel,
+    }
+    return [Case(f"{name}, {bits} bits", it, {"BITS": bits}, **size) for name, it in kernels.items() for bits in (8, 4)]
 
 
 def padding() -> list[Case]:
@@ -433,6 +445,7 @@ def cases() -> list[Case]:
         *padding(),
         *packing(),
         *packing_rows(),
+        *quantized_mean(),
         *others(),
     ]
 

@@ -84,7 +84,18 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append((self.__name__, options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    users = ("accumulate", "adam", "adam_flat", "adam_many", "compact", "expand", "mark", "padded", "rebalance")
+    users = (
+        "accumulate",
+        "adam",
+        "adam_flat",
+        "adam_many",
+        "block_float",
+        "compact",
+        "expand",
+        "mark",
+        "padded",
+        "rebalance",
+    )
     for module in (*users, "scatter", "section_rows", "sections", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
@@ -160,7 +171,10 @@ def static_form(rows: int) -> None:
     kernels.set_at(out, entries)
     kernels.set_at(out, entries.indices)
     kernels.values_at(out, entries.indices)
-    kernels.sum_rows(entries.values)
+    for width in (8, 4):
+        messages, left = kernels.quantize_parts(out, rows, width)
+        kernels.quantize_mean(messages, out, left, 1, width)
+        kernels.dequantize_parts(messages, out.numel(), width)
     for width in (32, 4):
         layout = Layout.of(1000, 64_000, width)
         words, _ = write_rows(layout, bounds[1:], entries, workspace=held)
@@ -177,7 +191,7 @@ def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
-    for module in ("padded", "section_rows", "scatter"):
+    for module in ("block_float", "padded", "section_rows"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     found = []
     for rows in (2, 2, 64):  # the first call also makes constants

@@ -148,25 +148,6 @@ def test_single_entries(n: int, share: float, seed: int, family: str) -> None:
     assert read.shape == entries.indices.shape
 
 
-@given(st.integers(0, 4), st.integers(0, 5), seeds, st.sampled_from([torch.float32, torch.float64]))
-@examples(40)
-def test_sum_rows(rows: int, count: int, seed: int, dtype: torch.dtype) -> None:
-    """Dense rows are added in order, from 0 on."""
-    parts = torch.randn(rows, count, generator=torch.Generator().manual_seed(seed)).exp().to(dtype)
-    expected = np.zeros(count, dtype=parts.numpy().dtype)
-    for part in parts.numpy():
-        expected = expected + part
-    assert bits(kernels.sum_rows(parts)) == bits(torch.from_numpy(expected))
-
-
-def test_sum_rows_names_bad_arguments() -> None:
-    """A vector, and integers, are rejected."""
-    with pytest.raises(ValueError, match="rows has shape"):
-        kernels.sum_rows(torch.ones(3))
-    with pytest.raises(ValueError, match=r"rows has dtype torch\.int32"):
-        kernels.sum_rows(torch.ones((2, 3), dtype=torch.int32))
-
-
 def test_nothing() -> None:
     """Without rows, slots or coordinates, results are empty or all padding, and nothing is written."""
     held, integers = Workspace(), torch.zeros(1, dtype=torch.int32)

@@ -207,15 +207,6 @@ def test_bad_indices_never_write_outside(device: str, count: int) -> None:
     guarded.check()
 
 
-@given(st.sampled_from([1, 2, 7]), st.sampled_from([1, 33, 1025]), families, st.booleans(), seeds)
-@cases(8)
-def test_sum_rows(device: str, rows: int, count: int, family: str, double: bool, seed: int) -> None:
-    """Dense rows are added in order, in fp32 and fp64."""
-    parts = torch.stack([drawn(family, count, seed + row) for row in range(rows)])
-    held = (parts.double() / 3 if double else parts).to(device)
-    agree(lambda guarded: bits(kernels.sum_rows(guarded.of(held.view(-1)).view(held.shape))), device)
-
-
 def test_too_many_rows_are_named(device: str) -> None:
     """More rows than a grid can have are rejected before a launch."""
     with pytest.raises(ValueError, match="65536 rows are too many for one launch"):
@@ -241,7 +232,6 @@ def test_nothing_waits(device: str) -> None:
         kernels.decompress_padded(out, rows.row(0), workspace=held)
         kernels.set_at(out, rows.row(1))
         kernels.values_at(out, rows.indices)
-        kernels.sum_rows(rows.values)
 
     everything()  # compiles, and copies constants
     try:

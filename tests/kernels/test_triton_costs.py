@@ -123,6 +123,11 @@ def _ints(*content: int) -> torch.Tensor:
     return torch.tensor(content, dtype=torch.int32)
 
 
+def _quantized() -> dict[str, Any]:
+    values = vector()
+    return {"values": values, "messages": kernels.quantize_parts(values, 3, 4)[0], "bits": 4}
+
+
 def _sections(bits: int) -> dict[str, Any]:
     return {"layout": Layout.of(60, N, bits), "lows": _ints(0, 0), "entries": _rows(), "workspace": kernels.Workspace()}
 
@@ -231,7 +236,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "add_rows of one": (kernels.add_rows, lambda: {"out": vector(), "rows": _rows().row(0)}),
     "set_at": (kernels.set_at, lambda: {"out": vector(), "entries": _rows().row(1)}),
     "values_at": (kernels.values_at, lambda: {"values": vector(), "indices": _rows().indices}),
-    "sum_rows": (kernels.sum_rows, lambda: {"rows": vector().view(3, -1)}),
+    "quantize_parts": (kernels.quantize_parts, lambda: {"values": vector(), "parts": 3, "bits": 8}),
+    "quantize_mean": (kernels.quantize_mean, lambda: {**_quantized(), "left": vector(), "part": 1}),
+    "dequantize_parts": (
+        kernels.dequantize_parts,
+        lambda: {"messages": _quantized()["messages"], "numel": N, "bits": 4},
+    ),
     **{f"write_rows of {bits} bits": (write_rows, lambda bits=bits: _sections(bits)) for bits in (0, 4, 16, 32)},
     "read_rows": (
         read_rows,

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import test_block_float_triton as block_float
 import test_padded_triton as padded
 import test_section_rows_triton as section_rows
 import test_sections_triton as sections
@@ -178,9 +179,6 @@ ROWS = {
     "values before the first": Mutant(
         "padded", "inside = (index >= 0) & (index < n)", "inside = index < n", padded.test_single_entries
     ),
-    "dense rows in another order": Mutant(
-        "scatter", "tl.cast(row, tl.int64) * count", "tl.cast(rows - 1 - row, tl.int64) * count", padded.test_sum_rows
-    ),
     "scale of the first row": Mutant(
         "section_rows", "tl.program_id(1).to(tl.int64) * 2 * blocks", "0 * blocks", section_rows.test_rows
     ),
@@ -200,7 +198,40 @@ ROWS = {
         {"width": 32},
     ),
 }
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS
+AVERAGING = {
+    "halves away from zero": Mutant(
+        "block_float",
+        "(scaled + TO_INTEGER) - TO_INTEGER",
+        "(scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.float64)",
+        block_float.test_ties,
+        {"bits": 8},
+    ),
+    "integers beyond their range": Mutant(
+        "block_float", "tl.minimum(tl.maximum(scaled, -top), top)", "scaled", block_float.test_ties, {"bits": 4}
+    ),
+    "the own part quantized": Mutant(
+        "block_float", "tl.where(row == part, own, received)", "received", block_float.test_steps
+    ),
+    "messages in another order": Mutant(
+        "block_float",
+        "tl.cast(row, tl.int64) * size",
+        "tl.cast(parts - 1 - row, tl.int64) * size",
+        block_float.test_steps,
+    ),
+    "bytes behind the codes not written": Mutant(
+        "block_float", "mask = (lane == 0) |", "mask = (lane == 0) & (lane >= 0) | (lane > 4) &", block_float.test_steps
+    ),
+    "a block that is not finite read as a number": Mutant(
+        "block_float",
+        'tl.where(code == NOT_FINITE, float("nan"), power_of_two(code - BIAS))',
+        "power_of_two(code - BIAS)",
+        block_float.test_steps,
+    ),
+    "written behind the last value": Mutant(
+        "block_float", "(within < length) & (at < count)", "within < length", block_float.test_steps
+    ),
+}
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
@@ -237,11 +268,11 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             derandomize=True,
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
-    users = ("accumulate", "adam", "adam_many", "expand", "mark", "padded", "rebalance", "scatter")
+    users = ("accumulate", "adam", "adam_many", "block_float", "expand", "mark", "padded", "rebalance", "scatter")
     for user in (*users, "section_rows", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, scatter, sections, padded):
+    for tests in (select, scatter, sections, padded, block_float):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)

@@ -49,7 +49,7 @@ def test_estimates_are_link_and_device(speed: int, workers: int) -> None:
         assert estimate.recipe == recipe
         assert estimate.counts == counts
         assert estimate.low <= estimate.high
-        rest = 115 * 5e-6  # of a sparse step
+        rest = 49 * 5e-6  # of a sparse step
         exposed = max(0.0, seconds - STEP / 2) if name == "dense" else seconds + rest
         assert estimate.step == pytest.approx(STEP + exposed)
     assert list(found) == sorted(found, key=lambda name: (found[name].step, name))

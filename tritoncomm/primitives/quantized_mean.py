@@ -11,7 +11,6 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.errors import NonFiniteError
-from tritoncomm.primitives import block_float
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, rotate
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -19,7 +18,7 @@ from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, both
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Padded, block_float
 
 FORMATS = ("fp32", "8bit", "4bit")
 BITS = {"8bit": 8, "4bit": 4}
@@ -45,32 +44,23 @@ def quantized_mean(
 
     ``bits`` is 8 or 4. ``collective`` sends by an all-to-all and an all-gather instead of messages between two ranks.
     All ranks raise :class:`~tritoncomm.NonFiniteError` if any rank holds a NaN or Inf. Values that
-    :func:`~tritoncomm.primitives.block_float.encode` cannot represent count as such. With a ``verdict``, this is
+    :func:`tritoncomm_kernels.block_float.encode` cannot represent count as such. With a ``verdict``, this is
     reported there instead, and nothing waits for a GPU.
     """
     if world_size == 1 or not values.numel():
         return _checked(values.clone(), verdict), torch.zeros_like(values)
-    length = -(-values.numel() // world_size)
-    padded = torch.nn.functional.pad(values.double(), (0, world_size * length - values.numel()))
-    parts = padded.view(world_size, length)
-    messages = block_float.encode(parts, bits)
+    messages, left = kernels.quantize_parts(values, world_size, bits)
     if collective:
         arrived = yield AllToAll(f"{phase}-scatter", messages)
     else:
         arrived = yield from _scattered(messages, rank, world_size, f"{phase}-scatter")
-    received = block_float.decode(arrived, length, bits)
-    received[rank] = parts[rank]
-    total = kernels.sum_rows(received)
-    block = block_float.encode((total / world_size)[None], bits)[0]
+    block = kernels.quantize_mean(arrived, values, left, rank, bits)
     if collective:
         blocks = yield AllGather(f"{phase}-gather", block)
     else:
         lengths = [messages.shape[1]] * world_size
         blocks = torch.stack((yield from bruck_all_gather(block, lengths, rank, world_size, phase=f"{phase}-gather")))
-    means = block_float.decode(blocks, length, bits)
-    residual = parts - block_float.decode(messages, length, bits)
-    residual[rank] = total - world_size * means[rank]
-    mean, left = (rows.view(-1)[: values.numel()].float() for rows in (means, residual))
+    mean = kernels.dequantize_parts(blocks, values.numel(), bits)
     return _checked(mean, verdict), left
 
 
