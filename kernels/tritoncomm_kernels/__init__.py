@@ -1,9 +1,9 @@
 """Operations on one device: accumulate, select, compact, scatter, rebalance, Adam update. Nothing communicates."""
 
 from tritoncomm_kernels.accumulate import accumulate
-from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update, root_mean_square
+from tritoncomm_kernels.adam import AdamControl, AdamState, adam_update
 from tritoncomm_kernels.adam_flat import AdamFlat
-from tritoncomm_kernels.adam_many import AdamMany, AdamStates, root_mean_squares
+from tritoncomm_kernels.adam_many import AdamMany, AdamStates
 from tritoncomm_kernels.block_float import dequantize_parts, quantize_mean, quantize_parts
 from tritoncomm_kernels.compact import (
     Selection,
@@ -31,6 +31,7 @@ from tritoncomm_kernels.padded import (
     values_at,
 )
 from tritoncomm_kernels.rebalance import rebalance
+from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.scatter import (
     common_positions,
     decompress,

@@ -14,11 +14,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.rms import square_root
 from tritoncomm_kernels.workspace import copied_to
 
 POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
@@ -26,7 +26,6 @@ POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
 # which is a distance of 1448 learning rates. A sum of 2^31 such squares does not overflow.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
 _SCALARS = 9  # elements of AdamControl.scalars
-_PART = 1 << 20  # elements whose squares are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -199,9 +198,9 @@ def _update(
     if state.maximum is not None:
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)
-    move = first / (_square_root(second) / root + epsilon)  # of one dense step
+    move = first / (square_root(second) / root + epsilon)  # of one dense step
     if delayed:
-        factor = waited.minimum(limit).minimum(walk * _square_root(waited))
+        factor = waited.minimum(limit).minimum(walk * square_root(waited))
         if control.limited:
             length = _length(factor * move * fine, parameter.numel())
             reach = change * state.param_rms.to(at.dtype)
@@ -215,26 +214,7 @@ def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:
     """Return the root mean square over ``numel`` elements: ``moves``, and zeros. The order does not matter."""
     squares = moves * moves
     total = torch.where(squares < LARGEST_SQUARE, squares, LARGEST_SQUARE).to(torch.int64).sum()
-    return _square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
-
-
-def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of ``tensor`` (any float dtype, not empty) as fp32 ``[]``.
-
-    The order of summation does not change the bits, because squares are rounded down to multiples of 2^-24 of the
-    largest square. Elements below 1/4096 of the largest therefore count as 0. The result is NaN if any element is not
-    finite.
-    """
-    low, high = tensor.detach().aminmax()
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    top = torch.maximum(-low, high).to(wide).clamp(min=torch.finfo(wide).tiny)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().reshape(-1)
-    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else 4 * _PART):
-        share = part.to(wide) / top
-        total += (share * share * 2.0**24).to(torch.int32).sum(dtype=torch.int64)
-    mean = total.to(wide) / torch.full_like(top, tensor.numel() * 2.0**24)
-    return torch.where(top.isfinite(), top * _square_root(mean), math.nan).to(torch.float32)
+    return square_root(total.to(moves.dtype) / torch.full_like(total, numel).to(moves.dtype))
 
 
 def decays(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,14 +227,6 @@ def decays(tau: torch.Tensor, powers: torch.Tensor, complements: torch.Tensor) -
         complement = torch.where(used, complement + power * complements[bit], complement)
         power = torch.where(used, power * powers[bit], power)
     return power, complement
-
-
-def _square_root(values: torch.Tensor) -> torch.Tensor:
-    """Return correctly rounded square roots. torch's on the CPU is off by one unit for one value in eight."""
-    if values.device.type == "cpu":
-        with np.errstate(invalid="ignore"):
-            return torch.from_numpy(np.asarray(np.sqrt(values.numpy())))
-    return values.sqrt()
 
 
 @lru_cache(maxsize=64)

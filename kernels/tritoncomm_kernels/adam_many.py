@@ -7,7 +7,6 @@ vector are kept, because the limit on a tensor's change needs a sum over each te
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,16 +26,16 @@ from tritoncomm_kernels.adam import (
     adam_update,
     beta_tables,
     decays,
-    root_mean_square,
 )
 from tritoncomm_kernels.checks import GRADIENT_DTYPES
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.rms import consecutive
 
 # Entries that are updated together. Smaller parts cost more calls. In larger ones, the memory that the entries were
 # read from has left the cache when they are written.
 _PART = 1 << 14
 _LOOKED_UP = 1 << 16  # shorter delays are looked up in a table of at most 1.3 MB
-_SMALL = 1 << 14  # elements below which root mean squares are computed together
+_LARGE = 1 << 14  # elements from which on a tensor that is delivered as a whole is copied without places
 
 _Array = npt.NDArray[Any]
 _Indices = Sequence[torch.Tensor | None]
@@ -244,7 +243,7 @@ class _Group:
         counts = [array.size if at is None else at.size for array, at in zip(parameters, where, strict=True)]
         bounds = [0, *accumulate(counts)]
         with np.errstate(all="ignore"):
-            for part in _parts(counts, _PART):
+            for part in consecutive(counts, _PART):
                 columns = [column[part] for column in self.arrays]
                 at = None if self.buffers is None else self.buffers.places(part, where[part], counts[part])
                 if self.buffers is not None and at is not None:
@@ -253,17 +252,6 @@ class _Group:
                 start, stop = bounds[part.start], bounds[part.stop]
                 own = _Part(where[part], [bound - start for bound in bounds[part.start : part.stop + 1]], control, at)
                 own.update(columns, own.read(dense[part]) if given is None else given[start:stop], keep)
-
-
-def _parts(counts: Sequence[int], size: int) -> list[slice]:
-    """Return consecutive ranges of tensors. Each ends with the tensor that reaches ``size`` entries in total."""
-    parts, start, waiting = [], 0, 0
-    for stop, count in enumerate(counts, 1):
-        waiting += count
-        if waiting >= size or stop == len(counts):
-            parts.append(slice(start, stop))
-            start, waiting = stop, 0
-    return parts
 
 
 @dataclass(frozen=True)
@@ -279,7 +267,7 @@ class _Buffers:
 
         Return None if a large tensor is delivered as a whole. It is copied faster without places.
         """
-        if any(at is None and count >= _SMALL for at, count in zip(where, counts, strict=True)):
+        if any(at is None and count >= _LARGE for at, count in zip(where, counts, strict=True)):
             return None
         every = np.arange(max(counts, default=0))
         lists = [every[:count] if at is None else at for at, count in zip(where, counts, strict=True)]
@@ -412,32 +400,3 @@ def _compute_of_delay(tau: _Array, betas: tuple[float, float], limit: np.float32
     tables = beta_tables(betas, torch.float32, delays.device)
     rows = *decays(delays, tables[0], tables[1]), *decays(delays, tables[2], tables[3])
     return [*(row.numpy() for row in rows), np.minimum(np.minimum(waited, limit), walk * np.sqrt(waited))]
-
-
-def root_mean_squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return :func:`root_mean_square` of each tensor. Small fp32 tensors on the CPU are computed together."""
-    found: dict[int, torch.Tensor] = {}
-    small = [
-        i
-        for i, tensor in enumerate(tensors)
-        if tensor.numel() < _SMALL and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-    ]
-    for part in _parts([tensors[i].numel() for i in small], _PART):
-        results = _root_mean_squares([tensors[i].numpy(force=True).reshape(-1) for i in small[part]])
-        found.update(zip(small[part], torch.from_numpy(results), strict=True))
-    return [found[i] if i in found else root_mean_square(tensor) for i, tensor in enumerate(tensors)]
-
-
-def _root_mean_squares(arrays: list[_Array]) -> _Array:
-    """Return :func:`root_mean_square` of fp32 ``arrays``, none of which is empty."""
-    sizes = [array.size for array in arrays]
-    starts, flat = [0, *accumulate(sizes[:-1])], np.concatenate(arrays)
-    with np.errstate(all="ignore"):
-        top = np.maximum(np.maximum.reduceat(np.abs(flat), starts), np.finfo(np.float32).tiny)
-        flat /= np.repeat(top, sizes)
-        flat *= flat
-        flat *= np.float32(2.0**24)
-        totals = np.add.reduceat(flat.astype(np.int32), starts, dtype=np.int64)
-        mean = totals.astype(np.float32) / np.array([size * 2.0**24 for size in sizes], np.float32)
-        found: _Array = np.where(np.isfinite(top), top * np.sqrt(mean), np.float32(math.nan))
-        return found

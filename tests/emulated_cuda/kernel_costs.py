@@ -22,7 +22,7 @@ import torch
 import tritoncomm_kernels
 from emulated_cuda.device import CudaTensor, Gpu, check_devices, extent, wrapped
 from emulated_cuda.streams import current_stream
-from tritoncomm_kernels import section_rows, sections
+from tritoncomm_kernels import rms, section_rows, sections
 
 SCANNED_FROM = 8192 * 4096  # elements from which on the counts of the tiles are summed by a kernel of their own
 _RADIX = 1 + 2 * 4 + 2  # begin, histogram and pick for each of 4 digits, count, emit
@@ -190,6 +190,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
         (),
     ),
     # Adam.
+    rms.together: (lambda result, a: Cost(4), ()),  # maxima and sums are cleared, then set; roots
     _N.adam_update: (
         lambda result, a: _adam(a["parameter"], a["indices"], a["control"].limited),
         ("parameter", "state"),

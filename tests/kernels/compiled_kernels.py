@@ -26,6 +26,7 @@ from tritoncomm_kernels import (
     padded_triton,
     quantize_triton,
     rebalance_triton,
+    rms_triton,
     scatter_triton,
     section_rows_triton,
     sections_triton,
@@ -315,6 +316,21 @@ def packing() -> list[Case]:
     ]
 
 
+def root_mean_squares() -> list[Case]:
+    """Return the cases of root mean squares of many tensors."""
+    size = {"warps": rms_triton.WARPS, "types": {"table_ptr": "*i64", "found_ptr": "*i64"}}
+    types = (("", tl.float32), (", bf16", tl.bfloat16), (", fp16", tl.float16))
+    kernels = {"largest of many": rms_triton.largest_kernel, "squares of many": rms_triton.squares_kernel}
+    return [
+        *(
+            Case(f"{name}{suffix}", it, {"DTYPE": dtype, "BLOCK": rms_triton.BLOCK}, **size)
+            for name, it in kernels.items()
+            for suffix, dtype in types
+        ),
+        Case("roots", rms_triton.root_kernel, {"ENDS": rms_triton.ENDS}, **size),
+    ]
+
+
 def packing_rows() -> list[Case]:
     """Return the cases of sections of many rows. The other layouts are cases above, which do the same to a row."""
     rows = section_rows_triton
@@ -446,6 +462,7 @@ def cases() -> list[Case]:
         *packing(),
         *packing_rows(),
         *quantized_mean(),
+        *root_mean_squares(),
         *others(),
     ]
 

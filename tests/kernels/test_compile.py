@@ -96,7 +96,7 @@ def test_launches_have_compiled_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         "padded",
         "rebalance",
     )
-    for module in (*users, "scatter", "section_rows", "sections", "threshold"):
+    for module in (*users, "rms", "scatter", "section_rows", "sections", "threshold"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     everything()
     assert {name for name, _ in launched} == {find(name).kernel.__name__ for name in NAMES}
@@ -141,6 +141,8 @@ def everything() -> None:
     scratch = dict.fromkeys(("counts", "offsets", "slots", "verdict"), indices)
     sections_triton.read(words, scratch, indices, x, layout, 0, 1.0, tiles_summed_in_place=0)
     static_form(2)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        kernels.root_mean_squares([x.to(dtype), x[:7].to(dtype)])
     topology = [torch.ones(64, dtype=torch.int32) for _ in range(3)]
     step, span = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     kernels.rebalance(*topology, step, span, rank=0, block=64, numel=n, min_blocks=1)

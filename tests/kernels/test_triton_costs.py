@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
+from tritoncomm_kernels import rms
 from tritoncomm_kernels.section_rows import read_rows, write_rows
 from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 
@@ -249,6 +250,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "layout": (given := _sections(4))["layout"], "lows": given["lows"], "messages": write_rows(**given)[0],
         },
     ),
+    "root mean squares": (rms.together, lambda: {"tensors": [vector(), vector()[:7]]}),
     "adam": (kernels.adam_update, _adam),
     "adam of some": (kernels.adam_update, lambda: _adam(torch.arange(50))),
     "adam without limit": (kernels.adam_update, lambda: _adam(max_relative_update=float("inf"))),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import test_block_float_triton as block_float
 import test_padded_triton as padded
+import test_rms_triton as rms
 import test_section_rows_triton as section_rows
 import test_sections_triton as sections
 import test_triton_scatter as scatter
@@ -231,7 +232,18 @@ AVERAGING = {
         "block_float", "(within < length) & (at < count)", "within < length", block_float.test_steps
     ),
 }
-MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING
+MEASURING = {
+    "only the first programs": Mutant(
+        "rms", "start += tl.num_programs(0) * BLOCK", "start += 1 << 30", rms.test_many_tensors
+    ),
+    "table of the first tensor": Mutant(
+        "rms", "count = tl.load(table_ptr + 2 * tensor + 1)", "count = tl.load(table_ptr + 1)", rms.test_many_tensors
+    ),
+    "denormals as the largest": Mutant(
+        "rms", "tl.maximum(key.to(tl.int32), LEAST_KEY)", "key.to(tl.int32)", rms.test_many_tensors
+    ),
+}
+MUTANTS = SELECTING | SCATTERING | PACKING | ROWS | AVERAGING | MEASURING
 
 
 def mutated(module: str, old: str, new: str, folder: Path) -> ModuleType:
@@ -269,10 +281,10 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         monkeypatch.setattr(check, "_hypothesis_internal_use_settings", quick)
     users = ("accumulate", "adam", "adam_many", "block_float", "expand", "mark", "padded", "rebalance", "scatter")
-    for user in (*users, "section_rows", "sections", "threshold"):
+    for user in (*users, "rms", "section_rows", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, scatter, sections, padded, block_float):
+    for tests in (select, scatter, sections, padded, block_float, rms):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)

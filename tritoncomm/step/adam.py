@@ -243,12 +243,16 @@ class StalenessAwareAdam:
         ]
         shards = local_shards([parameter for parameter, _ in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
+        held, renewed = [], []
         for (parameter, state), shard in zip(found, shards, strict=True):
             value = next(measured) if shard.numel() else torch.zeros((), dtype=torch.float32, device=shard.device)
             if "param_rms" in state:
-                local(state["param_rms"]).copy_(value)
+                held.append(local(state["param_rms"]))
+                renewed.append(value)
             else:
                 state["param_rms"] = one_per_shard(parameter, value)
+        if held:
+            torch._foreach_copy_(held, renewed)
 
     def _control(
         self, group: dict[str, Any], steps: int, device: torch.device, learning_rate: float, coupled: float
