@@ -14,7 +14,7 @@ import torch
 from tritoncomm_kernels.checks import GRADIENT_DTYPES
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 
-_PART = 1 << 20  # elements whose squares are in memory at a time
+_PART, _LONG = 1 << 16, 1 << 22  # elements whose squares are in memory at a time, of a CPU (its cache) and a GPU
 _SMALL = 1 << 14  # elements below which tensors on the CPU are computed together, and how many together
 UNIT = 2.0**24  # squares are rounded down to multiples of 1 / UNIT of the largest one
 
@@ -31,7 +31,7 @@ def root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     top = torch.maximum(-low, high).to(wide).clamp(min=torch.finfo(wide).tiny)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
-    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else 4 * _PART):
+    for part in torch.split(flat, _PART if tensor.device.type == "cpu" else _LONG):
         share = part.to(wide) / top
         total += (share * share * UNIT).to(torch.int32).sum(dtype=torch.int64)
     mean = total.to(wide) / torch.full_like(top, tensor.numel() * UNIT)
