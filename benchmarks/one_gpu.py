@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from tritoncomm import ExDyna, OkTopk, SimulatedWorld, SparDL, TopkAllgather, optim
+from tritoncomm import ExDyna, OkTopk, RandomK, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, optim
 from tritoncomm.algorithms import MiCRO
 
 import multi_gpu
@@ -34,6 +34,8 @@ RECIPES = {
     "exdyna": ExDyna(density=DENSITY, static=True),
     "micro": MiCRO(density=DENSITY, static=True),
     "oktopk": OkTopk(density=DENSITY, static=True),
+    "topk_dsa": TopkDSA(density=DENSITY, static=True),
+    "random_k 4bit": RandomK(density=DENSITY, static=True, values="4bit"),
 }
 
 

@@ -26,6 +26,7 @@ STATIC = [
     (tritoncomm.OkTopk(density=0.05, static=True, values="4bit", global_cap=2.0, reevaluate_every=64), 3),
     (tritoncomm.TopkDSA(density=0.05, static=True, values="4bit", dense_switch=1.0), 3),
     (tritoncomm.TopkDSA(density=0.05, static=True), 4),
+    (tritoncomm.RandomK(density=0.2, static=True, values="4bit"), 3),
 ]
 
 
@@ -33,7 +34,17 @@ STATIC = [
 @pytest.mark.parametrize(
     ("recipe", "world_size"),
     STATIC,
-    ids=["spardl", "spardl 4 teams", "spardl bruck", "exdyna", "oktopk", "oktopk 4bit", "topk_dsa", "topk_dsa dense"],
+    ids=[
+        "spardl",
+        "spardl 4 teams",
+        "spardl bruck",
+        "exdyna",
+        "oktopk",
+        "oktopk 4bit",
+        "topk_dsa",
+        "topk_dsa dense",
+        "random_k",
+    ],
 )
 def test_same_static_form(recipe: tritoncomm.Recipe, world_size: int, device: str) -> None:
     """Means and residuals of the static form have the same bits with kernels and with references."""
