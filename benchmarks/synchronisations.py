@@ -4,12 +4,14 @@ No GPU is used, and nothing is timed. Ranks are threads of one process, with ten
 what a GPU would do (``tests/emulated_cuda``). A step is a whole ``step()`` of an AdamW optimizer from ``wrap``: small
 tensors, the exchange, its confirmation, and the staleness-aware update. Figures are those of the busiest rank. The
 first step evaluates thresholds and partitions, and creates states. The last step is an ordinary one: some methods
-evaluate again in the steps between, until their thresholds fit.
+evaluate again in the steps between, until their thresholds fit. ``static`` messages have a fixed length, ``exact`` ones
+are as long as their entries need.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
@@ -47,6 +49,7 @@ class Row:
     """
 
     method: str
+    form: str
     values: str
     workers: int
     step: str
@@ -69,9 +72,11 @@ class Tensors(nn.Module):
         self.tensors = nn.ParameterList([nn.Parameter(each) for each in made])
 
 
-def measure(method: str, values: str, workers: int, density: float, steps: int) -> list[Row]:
+def measure(method: str, form: str, values: str, workers: int, density: float, steps: int) -> list[Row]:
     """Return the first and the last step of a method."""
     fields: dict[str, Any] = FIELDS.get(method, {}) | ({"values": values} if values else {})
+    if method != "dense":
+        fields["static"] = form == "static"
 
     def main(rank: int) -> list[dict[str, Any]]:
         model = Tensors()
@@ -112,7 +117,7 @@ def measure(method: str, values: str, workers: int, density: float, steps: int) 
         seconds = total * SYNC + busiest["launches"] * LAUNCH
         rows.append(
             Row(
-                method, values or "fp32", workers, name, total, framing, busiest["launches"], busiest["bytes"],
+                method, form, values or "fp32", workers, name, total, framing, busiest["launches"], busiest["bytes"],
                 busiest["messages"], round(1e3 * seconds, 3), dict(places.most_common()),
             )
         )  # fmt: skip
@@ -121,10 +126,10 @@ def measure(method: str, values: str, workers: int, density: float, steps: int) 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as text."""
-    head = f"{'method':16}{'values':>7}{'workers':>8}  {'step':9}{'synchronizations':>17}{'framing':>8}"
+    head = f"{'method':16}{'form':>7}{'values':>7}{'workers':>8}  {'step':9}{'synchronizations':>17}{'framing':>8}"
     lines = [f"{head}{'launches':>9}{'bytes':>9}{'messages':>9}{'ms':>8}"]
     lines += [
-        f"{row.method:16}{row.values:>7}{row.workers:8}  {row.step:9}{row.synchronizations:17}{row.framing:8}"
+        f"{row.method:16}{row.form:>7}{row.values:>7}{row.workers:8}  {row.step:9}{row.synchronizations:17}{row.framing:8}"
         f"{row.launches:9}{row.bytes_sent:9}{row.messages:9}{row.milliseconds:8.2f}"
         for row in rows
     ]
@@ -150,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 64])
+    parser.add_argument("--form", nargs="+", default=["static"], choices=["exact", "static"], help="form of messages")
     parser.add_argument("--values", nargs="+", default=["fp32"], help="formats of values, where the method has them")
     parser.add_argument("--density", type=float, default=0.03)
     parser.add_argument("--steps", type=int, default=6, help="the last one is the ordinary step")
@@ -162,19 +168,17 @@ def main() -> None:
     torch.set_num_threads(1)
     print("On emulated GPUs, of the busiest rank. Nothing is timed: ms charges 15 us a synchronization, 5 us a launch.")
     rows: list[Row] = []
-    for workers in options.workers:
-        for method in options.algo:
-            has_values = "values" in tritoncomm.recipe(method).__dataclass_fields__
-            for values in options.values if has_values else [""]:
-                started = time.perf_counter()
-                rows += measure(method, values, workers, options.density, options.steps)
-                print(
-                    f"{method}, {workers} workers: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True
-                )
+    for workers, method, form in itertools.product(options.workers, options.algo, options.form):
+        has_values = "values" in tritoncomm.recipe(method).__dataclass_fields__
+        for values in options.values if has_values else [""]:
+            started = time.perf_counter()
+            rows += measure(method, form, values, workers, options.density, options.steps)
+            seconds = time.perf_counter() - started
+            print(f"{method}, {form}, {workers} workers: {seconds:.1f} s", file=sys.stderr, flush=True)
     print(table(rows))
     if options.places:
         for row in rows:
-            print(f"\n{row.method}, {row.values}, {row.workers} workers, {row.step} step")
+            print(f"\n{row.method}, {row.form}, {row.values}, {row.workers} workers, {row.step} step")
             print("\n".join(f"{count:6}  {place}" for place, count in row.places.items()))
     if options.json:
         settings = {"density": options.density, "steps": options.steps, "shapes": SHAPES}
