@@ -61,9 +61,10 @@ stage speed-bf16 40 "${speed[@]}" --n 25e6 100e6 --dtype bf16 --no-compile --jso
 stage speed-sections 25 "$python" benchmarks/sections.py --device cuda --json "$out/sections.json"
 stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-compiled.json"
 
-# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py, for all methods if not
-# said otherwise, on NCCL, with no call of torch.cuda.set_device:
-#   exchanges         all ranks have the same bits, also in the static form; host synchronizations that torch sees
+# What an emulated NCCL cannot show (tests/emulated_cuda). Each line is a check of multi_gpu.py on NCCL, with no call of
+# torch.cuda.set_device:
+#   exchanges         oktopk, spardl, exdyna, topk_allgather and dense in both forms: all ranks have the same bits; host
+#                     synchronizations that torch sees
 #   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
 #   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
 #   hook-of-ddp       the hook from the first backward pass on, beside SyncBatchNorm, for 30 steps without a deadlock

@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm import fsdp
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
@@ -51,6 +55,20 @@ def on_both(train: Callable[[int, str], Any], world_size: int, *, seed: int = 0)
     """Return the results of ``train(rank, device)`` by rank: on emulated GPUs, and on CPU tensors with gloo."""
     yield ranks.run(lambda rank: train(rank, "cuda"), world_size, seed=seed)
     yield ranks.run(lambda rank: train(rank, "cpu"), world_size, backend="gloo")
+
+
+def sharded(device: str, **fields: Any) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
+    """Return a model with a parameter group for each layer, the replicas of this rank, and the state of the hook."""
+    world_size = dist.get_world_size()
+    shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
+    mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    model = model_on(device)
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    replicas = mesh["replicate"].get_group()
+    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
 
 
 class Bucket:

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from tritoncomm import NonFiniteError, SimulatedWorld, checkpoint, fsdp
+from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.ddp_state import CommState, comm_hook
 
@@ -44,6 +42,12 @@ METHODS = {
     "exdyna-static": {"algo": "exdyna", "static": True},
     "topk_allgather-static": {"algo": "topk_allgather", "static": True, "broadcast_parameters": True},
 }
+# Every method in the form that it has on GPUs. On every commit, the hooks run with the two newest ones of them.
+EVERY = {
+    name: {"algo": name, "static": True, **({"reduced_lr": True} if name == "random_block" else {})}
+    for name in (algorithms() if DEEP else ("topk_dsa", "random_k"))
+    if name != "dense"
+} | ({"dense": {"algo": "dense"}} if DEEP else {})
 
 
 def _wrapped(model: torch.nn.Module, optimizer: str, **fields: Any) -> tritoncomm.SparseOptimizer:
@@ -135,6 +139,16 @@ def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
     assert on_gpu == on_cpu
 
 
+@pytest.mark.filterwarnings(
+    "ignore:the parameters have changed"
+)  # of dgc: buckets get names
+@pytest.mark.parametrize("method", EVERY)
+def test_ddp_hook_of_every_method(method: str) -> None:
+    """The hook exchanges with any method."""
+    on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_ddp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
+    assert on_gpu == on_cpu
+
+
 @pytest.mark.parametrize("at", ["0.weight", "2.weight"])
 @pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
 def test_ddp_hook_rejects_a_bucket(method: str, at: str) -> None:
@@ -187,22 +201,8 @@ def test_ddp_hook_copies_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch)
     assert set(copies) == {2}
 
 
-def _sharded(device: str, **fields: Any) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
-    """Return a model with a parameter group for each layer, the replicas of this rank, and the state of the hook."""
-    world_size = dist.get_world_size()
-    shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
-    mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    model = doors.model_on(device)
-    for layer in model:
-        if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    replicas = mesh["replicate"].get_group()
-    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
-
-
 def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
-    model, replicas, state = _sharded(device, **fields)
+    model, replicas, state = doors.sharded(device, **fields)
     wrapped = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), model=model, process_group=replicas)
     seen = []
     for step in range(4):
@@ -226,6 +226,13 @@ def test_fsdp_hook(optimizer: str, world_size: int) -> None:
     assert on_gpu == on_cpu
 
 
+@pytest.mark.parametrize("method", EVERY)
+def test_fsdp_hook_of_every_method(method: str) -> None:
+    """The hook exchanges with any method."""
+    on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_fsdp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
+    assert on_gpu == on_cpu
+
+
 @pytest.mark.parametrize("at", ["0", "4"])
 def test_fsdp_hook_rejects_a_group(at: str) -> None:
     """A NaN of one rank in any parameter group rejects the pass on all ranks. The next pass goes on."""
@@ -238,7 +245,7 @@ def test_fsdp_hook_rejects_a_group(at: str) -> None:
 
         hooks: list[Any] = []
 
-        model, replicas, state = _sharded(device, **METHODS["oktopk-static"])
+        model, replicas, state = doors.sharded(device, **METHODS["oktopk-static"])
         model.get_submodule(at).register_forward_pre_hook(multiply)
         inner = OPTIMIZERS["adamw"](model.parameters())
         optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas, on_nonfinite="raise")
@@ -269,7 +276,7 @@ def test_fsdp_hook_of_a_gradient() -> None:
     """A hook of the user that waits for a gradient sees its mean, and the optimizer takes the same step."""
 
     def train(rank: int, device: str, *, early: bool) -> tuple[list[Any], list[Any]]:
-        model, replicas, _ = _sharded(device, **METHODS["oktopk-static"])
+        model, replicas, _ = doors.sharded(device, **METHODS["oktopk-static"])
         inner, seen = OPTIMIZERS["adamw"](model.parameters()), {}
         optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
         for name, parameter in model.named_parameters() if early else ():

@@ -112,16 +112,28 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
     assert found[0] == found[2]
 
 
+def behind_ddp(timeout: timedelta) -> tuple[torch.nn.Module, Any]:
+    """Return a model with the hook of DDP, and the state of the hook."""
+    model = doors.model_on("cuda")
+    state = CommState(None, "oktopk", density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
+    state.name(dict(model.named_parameters()))
+    state.reducer = doors.PythonReducer(model, state, comm_hook)
+    return model, state
+
+
+def behind_fsdp(timeout: timedelta) -> tuple[torch.nn.Module, Any]:
+    """Return a model with the hook of FSDP2, and the state of the hook."""
+    model, _, state = doors.sharded("cuda", algo="oktopk", timeout=timeout)
+    return model, state
+
+
 @pytest.mark.parametrize("fault", [raises, dies])
-def test_ddp_hook(fault: Callable[[], None]) -> None:
+@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
+def test_hook(door: Callable[[timedelta], tuple[torch.nn.Module, Any]], fault: Callable[[], None]) -> None:
     """``backward()`` raises on the other ranks, and the next one raises again."""
 
     def train(rank: int) -> None:
-        model = doors.model_on("cuda")
-        timeout = LATE if fault is raises else SOON
-        state = CommState(None, "oktopk", density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
-        state.name(dict(model.named_parameters()))
-        reducer = doors.PythonReducer(model, state, comm_hook)
+        model, state = door(LATE if fault is raises else SOON)
         doors.loss_of(model, rank, 0, "cuda").backward()
         if rank == VICTIM:
             failing(state.exchange.vectors[-1].scheduler, fault)
@@ -132,12 +144,31 @@ def test_ddp_hook(fault: Callable[[], None]) -> None:
         checked(caught.value, time.monotonic() - started, fault)
         with pytest.raises(tritoncomm.ExchangeError, match="rank 1"):
             doors.loss_of(model, rank, 2, "cuda").backward()
-        assert reducer is not None
 
     network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
     assert found[0] is None, found[0]
     assert found[2] is None, found[2]
+
+
+@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
+def test_hook_and_a_rank_that_hangs(door: Callable[[timedelta], tuple[torch.nn.Module, Any]]) -> None:
+    """A rank that is busy elsewhere is named, also by itself when it goes on."""
+    released = threading.Event()
+    waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
+
+    def train(rank: int) -> tuple[int, ...]:
+        model, state = door(SOON)
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        if rank == VICTIM:
+            failing(state.exchange.vectors[-1].scheduler, lambda: released.wait(10) and None)
+        with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
+            doors.loss_of(model, rank, 1, "cuda").backward()
+        if rank != VICTIM:
+            waiting.wait(10)
+        return caught.value.peers
+
+    assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
 
 
 def test_wrap_and_a_rank_that_hangs() -> None:

@@ -47,11 +47,18 @@ def test_table_is_counted(key: tuple[str, str, str]) -> None:
         _check(counted(recipe, 4), gpu_cost.counts(recipe, 4))
 
 
-@pytest.mark.parametrize(
-    "recipe", [OkTopk(static=False), OkTopk(static=True), SparDL(static=False), SparDL(static=True)]
-)
+@pytest.mark.parametrize("name", sorted({name for name, form, _ in gpu_cost.TABLE if form == "static"}))
+def test_static_forms_wait_twice_with_more_workers(name: str) -> None:
+    """With 16 workers a static form waits twice, too, and launches are those of the table."""
+    recipe = _recipe(name, "static", "rounded" if (name, "static", "rounded") in gpu_cost.TABLE else "packed")
+    syncs, launches = counted(recipe, 16)
+    assert syncs == 2
+    _check((syncs, launches), gpu_cost.counts(recipe, 16))
+
+
+@pytest.mark.parametrize("recipe", [OkTopk(static=False), SparDL(static=False)], ids=["oktopk", "spardl"])
 def test_growth_holds_for_more_workers(recipe: StaticRecipe) -> None:
-    """The counts that were fitted at 2, 4 and 8 workers hold at 16, and in a deep run at 6, in both forms."""
+    """The counts that were fitted at 2, 4 and 8 workers hold at 16, and in a deep run at 6."""
     for world_size in (6, 16) if DEEP else (16,):
         _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
 

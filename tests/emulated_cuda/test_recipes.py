@@ -16,6 +16,7 @@ STEPS, NUMEL = 4, 90
 SHARES = shared_out({size: recipes.under_test(0.1) for size in (2, 3)})
 # Further world sizes on every commit, one for each kind of pattern. A deep run has all recipes at all of them.
 FEW = ("oktopk-short-periods", "spardl-3-teams-4bit", "exdyna", "topk_allgather-4bit", "hierarchical-2", "gtopk-bf16")
+FEW += ("oktopk-static-4bit", "spardl-static", "topk-dsa-static-4bit")
 
 
 def _cases() -> list[tuple[str, int]]:
