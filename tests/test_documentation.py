@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -80,6 +81,24 @@ def test_tracing_is_switched_on_by_the_environment(tmp_path: Path, monkeypatch: 
     exec(switch, {"tritoncomm": tritoncomm, "train": trained.append})  # noqa: S102 - our own page
     assert trained == [3, 3]
     assert [file.name for file in tmp_path.iterdir()] == ["trace-rank-0.json"]
+
+
+def test_documented_counts_are_those_of_the_results() -> None:
+    """The table of waits, launches and bytes has the figures of the committed file, for every method."""
+    text = (ROOT / "docs/explanation/static-messages.md").read_text()
+    rows = json.loads((ROOT / "benchmarks/results/synchronisations-2026-11-23.json").read_text())["rows"]
+    counted = {(row["method"], row["form"], row["workers"]): row for row in rows if row["step"] == "ordinary"}
+    printed = re.findall(
+        r"^\| `(\w+)` \| ([\d, ]+) \| ([\d, ]+) \| ([\d., ]+) \| ([\d, ]+) \| ([\d., ]+) \|$", text, re.M
+    )
+    assert {name for name, *_ in printed} == set(tritoncomm.algorithms())
+    fields = ("synchronizations", "exact"), ("launches", "exact"), ("bytes_sent", "exact")
+    fields += ("launches", "static"), ("bytes_sent", "static")
+    for name, *figures in printed:
+        for found, (field, form) in zip(figures, fields, strict=True):
+            given = [counted[name, form if name != "dense" else "exact", workers][field] for workers in (2, 8, 64)]
+            assert found == ", ".join(f"{each / 1000:.1f}" if field == "bytes_sent" else str(each) for each in given)
+        assert name == "dense" or all(counted[name, "static", each]["synchronizations"] == 2 for each in (2, 8, 64))
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "kernels/README.md"])
