@@ -18,6 +18,7 @@ from tritoncomm import (
     Hierarchical,
     MiCRO,
     NonFiniteError,
+    OkTopk,
     ProtocolMismatchError,
     RandomBlock,
     RandomK,
@@ -235,6 +236,69 @@ def test_a_busy_region_delivers_the_largest_entries_of_every_rank(values: str, d
     for _ in range(20):
         world.step(torch.zeros(5, 1000))
     assert float(world.residuals.abs().max()) < 0.01 * float(gradients.abs().max())
+
+
+@pytest.mark.parametrize("phase", ["split-and-reduce", "all-gather"])
+@pytest.mark.parametrize("beyond", [False, True])
+def test_an_index_of_the_next_region_is_rejected(phase: str, *, beyond: bool) -> None:
+    """Regions differ in width by one. An index that only fits the widest one is rejected, and the last one is not."""
+    recipe = TopkDSA(density=0.01, static=True, packed=False, dense_switch=1.0)  # 10 entries, regions of 250 and 251
+    world, gradients = SimulatedWorld(recipe, 4, 1001), torch.zeros(4, 1001)
+    gradients[:, [3, 260, 510, 760]] = torch.ones(4, 4)
+
+    def damage(_: int, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if getattr(op, "phase", "") == phase:
+                op.tensor[op.tensor == 260] = 500 if beyond else 499  # the region ends at 500
+
+    if beyond:
+        with pytest.raises(ProtocolMismatchError):
+            world.step(gradients, before_round=damage)
+    else:
+        assert all(index in world.step(gradients, before_round=damage)[0].indices.tolist() for index in (3, 499))
+
+
+@pytest.mark.parametrize("values", ["fp32", "8bit", "4bit"])
+def test_sums_whose_remainder_could_overflow_are_refused(values: str) -> None:
+    """What rounding cuts off from a sum of more than 2^126 may not be finite, so both forms refuse it."""
+    gradients = torch.zeros(3, 60)
+    gradients[:, 7] = 1.1e38
+    for static in (False, True):
+        world = SimulatedWorld(TopkDSA(density=0.1, values=values, static=static, packed="always"), 3, 60)
+        if values == "fp32":
+            assert float(world.step(gradients)[0].to_dense()[7]) == pytest.approx(1.1e38)
+            continue
+        with pytest.raises(NonFiniteError):
+            world.step(gradients)
+        assert not world.residuals.any()
+
+
+def test_lengths_of_topk_dsa() -> None:
+    """Plain messages have two words for each entry that a rank has room for, and for each sum of an owner."""
+    recipe = TopkDSA(density=0.05, static=True, static_room=1.5, packed=False, dense_switch=1.0)
+    phases = recipe.build(1000).predicted_traffic(5).phases  # k = 50, room = 15, at most 75 sums
+    assert phases["split-and-reduce"].sent.bytes == 4 * (4 * 2 * 15)
+    assert phases["all-gather"].sent.bytes == 4 * (4 * 2 * 75)
+    # A rank cannot send more than k entries, and a region has no more sums than coordinates.
+    phases = dataclasses.replace(recipe, static_room=9.0).build(1000).predicted_traffic(5).phases
+    assert phases["split-and-reduce"].sent.bytes == 4 * (4 * 2 * 50)
+    assert phases["all-gather"].sent.bytes == 4 * (4 * 200)  # dense, as 5 * 2 * 200 words are not fewer than 1000
+    phases = dataclasses.replace(recipe, static_room=2.0).build(1000).predicted_traffic(5).phases
+    assert phases["all-gather"].sent.bytes == 4 * (4 * 200)  # dense, as 5 * 2 * 100 words are as many as 1000
+    words = recipe.formula(1000, 5)
+    assert words.low == words.high == recipe.build(1000).predicted_traffic(5).received.bytes / 4
+
+
+@pytest.mark.parametrize("method", [TopkDSA, HardThreshold, OkTopk])
+def test_a_room_of_any_size(method: type[Recipe]) -> None:
+    """Any finite room is legal: it ends at the number of entries. What no float holds is rejected by name."""
+    world = SimulatedWorld(method(density=0.1, static=True, static_room=1e308), 3, 100)
+    gradients = heavy(3, 100, 0)
+    mean = world.step(gradients)[0].to_dense()
+    assert torch.allclose(3 * mean + world.residuals.sum(0), gradients.sum(0), rtol=1e-4, atol=1e-4)
+    for room in (float("inf"), float("nan"), 10**400):
+        with pytest.raises(ConfigurationError, match="static_room"):
+            method(density=0.1, static_room=room)
 
 
 def test_the_first_threshold_names_every_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -326,6 +327,9 @@ def check_number(recipe: Recipe, *fields: str, whole: bool = False) -> None:
         value = getattr(recipe, field)
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         check(recipe, field, is_number, f"must be a {'whole ' if whole else ''}number")
+        if not whole:
+            fits = isinstance(value, float) or abs(value) <= sys.float_info.max
+            check(recipe, field, fits, "must be a number that a float can hold")
 
 
 def check_at_least(recipe: Recipe, least: float, *fields: str, whole: bool = False) -> None:

@@ -382,12 +382,11 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
     def capacity(self) -> int:
         """Largest number of entries that a step delivers."""
         room = self.recipe.capacity * self.k
-        return self.numel if self.recipe.parity or math.isinf(room) else min(self.numel, math.ceil(room))
+        return self.numel if self.recipe.parity else math.ceil(min(self.numel, room))
 
     def _messages(self, world_size: int) -> Messages:
         """Return the messages of the static form. A rank has room for its share of ``capacity`` times k entries."""
-        room = self.recipe.capacity * self.k / world_size
-        room = self.numel if math.isinf(room) else min(self.numel, math.ceil(room))
+        room = math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
         return Messages(self.encoding, self.numel, room, world_size)
 
     def predicted_traffic(self, world_size: int) -> Forecast:

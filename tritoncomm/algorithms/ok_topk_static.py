@@ -86,11 +86,11 @@ class StaticForm:
 
     def pair_room(self, world_size: int) -> int:
         """Return the largest number of entries that a rank sends to one owner in a step that reuses thresholds."""
-        return min(self.local_cap, math.ceil(self.pair_share * self.local_cap / world_size))
+        return math.ceil(min(self.local_cap, self.pair_share * self.local_cap / world_size))
 
     def owner_room(self, world_size: int) -> int:
         """Return the largest number of sums that one owner sends in a step that reuses thresholds."""
-        return min(self.global_cap, math.ceil(self.owner_share * self.global_cap / world_size))
+        return math.ceil(min(self.global_cap, self.owner_share * self.global_cap / world_size))
 
     def rows(self, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> Rows:
         """Return the format of messages with ``room`` entries in ``span`` coordinates from ``lows`` on."""

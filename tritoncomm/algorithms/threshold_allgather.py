@@ -156,7 +156,7 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self._static = recipe.static is True
 
     def _room(self, ratio: float) -> int:
-        return self.numel if math.isinf(ratio) else min(self.numel, math.ceil(self.k * ratio))
+        return math.ceil(min(self.numel, self.k * ratio))
 
     @property
     def is_static(self) -> bool:

@@ -47,7 +47,8 @@ class TopkDSA(EntryRecipe):
     Regions travel dense if their pairs would take at least ``dense_switch`` times the words of the dense vector (2/3 in
     the authors' code). ``bucket_width`` is the number of peers per bucket of the rotation. In the static form a rank
     has room for ``static_room`` times k/P entries in each region, its largest ones. The others stay in the residual.
-    The switch then depends on these lengths alone, so all steps of a run are alike.
+    The switch then depends on these lengths alone, so all steps of a run are alike. The static form sends as much for
+    workers that select the same entries as for workers that share none. The exact form sends less then.
     """
 
     name: ClassVar[str] = "topk_dsa"
@@ -121,9 +122,8 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         return [self.numel * p // world_size for p in range(world_size + 1)]
 
     def _static_form(self, world_size: int) -> StaticForm:
-        room = min(self.k, math.ceil(self.recipe.static_room * self.k / world_size))
-        encoding = self.encoding if world_size > 1 else wire.PLAIN
-        return StaticForm(encoding, tuple(self._cuts(world_size)), room, self.recipe.dense_switch)
+        room = math.ceil(min(self.k, self.recipe.static_room * self.k / world_size))
+        return StaticForm(self.encoding, tuple(self._cuts(world_size)), room, self.recipe.dense_switch)
 
     def _split_and_reduce(
         self, own: Selection, cuts: Sequence[int], rank: int, world_size: int

@@ -2,8 +2,8 @@
 
 See :mod:`tritoncomm.algorithms.topk_dsa` for the method, and :class:`~tritoncomm.algorithms.base.StaticRecipe` for the
 form. Every rank has room for the same number of entries in each region. With room for all entries, the result has the
-same bits as that of the exact form. If values are rounded, this holds where both send the sums as entries, or both as
-dense values.
+same bits as that of the exact form if both send the sums in the same way, as entries or as dense values, and if the
+exact form packs rounded values, too.
 """
 
 from __future__ import annotations
