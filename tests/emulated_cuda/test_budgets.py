@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -38,6 +39,7 @@ METHODS = (
     *("topk_dsa", "random_k", "random_block"),
 )
 ORDINARY = 2  # host synchronizations of an ordinary step: the verdict of the exchange, and its confirmation
+AGAIN = 6  # those of a step behind a hook that determines thresholds or partitions again
 OTHERS = 20  # those of a step that determines thresholds or partitions again, or is the first
 # Launches of an ordinary step with 2 workers, and what each doubling of their number may add: some more than counted.
 LAUNCHES = {"topk_allgather": (140, 3), "spardl": (165, 40), "oktopk": (280, 5), "exdyna": (170, 3), "micro": (170, 3)}
@@ -176,10 +178,12 @@ def test_renewal_of_the_scale() -> None:
     assert [step.syncs for step in steps[1:]] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
 
 
-def waits_of_steps(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int) -> list[int]:
+def waits_of_steps(
+    model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, steps: int = RENEWED + 1
+) -> list[int]:
     """Return how often each step of a model with a hook waits, its backward pass included."""
     found = []
-    for step in range(RENEWED + 1):
+    for step in range(steps):
         optimizer.zero_grad()
         loss = doors.loss_of(model, rank, step, "cuda")
         current_gpu().reset()
@@ -211,6 +215,35 @@ def test_hook_of_ddp(buckets: int, on_nonfinite: str) -> None:
     ordinary = ORDINARY + POLICIES[on_nonfinite]
     for found in ranks.run(main, 2):
         assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2, ordinary]
+
+
+@pytest.mark.parametrize("door", ["ddp", *(["fsdp"] if DEEP else [])])
+def test_thresholds_behind_a_hook(door: str) -> None:
+    """The host reads for all buckets at once in steps that determine thresholds or partitions again, too."""
+    method, fields = "oktopk", {"density": 0.1, "warmup_steps": 0, "dense_below": 20}
+    layers = nn.Sequential(*(nn.Linear(6 + i, 7 + i) for i in range(4)), nn.Linear(10, 3))
+
+    def main(rank: int) -> list[int]:
+        model = doors.moved(copy.deepcopy(layers))
+        if door == "ddp":
+            state = CommState(None, method, **fields)
+            state.name(dict(model.named_parameters()))
+            reducer = doors.PythonReducer(model, state, comm_hook, 5)
+            optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+            assert len(reducer._buckets) == 5
+        else:
+            mesh = init_device_mesh("cuda", (4, 1), mesh_dim_names=("replicate", "shard"))
+            for layer in model:
+                fully_shard(layer, mesh=mesh["shard"])
+            replicas = mesh["replicate"].get_group()
+            fsdp.register(model, replicas, method, static=True, **fields)
+            inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        return waits_of_steps(model, optimizer, rank, 5)
+
+    for found in ranks.run(main, 4):
+        assert ORDINARY < found[1] <= AGAIN  # a step that computes thresholds exactly, as the next one does
+        assert max(found[1:]) <= AGAIN
 
 
 @pytest.mark.parametrize("on_nonfinite", POLICIES)

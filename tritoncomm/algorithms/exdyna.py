@@ -29,7 +29,7 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
 
@@ -294,7 +294,7 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         words = torch.tensor([quantile], dtype=torch.float64, device=acc.device)
         gathered = (yield AllGather("start", words)) if world_size > 1 else words
         # The sum in rank order gives the same bits on all ranks. If a quantile is NaN or Inf, only NaN and Inf pass.
-        mean = sum(gathered.flatten().tolist()) / world_size
+        mean = sum((yield from read("start", gathered.flatten()))) / world_size
         lift = 1.0 if self.state.settled else self.recipe.lift
         return mean * lift if math.isfinite(mean) else math.inf
 

@@ -12,7 +12,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.primitives.region_cuts import consensus_cuts
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 from tritoncomm_kernels import Selection, Workspace
 
 # Factor by which a reused threshold is lowered. Delivered entries leave the residuals. When gradients are small
@@ -85,8 +85,8 @@ class Rules:
 
 def agree_on_cuts(proposal: torch.Tensor, numel: int) -> Pattern[tuple[int, ...]]:
     """Space repartition: return the mean of all ranks' proposals (:func:`~.region_cuts.propose_cuts`)."""
-    total = yield AllReduce("repartition", proposal)
-    cuts = consensus_cuts(total.tolist(), numel)
+    total = yield from read("repartition", (yield AllReduce("repartition", proposal)))
+    cuts = consensus_cuts(total, numel)
     if any(not 0 <= low <= high <= numel for low, high in itertools.pairwise(cuts)):
         raise ProtocolMismatchError(
             f"phase 'repartition': received proposals whose mean {cuts} does not ascend from 0 to {numel}"

@@ -31,7 +31,7 @@ from tritoncomm.primitives.static_regions import ROUNDED_MARGIN, ascending, only
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllToAll, Pattern, read
 from tritoncomm.scheduler.wire import Encoding, Rows
 from tritoncomm_kernels import Padded, Selection, Workspace
 from tritoncomm_kernels.padded import PADDING
@@ -297,8 +297,8 @@ class StaticStep:
 
     def _widest_pair(self, counts: torch.Tensor) -> Pattern[int]:
         """Return the room for all entries: the largest of all ranks' ``counts`` (int32 ``[P]``)."""
-        everybody = yield AllGather("rooms", counts.amax().reshape(1))
-        return max(1, *checked_counts("rooms", everybody.flatten().tolist(), self.rules.k))
+        everybody = yield from read("rooms", (yield AllGather("rooms", counts.amax().reshape(1))).flatten())
+        return max(1, *checked_counts("rooms", everybody, self.rules.k))
 
     def _candidates(self, sums: torch.Tensor) -> _Chosen:
         """Choose the sums of a step that reuses thresholds: the largest ones that reach the lowered threshold."""
@@ -316,8 +316,8 @@ class StaticStep:
         k, threshold, held = self.rules.k, self.state.global_threshold, self.acc.workspace
         floor = WARM_START * threshold
         own_counts = [kernels.count_reaching(sums, limit) for limit in (floor, 0.0)]
-        everybody = yield AllGather("sizes", torch.cat(own_counts))
-        above, nonzero = (checked_counts("sizes", column, self.rules.numel) for column in everybody.t().tolist())
+        columns = yield from read("sizes", (yield AllGather("sizes", torch.cat(own_counts))).t())
+        above, nonzero = (checked_counts("sizes", column, self.rules.numel) for column in columns)
         if floor > 0 and sum(above) < k:  # some of the k largest sums are below the floor
             floor = 0.0
         counts, wanted = (above, own_counts[0]) if floor > 0 else (nonzero, own_counts[1])

@@ -38,7 +38,7 @@ from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of,
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
-from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 from tritoncomm_kernels import Padded, Selection
 
 # SIDCo averages the relative count over a window of steps. It changes the number of stages if this mean differs from 1
@@ -258,7 +258,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
             words = torch.tensor([own], dtype=torch.float64, device=acc.device)
             everybody = (yield AllGather("calibration", words)) if world_size > 1 else words
             # Added in rank order, so that all ranks get the same bits.
-            mean = sum(everybody.flatten().tolist()) / world_size
+            mean = sum((yield from read("calibration", everybody.flatten()))) / world_size
             state = replace(state, threshold=mean if math.isfinite(mean) else math.inf)
         return state
 

@@ -143,7 +143,7 @@ def _repeated(one: Estimate, vectors: int) -> Estimate:
     """Return the estimate of the exchange of several ``vectors`` in a step, from that of ``one``.
 
     On a GPU, all share the wait for the confirmation. If a form waits for nothing but the verdict besides, all share
-    this wait, too.
+    this wait, too. Exact lengths share more waits, those for counts, which are not subtracted.
     """
     shared = 0.0
     if one.counts is not None:

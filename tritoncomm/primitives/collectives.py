@@ -16,7 +16,7 @@ from tritoncomm.primitives.selection import before_rounding
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import wire
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Inbox, Pattern, Post, Round, Wait, read
 from tritoncomm.scheduler.wire import Encoding, Section, Sections
 from tritoncomm_kernels import Padded, Selection
 
@@ -105,7 +105,7 @@ def share_counts(counts: Sequence[int], finite: bool, device: torch.device, *, l
     """
     outgoing = counts if finite else [NON_FINITE] * len(counts)
     words = torch.tensor(outgoing, dtype=torch.int64, device=device)
-    incoming: list[int] = (yield AllToAll("counts", words)).tolist()
+    incoming: list[int] = yield from read("counts", (yield AllToAll("counts", words)))
     bad = [rank for rank, count in enumerate(incoming) if count == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} hold a NaN or Inf gradient; nothing was applied", bad)
@@ -129,7 +129,7 @@ def share_rows(
     """
     words = torch.tensor([row[0] if finite else NON_FINITE, *row[1:]], dtype=torch.int64, device=device)
     everybody = (yield AllGather(phase, words)) if world_size > 1 else words[None]
-    columns: list[list[int]] = everybody.t().tolist()
+    columns: list[list[int]] = yield from read(phase, everybody.t())
     bad = [rank for rank, first in enumerate(columns[0]) if first == NON_FINITE]
     if bad:
         raise NonFiniteError(f"ranks {bad} {reason}; nothing was applied", bad)

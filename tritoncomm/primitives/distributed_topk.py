@@ -12,7 +12,7 @@ import torch
 import tritoncomm_kernels as kernels
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
 from tritoncomm_kernels import Selection
 
 # The 31 bits of a magnitude are split into three digits: lowest bit and width of each.
@@ -32,7 +32,7 @@ def largest_shares(own: Selection, k: int) -> Pattern[list[int]]:
     kth = yield from _kth_key(keys, k)
     above, equal = torch.count_nonzero(keys > kth), torch.count_nonzero(keys == kth)
     everybody = yield AllGather("shares", torch.stack([above, equal]))
-    larger, ties = everybody.t().tolist()
+    larger, ties = yield from read("shares", everybody.t())
     left = k - sum(larger)
     shares = []
     for count, tied in zip(larger, ties, strict=True):
