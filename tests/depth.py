@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from hypothesis import settings
 
 # Read here: inside of a test the default settings are those of the test.
 _CASES = settings.default.max_examples
 DEEP = _CASES > 100
+# The command torchrun. A deep run starts the real one, and so does a platform other than Linux.
+_FORKS = not DEEP and sys.platform == "linux"
+TORCHRUN = [
+    sys.executable,
+    *([str(Path(__file__).with_name("forking_torchrun.py"))] if _FORKS else ["-m", "torch.distributed.run"]),
+]
 
 
 def examples(number: int) -> settings:

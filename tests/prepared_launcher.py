@@ -24,14 +24,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
 
 
 class PreparedLauncher:
-    """A process that has imported this package and those of ``modules`` that are installed, and forks scripts."""
+    """A process that has imported this package and those of ``modules`` that are installed, and forks scripts.
 
-    def __init__(self, *modules: str, real: bool = False) -> None:
-        self.process = None
+    If ``real``, each script has an interpreter of its own, and the command ``torchrun`` starts ranks.
+    """
+
+    def __init__(self, *modules: str, real: bool = False, torchrun: Sequence[str] = TORCHRUN) -> None:
+        self.process, self.torchrun = None, torchrun
         if not real and sys.platform == "linux":
             self.process = subprocess.Popen(
                 [sys.executable, __file__, *modules],
@@ -46,8 +50,8 @@ class PreparedLauncher:
         What the script starts is waited for too, until its output ends. All is killed after ``limit`` seconds.
         """
         if self.process is None:
-            torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--standalone"]
-            command = [sys.executable, *(torchrun if world_size else []), str(script), *arguments]
+            ranks = [*self.torchrun, f"--nproc-per-node={world_size}", "--standalone"]
+            command = [*(ranks if world_size else [sys.executable]), str(script), *arguments]
             return subprocess.run(
                 command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=limit,
                 check=False,

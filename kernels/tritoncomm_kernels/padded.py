@@ -7,16 +7,25 @@ waits for the host, and the number of kernel launches does not depend on the num
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.compact import Selection, threshold_key
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
-from tritoncomm_kernels.threshold import accumulate_top_k, magnitude_keys, top_k, top_k_into
+from tritoncomm_kernels.threshold import (
+    SHORT_SEGMENT,
+    accumulate_top_k,
+    magnitude_keys,
+    top_k,
+    top_k_into,
+    top_k_places,
+)
 from tritoncomm_kernels.workspace import Workspace, copied_to
 
 PADDING = -1
@@ -102,11 +111,33 @@ def top_k_rows(
         padded: Padded = _on_gpu(rows).top_k_rows(values, bounds, budgets, room, indices, workspace)
         return padded
     cuts, parts = bounds.tolist(), []
+    widest = max(stop - start for start, stop in itertools.pairwise(cuts))
+    if 0 < widest <= SHORT_SEGMENT and values.device.type == "cpu":
+        return _top_k_rows_on_host(values, bounds, budgets, room, indices, widest)
     for row, budget in enumerate(budgets.tolist()):
         part = top_k(values[cuts[row] : cuts[row + 1]], min(room, max(0, budget)))
         places = part.indices + cuts[row]
         parts.append(Padded.of(Selection.of(places if indices is None else indices[places.long()], part.values), room))
     return stacked(parts)
+
+
+def _top_k_rows_on_host(
+    values: torch.Tensor,
+    bounds: torch.Tensor,
+    budgets: torch.Tensor,
+    room: int,
+    indices: torch.Tensor | None,
+    widest: int,
+) -> Padded:
+    """Select from all rows at once in numpy, whose calls cost less than torch's."""
+    limits = np.clip(budgets.numpy(), 0, room).astype(np.int64)
+    places, take = top_k_places(values.numpy(), bounds.numpy().astype(np.int64), limits, widest)
+    chosen, counts = places[take], take.sum(1)
+    padded = np.full((len(limits), room), PADDING, np.int32), np.zeros((len(limits), room), np.float32)
+    used = np.arange(room) < counts[:, None]
+    padded[0][used] = chosen if indices is None else indices.numpy()[chosen]
+    padded[1][used] = values.numpy()[chosen]
+    return Padded(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
 
 def reaching(entries: Padded, threshold: torch.Tensor | float, *, workspace: Workspace) -> Padded:

@@ -30,7 +30,7 @@ SAMPLE_LINE = 32
 SAMPLE_STRIDE = 257 * SAMPLE_LINE
 SAMPLE_FROM = 1 << 17
 # Segments up to this length are selected together, because separate calls would cost more than the work itself.
-_SHORT_SEGMENT = 1 << 14
+SHORT_SEGMENT = 1 << 14
 Integers = npt.NDArray[np.int64]
 # On a GPU the next call may start from the k-th magnitude of this call, times this factor. For normally distributed
 # values at density 1 %, 1.4 k candidates then pass.
@@ -74,8 +74,10 @@ def top_k_segments(
         raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
     check_vector("values", values)
     widest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
-    if len(budgets) > 1 and 0 < widest <= _SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):
-        return _top_k_rows(values, np.asarray(bounds), np.asarray(budgets), widest)
+    if len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):
+        places, take = top_k_places(values.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
+        chosen = places[take]
+        return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(values.numpy()[chosen]))
     parts = []
     for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
         part = top_k(values[start:stop], k, workspace=workspace)
@@ -83,13 +85,18 @@ def top_k_segments(
     return Selection.join(parts) if parts else Selection.of(values.new_empty(0, dtype=torch.int32), values[:0])
 
 
-def _top_k_rows(values: torch.Tensor, bounds: Integers, budgets: Integers, width: int) -> Selection:
-    """Select from all segments at once, as rows of a matrix padded with zeros. Zeros are never selected."""
+def top_k_places(
+    values: npt.NDArray[np.float32], bounds: Integers, budgets: Integers, width: int
+) -> tuple[Integers, npt.NDArray[np.bool_]]:
+    """Select from all segments at once, as rows of a matrix padded with zeros. Zeros are never selected.
+
+    Returns positions in ``values``, and which are selected, both ``[rows, width]``. ``width`` is that of the longest
+    segment.
+    """
     starts, stops = bounds[:-1, None], bounds[1:, None]
     budgets = np.minimum(budgets, stops[:, 0] - starts[:, 0])
     places = starts + np.arange(width)
-    floats = values.numpy()
-    keys = np.where(places < stops, floats[np.minimum(places, len(floats) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
+    keys = np.where(places < stops, values[np.minimum(places, len(values) - 1)].view(np.int32) & MAGNITUDE_MASK, 0)
     # The key of the last selected entry of each row. For a budget of 0 it is above every key.
     ranks = np.unique(width - budgets[budgets > 0])
     ordered = np.partition(keys, ranks, axis=1) if len(ranks) else keys
@@ -98,8 +105,7 @@ def _top_k_rows(values: torch.Tensor, bounds: Integers, budgets: Integers, width
     take = keys > kth
     equal = (keys == kth) & (kth > 0) & (budgets > 0)[:, None]
     take |= equal & (np.cumsum(equal, axis=1) <= budgets[:, None] - take.sum(1, keepdims=True))
-    chosen = places[take]
-    return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(floats[chosen]))
+    return places, take
 
 
 def accumulate_top_k(
@@ -212,12 +218,25 @@ def largest(selected: Selection, k: int, *, workspace: Workspace | None = None) 
         places, values, found = _read_back(selected.values, None, selected.values, k, workspace, whole=True)
         if found == k:
             return Selection(selected.indices[places], values, k)
+    if selected.values.device.type == "cpu":
+        return _largest_on_host(selected.indices.numpy(), selected.values.numpy(), k)
     keys = magnitude_keys(selected.values)
     kth = _kth_key(keys, k)
     take = keys > kth
     take[positions(keys == kth)[: k - int(torch.count_nonzero(take))]] = True
     kept = positions(take)
     return Selection(selected.indices[kept], selected.values[kept], k)
+
+
+def _largest_on_host(indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], k: int) -> Selection:
+    """Same in numpy, whose calls cost less than torch's."""
+    keys = values.view(np.int32) & MAGNITUDE_MASK
+    rank = len(keys) - k
+    kth = np.partition(keys, rank)[rank]
+    take = keys > kth
+    take[np.flatnonzero(keys == kth)[: k - np.count_nonzero(take)]] = True
+    kept = np.flatnonzero(take)
+    return Selection(torch.from_numpy(indices[kept]), torch.from_numpy(values[kept]), k)
 
 
 def _read_back(

@@ -15,7 +15,7 @@ from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, Layout
 
 import laws
-from depth import examples
+from depth import DEEP, examples
 from tritoncomm_kernels import rebalance
 
 
@@ -307,7 +307,7 @@ def test_capacity_limits_delivery() -> None:
         assert torch.equal(residual[residual > 0], gradient[rank, start:stop].abs()[residual > 0])
 
 
-@pytest.mark.parametrize("world_size", [8, 16])
+@pytest.mark.parametrize("world_size", [8, *([16] if DEEP else [])])
 @pytest.mark.parametrize("recipe", [MiCRO(density=0.01), ExDyna(density=0.01)], ids=["micro", "exdyna"])
 def test_concentrated_gradients_are_delivered(recipe: ExDyna, world_size: int) -> None:
     """About k entries are delivered if all gradients lie in 1/32 of the vector, and after this region moves."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,39 @@ from tritoncomm.__main__ import main
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 
+from depth import DEEP
+from prepared_launcher import PreparedLauncher
+
 KEYS = {
     "algo", "density", "workers", "steps", "numel", "loss", "dense_loss", "val_loss", "dense_val_loss",
     "bytes_per_step", "dense_bytes_per_step", "achieved_density",
 }  # fmt: skip
 
 
-def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+COMMAND = """import sys
+
+from tritoncomm.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def launcher() -> Iterator[PreparedLauncher]:
+    """Starts scripts, whose workers have imported what they need. In a deep run they import it themselves."""
+    prepared = PreparedLauncher(real=DEEP)
+    yield prepared
+    prepared.close()
+
+
+def test_demo(launcher: PreparedLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A short run writes a table, a JSON file with all keys, a picture, and a recording for simulations."""
     figures_file, plot, path = tmp_path / "figures.json", tmp_path / "curves.png", tmp_path / "recording"
     arguments = ["--steps", "4", "--workers", "2", "--density", "0.05", "--seed", "3", "--record", str(path)]
-    command = [sys.executable, "-m", "tritoncomm", "demo", *arguments, "--json", str(figures_file), "--plot", str(plot)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    done = launcher.run(script, "demo", *arguments, "--json", str(figures_file), "--plot", str(plot), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step     4/4" in done.stdout
     assert "validation loss, final" in done.stdout

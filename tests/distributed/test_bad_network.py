@@ -23,6 +23,7 @@ from bad_network_workers import PORT, Plan, address
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
+from depth import TORCHRUN
 from pages import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -205,18 +206,16 @@ def test_external_store_under_torchrun(tmp_path: Path) -> None:
         network = stack.enter_context(namespaces.Network(4))
 
         def start(number: int, *command: str) -> None:
-            enter = ["nsenter", f"--net=/proc/{network.hosts[number].holder}/ns/net", sys.executable]
+            enter = ["nsenter", f"--net=/proc/{network.hosts[number].holder}/ns/net"]
             process = subprocess.Popen([*enter, *command], env=environment, start_new_session=True)
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)  # torchrun waits for the lost host
 
-        start(3, "-c", STORE.format(PORT) + "; time.sleep(120)")
+        start(3, sys.executable, "-c", STORE.format(PORT) + "; time.sleep(120)")
         for number in range(3):
             place = ["--nnodes", "3", "--nproc-per-node", "1", "--local-addr", address(number)]
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(3)}:{PORT}", "--rdzv-id", "test"]
-            start(
-                number, "-m", "torch.distributed.run", *place, *rendezvous, script, address(3), str(PORT), str(tmp_path)
-            )
+            start(number, *TORCHRUN, *place, *rendezvous, script, address(3), str(PORT), str(tmp_path))
         ready = wait_for_files(tmp_path, "ready *", 3)
         # Ranks are given out in the order in which hosts arrive.
         pull(network, next(int(name.split()[2]) for name in ready if name.split()[1] == "0"))

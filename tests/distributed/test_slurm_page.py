@@ -7,11 +7,11 @@ import random
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from depth import TORCHRUN
 from pages import ROOT, blocks
 
 # Starts the command behind srun's options once per node, on this machine.
@@ -24,8 +24,8 @@ exit "${code:-0}"
 SCONTROL = """#!/bin/bash
 if [ "$1 $2" = "show hostnames" ]; then echo localhost; else echo "$@" >> requeued; fi
 """
-TORCHRUN = f"""#!/bin/bash
-exec {sys.executable} -m torch.distributed.run "$@"
+LAUNCHER = f"""#!/bin/bash
+exec {" ".join(TORCHRUN)} "$@"
 """
 
 
@@ -42,7 +42,7 @@ def _submit(folder: Path, restarts: int | None, srun: str = SRUN) -> subprocess.
     """Run the job of the page in ``folder``, after so many restarts."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
-    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
+    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("torchrun", LAUNCHER)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     (script,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/how-to/slurm.md").read_text(), flags=re.DOTALL)

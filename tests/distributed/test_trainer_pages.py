@@ -15,7 +15,7 @@ import pytest
 import torch
 import tritoncomm
 
-from depth import DEEP
+from depth import DEEP, TORCHRUN
 from pages import blocks
 from prepared_launcher import PreparedLauncher
 
@@ -48,7 +48,7 @@ def test_page_runs_as_printed(
     page: str, launcher: PreparedLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks finish and report an exchange that sent data. The page on torchrun runs under torchrun itself."""
-    started_by = PreparedLauncher(real=True) if page == "torchrun" else launcher
+    started_by = PreparedLauncher(real=True, torchrun=TORCHRUN) if page == "torchrun" else launcher
     reported, _ = _reported(started_by.run(_script(page, tmp_path), folder=tmp_path, world_size=2))
     for text in reported.values():
         assert not re.search(r"\b0\.000 delivered", text), text

@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 
 @cache
-def steps_of(method: str, values: str, world_size: int, steps: int = 10, matrices: int = 3) -> list[Step]:
+def steps_of(method: str, values: str, world_size: int, steps: int = 8, matrices: int = 3) -> list[Step]:
     """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone."""
     shapes = [shape for _ in range(matrices) for shape in ((24, 32), (24,))]
 

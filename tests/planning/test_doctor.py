@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tritoncomm.__main__ import main
 from tritoncomm.planning.doctor import break_even
 
-from depth import DEEP
+from depth import DEEP, TORCHRUN
 
 
 def test_doctor_in_one_process(
@@ -40,12 +39,11 @@ def test_doctor_in_one_process(
 
 def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``doctor`` on two ranks."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tritoncomm",
-        "doctor", "--numel", "1e5", *arguments,
-    ]  # fmt: skip
+    given = ["--nproc-per-node=2", "--standalone", "-m", "tritoncomm", "doctor", "--numel", "1e5", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603
+    return subprocess.run(  # noqa: S603
+        [*TORCHRUN, *given], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_doctor_under_torchrun(tmp_path: Path) -> None:
