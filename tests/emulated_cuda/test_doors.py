@@ -135,7 +135,7 @@ def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> 
 
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
-@pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
+@pytest.mark.parametrize("method", METHODS if DEEP else ["oktopk-static", "spardl"])
 def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
     """The hook exchanges buckets during the backward pass, driven by a reducer in Python."""
     if world_size == 1 and optimizer == "adamw":
@@ -155,7 +155,7 @@ def test_ddp_hook_of_every_method(method: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["0.weight", "2.weight"])
-@pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
+@pytest.mark.parametrize("method", ["oktopk-static", "oktopk", "spardl"])
 def test_ddp_hook_rejects_a_bucket(method: str, at: str) -> None:
     """A NaN of one rank in either bucket rejects the pass on all ranks. Nothing changes, and the next pass goes on."""
 
