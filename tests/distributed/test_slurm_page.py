@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -25,7 +26,7 @@ SCONTROL = """#!/bin/bash
 if [ "$1 $2" = "show hostnames" ]; then echo localhost; else echo "$@" >> requeued; fi
 """
 LAUNCHER = f"""#!/bin/bash
-exec {" ".join(TORCHRUN)} "$@"
+exec {shlex.join(TORCHRUN)} "$@"
 """
 
 
