@@ -63,15 +63,16 @@ from training import Task
 
 WORKERS = 4
 DOORS = ("dense", "wrap", "ddp", "fsdp", "transformers")
+BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
 REPORTS = 10  # progress lines per run
 
 
-def demo(steps: int | None) -> Task:
-    """Return the task of ``python -m tritoncomm demo``. ``steps`` None is the default number of steps."""
+def demo(steps: int | None, batches: int = BATCHES) -> Task:
+    """Return the task of ``python -m tritoncomm demo``, see :func:`training.gpt`."""
     text = standard_library()
     context = Shape().context
-    held_out = validation_batches(text.validation, demo_run.VALIDATION_ROWS, context, demo_run.VALIDATION_BATCHES)
+    held_out = validation_batches(text.validation, demo_run.VALIDATION_ROWS, context, batches)
 
     def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         out: Tensor = model(batch(text.train, demo_run.ROWS, context, seed, step, rank))
@@ -101,7 +102,7 @@ def gpt_rate(step: int, steps: int) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-TASKS: dict[str, tuple[Callable[[int | None], Task], Callable[[int, int], float]]] = {
+TASKS: dict[str, tuple[Callable[[int | None, int], Task], Callable[[int, int], float]]] = {
     "demo": (demo, demo_rate),
     "gpt": (training.gpt, gpt_rate),
 }
@@ -217,10 +218,10 @@ class Run:
     :class:`Timer`.
     """
 
-    def __init__(self, cell: Cell, rank: int, send: Send) -> None:
+    def __init__(self, cell: Cell, rank: int, send: Send, batches: int) -> None:
         self.cell, self.rank, self._send = cell, rank, send
         make, self._rate = TASKS[cell.task]
-        self.task = make(cell.steps)
+        self.task = make(cell.steps, batches)
         self.warmup = int(self.task.steps * demo_run.WARMUP_SHARE)
         self.settings: dict[str, Any] = {"density": cell.density, "warmup_steps": self.warmup}
         self.losses: list[float] = []
@@ -250,9 +251,9 @@ class Run:
             self._send(f"{self.cell}  step {done}/{steps}  loss {loss:.3f}  {seconds:.2f} s")
 
 
-def run_cell(rank: int, world_size: int, send: Send, cell: Cell) -> dict[str, Any]:
+def run_cell(rank: int, world_size: int, send: Send, cell: Cell, batches: int) -> dict[str, Any]:
     """Train as one of ``world_size`` workers, and return the measured columns of a :class:`Row`."""
-    run = Run(cell, rank, send)
+    run = Run(cell, rank, send, batches)
     torch.manual_seed(cell.seed)
     plain = run.task.model()
     numel, ranks = sum(parameter.numel() for parameter in plain.parameters()), world_size
@@ -326,9 +327,11 @@ def train_wrapped(run: Run, plain: nn.Module) -> float:
     return optimizer.metrics()["bytes_sent_total"]
 
 
-def measure(cell: Cell) -> Row:
-    """Train ``cell`` in new processes."""
-    columns = run_workers(run_cell, WORKERS, cell, listen=lambda line: print(line, file=sys.stderr, flush=True))[0]
+def measure(cell: Cell, batches: int = BATCHES) -> Row:
+    """Train ``cell`` in new processes, and evaluate it on so many ``batches``."""
+    columns: dict[str, Any] = run_workers(
+        run_cell, WORKERS, cell, batches, listen=lambda line: print(line, file=sys.stderr, flush=True)
+    )[0]
     return Row(**asdict(cell), **columns, machine=machine())
 
 
@@ -340,7 +343,7 @@ def machine() -> str:
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield the runs that ``options`` describe, the dense run of each seed first."""
     for task in options.task:
-        steps = options.steps or TASKS[task][0](None).steps
+        steps = options.steps or TASKS[task][0](None, 1).steps
         for seed in options.seeds:
             for door in options.doors:
                 for density in [1.0] if door == "dense" else options.density:
@@ -436,7 +439,7 @@ def main() -> None:
     rows = load(options.json)
     for cell in cells(options):
         if options.again or cell not in rows:
-            rows[cell] = measure(cell)
+            rows[cell] = measure(cell, 1 if options.smoke else BATCHES)
             show(rows[cell], rows)
             if options.json:
                 write(rows, options.json)

@@ -11,6 +11,8 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it in its first step
 import tritoncomm  # noqa: F401 - for the ranks
 from torch.distributed import run
 
+from prepared_launcher import end
+
 
 def main() -> None:
     """Run the command line of torchrun."""
@@ -40,3 +42,4 @@ def rank(module: bool, script: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -7,6 +7,7 @@ torchrun. So does a platform other than Linux.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -22,7 +23,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
@@ -142,7 +143,7 @@ def fork_local_workers() -> None:
     local_workers.start_processes = checked
 
 
-def lead(script: str, arguments: list[str], folder: str, world_size: int, port: int, pipes: list[str]) -> None:
+def lead(script: str, arguments: list[str], folder: str, world_size: int, port: int, pipes: list[str]) -> NoReturn:
     """Run a job in this forked process, and end it. If a rank fails, the others are stopped, as torchrun does."""
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -166,19 +167,42 @@ def lead(script: str, arguments: list[str], folder: str, world_size: int, port: 
         if status:
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
-            sys.exit(1)
-    sys.exit(0)
+            os._exit(1)
+    os._exit(0)
 
 
-def become(script: str, arguments: list[str]) -> None:
-    """Run ``script`` in this forked process. It ends with the interpreter's own finalization, as any script."""
+def become(script: str, arguments: list[str]) -> NoReturn:
+    """Run ``script`` in this forked process, and end it."""
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules |= {"__main__": main, "__mp_main__": main}  # its workers know it by the second name
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
-    sys.exit(0)
+    code: object = 1
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    if not isinstance(code, int):  # a message
+        print(code, file=sys.stderr)
+        code = 1
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process like a script: its threads end, exit functions run, and output is flushed.
+
+    The interpreter is not taken apart. With PyTorch imported, that takes longer than many of the scripts.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
     serve(sys.argv[1:])
+    end(0)

@@ -35,7 +35,7 @@ SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if fil
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[PreparedLauncher]:
     """A process that has imported what the benchmarks need."""
-    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets", real=DEEP)
+    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets", "transformers.trainer", real=DEEP)
     yield prepared
     prepared.close()
 

@@ -83,7 +83,7 @@ oracle_recipes = st.builds(
 
 @given(oracle_recipes, laws.cases(max_world_size=9), st.integers(1, 9))
 @example(OkTopk(density=0.1), laws.Case(7, 120, ("random",) * 30), 1)
-@examples(100)
+@examples(50)
 def test_oracle(chosen: OkTopk, case: laws.Case, repeats: int) -> None:
     """Indices, sums, residuals and decisions equal those of the plain Python oracle in every step."""
     case = laws.Case(case.world_size, case.numel, case.families * repeats, case.exponent, case.seed)

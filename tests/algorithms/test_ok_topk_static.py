@@ -17,6 +17,7 @@ from tritoncomm.scheduler.cost import WORD
 from tritoncomm.scheduler.rounds import AllGather, Op
 
 import laws
+from depth import trials
 from recipes import SHORT
 
 AMPLE = {"local_cap": 50.0, "global_cap": 50.0}  # no cap binds
@@ -62,7 +63,7 @@ def test_ample_room_delivers_what_the_other_form_delivers(world_size: int, packe
             OkTopk(density=0.05, packed=packed, **AMPLE, **SHORT, **chosen, **rooms), world_size, numel
         )
         kinds = set()
-        for step in range(20):
+        for step in range(trials(12, 20)):
             gradient = heavy_tailed(world_size, numel, step)
             assert laws.same_vector(exact.step(gradient)[0], static.step(gradient)[0].trimmed())
             assert laws.same_bits(exact.residuals, static.residuals)

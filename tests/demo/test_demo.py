@@ -24,7 +24,9 @@ KEYS = {
 COMMAND = """import sys
 
 from tritoncomm.__main__ import main
+from tritoncomm.demo import train
 
+train.VALIDATION_BATCHES = 2
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

@@ -18,7 +18,7 @@ import laws
 
 # Doors and numbers of ranks. With four ranks, FSDP has two replicas of two shards.
 PLACES = (("ddp", 1), ("ddp", 3), ("fsdp", 1), ("fsdp", 4))
-FAMILIES = ("random", "disjoint", "ties", "one-region", "cancelling", "zero", "random")
+FAMILIES = ("random", "disjoint", "ties", "one-region", "cancelling", "zero")
 LONG = ("random",) * 33  # a scale is computed after 20 steps
 # Uneven rows, a shard without elements, and small and one-dimensional tensors, which are sent dense.
 SHAPES = ((9, 7), (1, 20), (30,), (12, 11), (2, 3), (14, 5))

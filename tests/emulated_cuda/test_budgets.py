@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 
 @cache
-def steps_of(method: str, values: str, world_size: int, steps: int = 8, matrices: int = 3) -> list[Step]:
+def steps_of(method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3) -> list[Step]:
     """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone."""
     shapes = [shape for _ in range(matrices) for shape in ((24, 32), (24,))]
 
@@ -127,7 +127,7 @@ def test_budget(method: str, values: str) -> None:
     for world_size in (1, 2, 3, 4, 8) if DEEP else (2, 8):
         steps = steps_of(method, values, world_size)
         ordinary = [step for step in steps[1:] if step.is_ordinary]
-        assert len(ordinary) >= 3
+        assert len(ordinary) >= 2
         assert all(step.syncs <= OTHERS for step in steps), [step.places for step in steps if step.syncs > OTHERS]
         assert all(step.syncs <= ORDINARY for step in ordinary), [s.places for s in ordinary if s.syncs > ORDINARY]
     base, per_doubling = LAUNCHES[method]

@@ -8,10 +8,10 @@ from tritoncomm import Recipe, Warmup, algorithms
 
 import laws
 import recipes
-from depth import DEEP
+from depth import DEEP, trials
 from emulated_cuda import exchanges
 
-STEPS, NUMEL = 4, 90
+STEPS, NUMEL = trials(3, 4), 90
 # Every method with 2 and 3 ranks. Each other setting of it with one of them, and in a deep run with both.
 SHARES = shared_out({size: recipes.under_test(0.1) for size in (2, 3)})
 # Further world sizes on every commit, one for each kind of pattern. A deep run has all recipes at all of them.
