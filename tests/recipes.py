@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
 from tritoncomm import (
     DGC,
@@ -41,10 +44,11 @@ ROUNDED = [
 ]
 
 
-def under_test(density: float) -> dict[str, Recipe]:
+@cache
+def under_test(density: float) -> Mapping[str, Recipe]:
     """Return the recipes by the name that the test report shows."""
     named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
-    return named | {
+    named |= {
         "oktopk-short-periods": OkTopk(density=density, **SHORT),
         "oktopk-strict-volume": OkTopk(density=density, strict_volume=True, **SHORT),
         "oktopk-always-balance": OkTopk(density=density, balance_trigger=1.0, bucket_width=1),
@@ -165,6 +169,7 @@ def under_test(density: float) -> dict[str, Recipe]:
         ),
         "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
+    return MappingProxyType(named)
 
 
 NAMES = sorted(under_test(0.1))
