@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 import tritoncomm
 
 import tritoncomm_kernels
-from emulated_cuda.streams import Memory, RaceError, Stream, current_device, current_stream
+from emulated_cuda.streams import Memory, RaceError, Stream, current_device, current_gpu, current_stream
 
 aten = torch.ops.aten
 # Where the packages are installed, and how a place in them is named.
@@ -80,7 +79,8 @@ class Gpu:
     def synchronized(self, kind: str, stream: Stream | None = None, seen: dict[Stream, int] | None = None) -> None:
         """Count a synchronization: the host waits for the work on ``stream``, or only for that in ``seen``."""
         self.syncs[kind, site()] += 1
-        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
+        if self.busy_until:
+            time.sleep(max(0.0, self.busy_until - time.perf_counter()))
         stream = stream or current_stream()
         known = {**stream.seen, stream: stream.enqueue()} if seen is None else seen
         for other, at in known.items():
@@ -110,14 +110,6 @@ class Gpu:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of a CPU tensor is pinned."""
         return tensor.untyped_storage().data_ptr() in self.pinned
-
-
-def current_gpu() -> Gpu:
-    """Return the GPU of the rank that this thread belongs to."""
-    gpu: Gpu | None = getattr(threading.current_thread(), "emulated_gpu", None)
-    if gpu is None:
-        raise RuntimeError("this thread belongs to no rank: use emulated_cuda.ranks.run or emulated_cuda.ranks.alone")
-    return gpu
 
 
 def site() -> str:

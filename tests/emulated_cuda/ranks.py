@@ -86,12 +86,16 @@ def run(
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             if bind_device:
                 dist.group.WORLD.bound_device_id = torch.device("cuda", streams.current_device())
+            if backend == nccl.BACKEND:  # others wait in C++, where a turn is not given away
+                network.turn.take()
             results[rank] = function(rank)
         except BaseException as error:
             results[rank] = error
             raised.append((rank, error))
             if not errors:
                 network.stop(error)
+        finally:
+            network.turn.leave()
 
     with installed(network):
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world_size)]

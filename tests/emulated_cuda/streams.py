@@ -25,12 +25,18 @@ class RaceError(BaseException):
     """
 
 
+def current_gpu() -> Gpu:
+    """Return the GPU of the rank that this thread belongs to."""
+    gpu: Gpu | None = getattr(threading.current_thread(), "emulated_gpu", None)
+    if gpu is None:
+        raise RuntimeError("this thread belongs to no rank: use emulated_cuda.ranks.run or emulated_cuda.ranks.alone")
+    return gpu
+
+
 class Stream:
     """Stands for ``torch.cuda.Stream``. ``seen[s]`` is the time of stream s for which this stream has waited."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, gpu: Gpu | None = None, name: str = "") -> None:
-        from emulated_cuda.device import current_gpu  # noqa: PLC0415 - the two modules need each other
-
         self.gpu = gpu or current_gpu()
         self._device = torch.device("cuda", current_device() if device is None else torch.device(device).index or 0)
         self.name = name or f"stream {self.gpu.next_number()}"
@@ -182,8 +188,6 @@ _local = threading.local()
 
 def current_stream(device: Any = None) -> Stream:
     """Stand for ``torch.cuda.current_stream``. Each thread has its own, the default stream of its GPU at first."""
-    from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
-
     gpu = current_gpu()
     gpu.devices[index_of(device)] += 1
     chosen: Stream | None = getattr(_local, "stream", None)
@@ -301,8 +305,6 @@ def index_of(device: Any) -> int:
 
 def synchronize(device: Any = None) -> None:
     """Stand for ``torch.cuda.synchronize``."""
-    from emulated_cuda.device import current_gpu  # noqa: PLC0415 - see above
-
     current_gpu().devices[index_of(device)] += 1
     current_gpu().synchronized("device synchronize")
 
