@@ -33,6 +33,19 @@ def net(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
+class HeadFirst(nn.Module):
+    """Registers its last layer first. When DDP rebuilds its buckets, the first of them then has the first parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.one, self.two = nn.Linear(40, 3), nn.Linear(6, 40), nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        return self.head(self.two(self.one(x).tanh()).tanh())
+
+
 def ddp(model: nn.Module, **fields) -> DistributedDataParallel:
     """Wrap a model in DDP with small buckets."""
     return DistributedDataParallel(model, bucket_cap_mb=0.003, **fields)
@@ -66,8 +79,9 @@ def dense_equals_ddp(rank: int, world_size: int, send) -> None:
 
 def conservation(rank: int, world_size: int, send) -> None:
     """For every method, delivered gradients plus residuals equal the dense sum while DDP rebuilds its buckets."""
-    for algo in ("oktopk", "spardl", "exdyna", "topk_allgather", "topk_dsa", "gtopk", "random_k", "gaussiank"):
-        model, plain = ddp(net()), ddp(net())
+    algos = ("oktopk", "spardl", "exdyna", "topk_allgather", "topk_dsa", "gtopk", "random_k", "gaussiank")
+    for build, algo in [*((net, algo) for algo in algos), (HeadFirst, "oktopk"), (HeadFirst, "exdyna")]:
+        model, plain = ddp(build()), ddp(build())
         state = register(model, algo, density=0.1, dense_below=0)
         delivered, dense = 0, 0
         buckets = []
@@ -91,6 +105,19 @@ def conservation(rank: int, world_size: int, send) -> None:
         assert metrics["bytes_sent"] > 0
         assert 0.05 < metrics["density_delivered"] < 0.35, (algo, metrics["density_delivered"])
         assert all(isinstance(value, float) for value in metrics.values())
+
+
+def warm_up(rank: int, world_size: int, send) -> None:
+    """Every bucket is dense in the steps of the warm-up, and sparse after them, also one that DDP has rebuilt."""
+    for build in (net, HeadFirst):
+        model = ddp(build())
+        state = register(model, density=0.1, dense_below=0, warmup_steps=3)
+        for step in range(5):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            delivered = [vector.density_delivered() for vector in state.exchange.vectors]
+            assert all((each == 1) == (step < 3) for each in delivered), (build.__name__, step, delivered)
+        assert len(delivered) > 1
 
 
 def training(rank: int, world_size: int, send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -534,6 +535,17 @@ def non_finite(rank: int, world_size: int, send) -> None:
     model.zero_grad()
     loss_of(model, rank, 2).backward()
     assert grads(model).isfinite().all()
+
+
+def non_finite_shard(rank: int, world_size: int, send) -> None:
+    """A NaN in one shard becomes NaN in all shards, so that nothing can use a part of a rejected pass."""
+    grid = mesh()
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(3, 4, bias=False), mesh=grid["shard"])
+    front.register(model, grid["replicate"].get_group(), density=0.5, dense_below=0)
+    bad = torch.tensor([math.nan if rank == 0 else 1.0, 1.0, 1.0, 1.0])  # the gradient of the first row
+    (model(torch.ones(2, 3)) * bad).sum().backward()
+    assert model.weight.grad.to_local().isnan().all()
 
 
 def resume(rank: int, world_size: int, send) -> None:

@@ -16,6 +16,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
     [
         [ddp_workers.dense_equals_ddp, ddp_workers.conservation],
         [
+            ddp_workers.warm_up,
             ddp_workers.training,
             ddp_workers.exchange_thread,
             ddp_workers.accumulation,

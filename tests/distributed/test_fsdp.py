@@ -16,7 +16,12 @@ from tritoncomm.scheduler.local_workers import WorkerError
     [
         [fsdp_workers.dense_training, fsdp_workers.conservation],
         [fsdp_workers.accumulation, fsdp_workers.unused_layers_and_bf16],
-        [fsdp_workers.non_finite, fsdp_workers.resume, fsdp_workers.gradients_used_early],
+        [
+            fsdp_workers.non_finite,
+            fsdp_workers.non_finite_shard,
+            fsdp_workers.resume,
+            fsdp_workers.gradients_used_early,
+        ],
         [fsdp_workers.rejected_models, fsdp_workers.first_fsdp, fsdp_workers.nodes, fsdp_workers.used_twice],
         [
             *(fsdp_workers.nested_passes, fsdp_workers.several_roots, fsdp_workers.other_orders),

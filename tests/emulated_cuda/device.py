@@ -38,6 +38,7 @@ class Gpu:
             ``kernel_costs.py`` for the kernels of ``tritoncomm_kernels``.
         devices: Number of calls of ``torch.cuda.current_stream`` and ``torch.cuda.synchronize`` by the index of their
             device. A call that names none means the current device. All devices have the same streams here.
+        unfinished: Functions that wait until an operation of a process group has ended, called when the host waits.
     """
 
     def __init__(self, name: str = "rank 0") -> None:
@@ -45,6 +46,7 @@ class Gpu:
         self.syncs: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
         self.devices: Counter[int] = Counter()
+        self.unfinished: list[Callable[[], object]] = []
         self.pinned: dict[int, torch.UntypedStorage] = {}
         self.host_seen: dict[Stream, int] = {}
         self.host_version = 0
@@ -79,6 +81,8 @@ class Gpu:
     def synchronized(self, kind: str, stream: Stream | None = None, seen: dict[Stream, int] | None = None) -> None:
         """Count a synchronization: the host waits for the work on ``stream``, or only for that in ``seen``."""
         self.syncs[kind, site()] += 1
+        while self.unfinished:
+            self.unfinished.pop()()
         if self.busy_until:
             time.sleep(max(0.0, self.busy_until - time.perf_counter()))
         stream = stream or current_stream()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork
 
 from emulated_cuda.device import CudaTensor, extent, site, spoil
-from emulated_cuda.streams import Stream, current_stream
+from emulated_cuda.streams import Stream, current_gpu, current_stream
 
 BACKEND = "emulated_nccl"
 ABORTED = "NCCL communicator was aborted on rank {}"
@@ -71,6 +71,9 @@ class Network:
             NCCL's watchdog ends the process. If False, it goes on until ``limit``.
         garbage_after_abort: Whether a wait that is released by an abort returns with garbage in the buffer, as work on
             a stream does, instead of raising.
+        patience: Seconds after which ``work.wait()`` returns though a rank is missing, with garbage in the buffer.
+            NCCL's returns at once, and the host waits where it reads something: here until an abort. None is without
+            end.
         waits: What each rank waits for now.
     """
 
@@ -80,6 +83,7 @@ class Network:
     several_gpus: bool = False
     watchdog: bool = False
     garbage_after_abort: bool = False
+    patience: float | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
     changes: dict[Hashable, threading.Condition] = field(default_factory=dict)
     cells: dict[Hashable, dict[int, Any]] = field(default_factory=dict)
@@ -108,7 +112,10 @@ class Network:
     def wait_for(
         self, key: Hashable, ready: Callable[[], bool], group: EmulatedNCCL, what: str, timeout: timedelta
     ) -> bool:
-        """Wait until ``ready()``. Return False if the group was aborted on this rank. Call with the lock held."""
+        """Wait until ``ready()``. Return False if the group was aborted on this rank. Call with the lock held.
+
+        Also return False after :attr:`patience`.
+        """
         if ready() and not group.aborted and self.stopped is None:
             return True
         rank, started = group.global_rank, time.monotonic()
@@ -119,6 +126,9 @@ class Network:
             while not ready():
                 waited = time.monotonic() - started
                 if group.aborted:
+                    return False
+                if self.patience is not None and waited > self.patience:
+                    current_gpu().unfinished.append(lambda: self.wait_for_abort(group, what))
                     return False
                 if self.stopped is not None:
                     raise Hang(f"rank {rank} waited for {what} when another rank failed: {self.stopped!r}")
@@ -137,6 +147,14 @@ class Network:
                 self.turn.take()
                 self.lock.acquire()
         return True
+
+    def wait_for_abort(self, group: EmulatedNCCL, what: str) -> None:
+        """Wait until ``group`` was aborted on this rank."""
+        end = time.monotonic() + self.limit
+        while not group.aborted:
+            if time.monotonic() > end:
+                raise Hang(f"rank {group.global_rank} waits for {what}")
+            time.sleep(0.01)
 
     def delay(self, generator: random.Random) -> None:
         """Sleep at random, so that ranks reach their operations in another order each time."""

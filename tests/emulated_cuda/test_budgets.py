@@ -12,7 +12,7 @@ import torch
 import tritoncomm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tritoncomm import fsdp
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import StaticRecipe
@@ -268,6 +268,46 @@ def test_hook_of_fsdp(groups: int, on_nonfinite: str) -> None:
     ordinary = ORDINARY + POLICIES[on_nonfinite]
     for found in ranks.run(main, 2):
         assert found[1:] == [*[ordinary] * (RENEWED - 2), ordinary + 2, ordinary]
+
+
+@pytest.mark.parametrize("vectors", [1, 4])
+@pytest.mark.parametrize("door", ["ddp", "fsdp"])
+def test_half_precision_behind_a_hook(door: str, vectors: int) -> None:
+    """The ranges of all buckets are checked in one wait. FSDP2 has its groups exchanged one by one, with two waits each."""
+    method, fields = "topk_allgather", {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "static": True}
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def main(rank: int) -> list[int]:
+        model = doors.moved(copy.deepcopy(layers).half() if door == "ddp" else copy.deepcopy(layers))
+        if door == "ddp":
+            state = CommState(None, method, **fields)
+            state.name(dict(model.named_parameters()))
+            state.reducer = doors.PythonReducer(model, state, comm_hook, vectors)
+            optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.01))
+        else:
+            mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
+            half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+            for layer in model if vectors > 1 else [model]:
+                fully_shard(layer, mesh=mesh["shard"], mp_policy=half)
+            replicas = mesh["replicate"].get_group()
+            state = fsdp.register(model, replicas, method, **fields)
+            inner = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 8)
+            loss = model(to_gpu(batch.half() if door == "ddp" else batch)).float().square().mean()
+            current_gpu().reset()
+            loss.backward()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+        assert len(state.exchange.vectors) == vectors
+        return found
+
+    waits = ORDINARY + 1 if door == "ddp" else ORDINARY - 1 + 2 * vectors
+    for found in ranks.run(main, 2):
+        assert found[1:] == [waits] * 3
 
 
 @pytest.mark.parametrize("method", sorted(set(algorithms()) - {"dense", "random_block"}))

@@ -17,7 +17,7 @@ from tritoncomm.ddp import CommState, comm_hook
 from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 
-from emulated_cuda import doors, ranks
+from emulated_cuda import device, doors, ranks
 from emulated_cuda.nccl import Network
 
 VICTIM, WORLD_SIZE = 1, 3
@@ -35,9 +35,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
 
 
-def failing(scheduler: ProcessGroupScheduler, fault: Callable[[], None]) -> None:
-    """Call ``fault`` before the second operation from now."""
-    perform, left = scheduler._perform, [2]
+def failing(scheduler: ProcessGroupScheduler, fault: Callable[[], None], operation: int = 2) -> None:
+    """Call ``fault`` before the operation with this number from now."""
+    perform, left = scheduler._perform, [operation]
 
     def faulty(op: Any) -> Any:
         left[0] -= 1
@@ -112,18 +112,18 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
     assert found[0] == found[2]
 
 
-def behind_ddp(timeout: timedelta) -> tuple[torch.nn.Module, Any]:
+def behind_ddp(timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, Any]:
     """Return a model with the hook of DDP, and the state of the hook."""
     model = doors.model_on("cuda")
-    state = CommState(None, "oktopk", density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
+    state = CommState(None, algo, density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
     state.name(dict(model.named_parameters()))
     state.reducer = doors.PythonReducer(model, state, comm_hook)
     return model, state
 
 
-def behind_fsdp(timeout: timedelta) -> tuple[torch.nn.Module, Any]:
+def behind_fsdp(timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, Any]:
     """Return a model with the hook of FSDP2, and the state of the hook."""
-    model, _, state = doors.sharded("cuda", algo="oktopk", timeout=timeout)
+    model, _, state = doors.sharded("cuda", algo=algo, timeout=timeout)
     return model, state
 
 
@@ -149,6 +149,90 @@ def test_hook(door: Callable[[timedelta], tuple[torch.nn.Module, Any]], fault: C
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
     assert found[0] is None, found[0]
     assert found[2] is None, found[2]
+
+
+@pytest.mark.parametrize("garbage", [0x00, 0x55, 0xFF])
+@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
+def test_lost_rank_where_the_host_reads(
+    door: Callable[..., tuple[torch.nn.Module, Any]], garbage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What several vectors read together after an abort is not taken for a NaN, or for anything else."""
+    monkeypatch.setattr(device, "GARBAGE", garbage)
+
+    def train(rank: int) -> None:
+        model, state = door(SOON, "topk_allgather")
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        assert len(state.exchange.vectors) > 1
+        if rank == VICTIM:
+            failing(state.exchange.vectors[0].scheduler, dies, operation=1)
+        model.zero_grad()
+        started = time.monotonic()
+        with pytest.raises(tritoncomm.ExchangeError) as caught:
+            doors.loss_of(model, rank, 1, "cuda").backward()
+        checked(caught.value, time.monotonic() - started, dies)
+        assert (state.steps, state.skipped_steps) == (1, 0)
+
+    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True, patience=0.2)
+    found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
+    assert found[0] is None, found[0]
+    assert found[2] is None, found[2]
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    """Fail as a copy does for which there is no memory."""
+    raise MemoryError("no room for a copy")
+
+
+@pytest.mark.parametrize("place", ["unscale", "begin", "write"])
+@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
+def test_rank_that_raises_beside_an_exchange(
+    door: Callable[[timedelta], tuple[torch.nn.Module, Any]], place: str
+) -> None:
+    """The other ranks do not wait for it until the time-out, and are told why it failed."""
+
+    def train(rank: int) -> None:
+        model, state = door(LATE)
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        vector = state.exchange.vectors[-1]
+        target = {"unscale": state, "begin": vector.feedback, "write": vector}[place]
+        if rank == VICTIM:
+            setattr(target, place, out_of_memory)
+        started = time.monotonic()
+        with pytest.raises(MemoryError if rank == VICTIM else tritoncomm.ExchangeError) as caught:
+            doors.loss_of(model, rank, 1, "cuda").backward()
+        assert time.monotonic() - started < 4
+        if rank != VICTIM:
+            assert caught.value.peers == (VICTIM,)
+            assert "rank 1 failed, see its traceback: no room for a copy" in str(caught.value)
+        else:
+            delattr(target, place)
+        with pytest.raises(tritoncomm.ExchangeError, match="rank 1 failed"):
+            doors.loss_of(model, rank, 2, "cuda").backward()
+
+    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
+    assert ranks.run(train, WORLD_SIZE, network=network, errors=True) == [None] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("place", ["gather", "begin"])
+def test_wrap_and_a_rank_that_raises_beside_an_exchange(place: str) -> None:
+    """The other ranks do not wait for it until the time-out, and are told why it failed."""
+
+    def train(rank: int) -> None:
+        model = doors.model_on("cuda")
+        optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=LATE)
+        if rank == VICTIM:
+            vector = optimizer._vector
+            setattr({"gather": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
+        doors.loss_of(model, rank, 0, "cuda").backward()
+        started = time.monotonic()
+        with pytest.raises(MemoryError if rank == VICTIM else tritoncomm.ExchangeError) as caught:
+            optimizer.step()
+        assert time.monotonic() - started < 4
+        if rank != VICTIM:
+            assert "rank 1 failed, see its traceback: no room for a copy" in str(caught.value)
+
+    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
+    assert ranks.run(train, WORLD_SIZE, network=network, errors=True) == [None] * WORLD_SIZE
 
 
 @pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])

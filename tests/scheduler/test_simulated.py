@@ -6,7 +6,7 @@ import pytest
 import torch
 from tritoncomm import ProtocolMismatchError
 from tritoncomm.scheduler.cost import Traffic
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Post, Round, Wait
+from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Post, Read, Round, Wait
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
@@ -49,6 +49,11 @@ def test_post_and_wait() -> None:
     assert (a[1].tolist(), b[0].tolist()) == ([1], [0])
 
 
+def test_reads() -> None:
+    """Each rank receives the content of its own tensor."""
+    assert run([Read("r", words(1, 2))], [Read("r", torch.tensor(0.5))]) == [[[1, 2]], [0.5]]
+
+
 def test_collectives() -> None:
     """All-reduce sums, all-to-all transposes and all-gather stacks. Each rank gets its own result."""
     sums = run([AllReduce("r", words(1, 2))], [AllReduce("r", words(3, 4))])
@@ -81,6 +86,8 @@ def test_traffic_is_counted_by_rank() -> None:
         ([AllReduce("x", words(1))], [AllGather("x", words(1))], "rank 0 yields AllReduce.*rank 1 yields AllGather"),
         ([Round("x", {}, {})], [Round("y", {}, {})], "round 0: rank 0 .*'x', but rank 1 .*'y'"),
         ([], [Round("x", {}, {})], "rank 0 has finished, but rank 1 yields Round"),
+        ([Read("x", words(1))], [AllReduce("x", words(1))], "rank 0 yields Read.*rank 1 yields AllReduce"),
+        ([], [Read("x", words(1))], "rank 0 has finished, but rank 1 yields Read"),
         ([Round("x", {1: words(7)}, {})], [Round("x", {}, {})], "rank 0 sends 1 words .* rank 1, .*expects nothing"),
         ([Round("x", {}, {1: 2})], [Round("x", {}, {})], "rank 0 expects 2 words from rank 1, which sends nothing"),
         ([Round("x", {1: words(7)}, {})], [Round("x", {}, {0: 2})], "sends 1 words .*expects 2"),

@@ -71,6 +71,27 @@ def test_error_closes_the_others() -> None:
     assert first.gi_frame is last.gi_frame is None
 
 
+def test_error_of_an_end_closes_the_others() -> None:
+    """A run that raises when it is closed does not keep the next ones open."""
+
+    def unwilling() -> Generator[torch.Tensor, Any, list[Any]]:
+        try:
+            yield torch.ones(1)
+        finally:
+            raise ArithmeticError("not now")
+
+    def failing() -> Generator[torch.Tensor, Any, list[Any]]:
+        yield torch.ones(1)
+        raise ConnectionError("lost")
+
+    log: list[Any] = []
+    last = running(list(CONTENTS), log)
+    with pytest.raises(ArithmeticError, match="not now"):
+        run_together([failing(), unwilling(), last])
+    assert log[-1] == ("", "closed")
+    assert last.gi_frame is None
+
+
 def test_failed_read_is_raised_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the GPU is raised where the first run reads, so that its scheduler reports it to the other ranks."""
 

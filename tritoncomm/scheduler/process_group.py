@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -138,10 +138,14 @@ class ProcessGroupScheduler:
         if self._failure is not None:
             raise self._failure
 
-    def fail(self, error: Exception) -> None:
-        """Report to the other ranks, which may wait for this rank, that it failed outside of an exchange."""
-        if self._failure is None:
+    def fail(self, error: Exception) -> Exception | None:
+        """Report to the other ranks, which may wait for this rank, that it failed outside of an exchange.
+
+        Return what every further exchange in the group raises. None if there are no other ranks.
+        """
+        if self._failure is None and self.world_size > 1:
             self._failed(_START, error)
+        return self._failure
 
     def agree_on_exchange_id(self) -> None:
         """Agree with all ranks on an id that distinguishes this exchange from identically configured ones in the group.
@@ -179,16 +183,22 @@ class ProcessGroupScheduler:
                 self._watcher.groups.append(subgroup.group)
             subgroup._watcher = self._watcher  # noqa: SLF001 - same class
 
-    def confirmation(self, state: str = "") -> Pattern[None]:
+    def confirmation(self, state: str = "", others: Sequence[ProcessGroupScheduler] = ()) -> Pattern[None]:
         """Check that all ranks have reached the end of the same step of the same exchange.
 
-        ``state`` is a text that must be equal on all ranks: it says which parameters are not frozen, and the options of
-        the optimizer. Raises :class:`~tritoncomm.ProtocolMismatchError` when anything differs.
+        Args:
+            state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
+                the optimizer.
+            others: Schedulers in the same group that have exchanged other vectors of this step.
+
+        Raises:
+            ProtocolMismatchError: Anything differs, or a GPU has received a wrong header. All ranks raise it.
         """
         assert self._stamp is not None
+        state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
         words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
-        words = torch.cat([words, *self.take_suspects()])
+        words = torch.cat([words, *take_suspects((self, *others))])
         total, *suspect = (yield AllReduce("confirm", words)).tolist()
         if any(suspect):
             raise self.suspicion()
@@ -198,19 +208,6 @@ class ProcessGroupScheduler:
                 "same. Step the same optimizers in the same order on all ranks. Freeze the same parameters. Use the "
                 "same learning rate and other options; a schedule that follows a loss needs its mean over ranks"
             )
-
-    def take_suspects(self) -> list[torch.Tensor]:
-        """Return the number of wrong words in headers since the last call (int64 ``[1]``), of subgroups too.
-
-        There is one on a GPU, and none on a CPU, where headers are checked when they arrive.
-        """
-        if self._on_cpu:
-            return []
-        schedulers = [self, *self._subgroups.values()]
-        suspects = torch.stack([scheduler._suspect for scheduler in schedulers]).sum(0)  # noqa: SLF001 - same class
-        for scheduler in schedulers:
-            scheduler._suspect = torch.zeros_like(scheduler._suspect)  # noqa: SLF001 - same class
-        return [suspects.long()]
 
     def suspicion(self) -> ProtocolMismatchError:
         """Return the error for wrong headers that a GPU has received."""
@@ -252,7 +249,7 @@ class ProcessGroupScheduler:
                 op = pattern.send(None)
                 while True:
                     try:
-                        reply = (yield op.tensor) if isinstance(op, Read) else self._perform(op)
+                        reply = (yield from self._read(op)) if isinstance(op, Read) else self._perform(op)
                     except NonFiniteError as error:  # from a subgroup: the pattern reports it to the other subgroups
                         op = pattern.throw(error)
                     else:
@@ -268,6 +265,12 @@ class ProcessGroupScheduler:
             raise self._failed(op, error) from error  # report it, so that no rank waits for this one
         finally:
             pattern.close()
+
+    def _read(self, op: Read) -> Running[Any]:
+        content = yield op.tensor
+        if self._watcher is not None:
+            self._watcher.check()
+        return content
 
     def _perform(self, op: Op) -> Any:
         self._number += 1
@@ -509,6 +512,20 @@ class ProcessGroupScheduler:
     def _count(self, round_: Round) -> None:
         sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
         self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
+
+
+def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Tensor]:
+    """Return the number of wrong words in headers since the last call (int64 ``[1]``), in subgroups too.
+
+    There is one number for all ``schedulers`` on a GPU, and none on a CPU, where headers are checked when they arrive.
+    """
+    whole = [each for scheduler in schedulers for each in (scheduler, *scheduler._subgroups.values())]  # noqa: SLF001
+    suspects = [each._suspect for each in whole if not each._on_cpu]  # noqa: SLF001 - same module
+    if not suspects:
+        return []
+    for each in whole:
+        each._suspect = torch.zeros_like(each._suspect)  # noqa: SLF001 - same module
+    return [torch.stack(suspects).sum(0).long()]
 
 
 def _peers(op: Op) -> list[int]:

@@ -84,6 +84,10 @@ class SimulatedScheduler:
                 if len(results) == self.world_size:
                     return [results[rank] for rank in range(self.world_size)]
                 self._check_same_op(number, ops, results)
+                reads = [op.tensor.tolist() for op in ops.values() if isinstance(op, Read)]
+                if reads:  # of all ranks, and nothing is sent
+                    replies = reads
+                    continue
                 if before_round is not None:
                     before_round(number, [ops[rank] for rank in range(self.world_size)])
                 replies = self._perform(number, [ops[rank] for rank in range(self.world_size)])
@@ -100,10 +104,7 @@ class SimulatedScheduler:
         for rank, pattern in enumerate(patterns):
             reply = replies[rank]
             try:
-                op = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
-                while isinstance(op, Read):
-                    op = pattern.send(op.tensor.tolist())
-                ops[rank] = op
+                ops[rank] = pattern.throw(reply.error) if isinstance(reply, _Raised) else pattern.send(reply)
             except StopIteration as stop:
                 results[rank] = stop.value
             except Exception as error:  # advance the other ranks, too, before one error is raised

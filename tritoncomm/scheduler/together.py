@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ def run_together(runs: Sequence[Running[Result]]) -> list[Result]:
     """
     results: dict[int, Result] = {}
     contents: dict[int, Any] = dict.fromkeys(range(len(runs)))
-    try:
+    with ExitStack() as stack:
+        for run in reversed(runs):  # closes each, also if the end of another one raises
+            stack.callback(run.close)
         while contents:
             waiting: dict[int, torch.Tensor] = {}
             for number, content in contents.items():
@@ -37,9 +40,6 @@ def run_together(runs: Sequence[Running[Result]]) -> list[Result]:
                 raise
             contents = dict(zip(waiting, found, strict=True))
         return [results[number] for number in range(len(runs))]
-    finally:
-        for run in runs:
-            run.close()
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> list[Any]:

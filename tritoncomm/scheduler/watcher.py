@@ -52,9 +52,10 @@ _thread: threading.Thread | None = None
 
 
 class Watcher:
-    """Watches the exchanges of one scheduler. Enter it as a context for each exchange, also for one in a subgroup.
+    """Watches the exchanges of one scheduler, or of several that run at once.
 
-    Leaving the context raises the reason if communicators were aborted, whatever the exchange returned or raised.
+    Enter it as a context for each exchange, also for one in a subgroup. Leaving the context raises the reason if
+    communicators were aborted, whatever the exchange returned or raised.
 
     Args:
         group: Process group of the exchanges.
@@ -105,16 +106,21 @@ class Watcher:
         with self._lock:
             self._depth -= 1
             ended = self._depth == 0
-        if not ended:
-            return
-        _under_way.discard(self)
-        with suppress(RuntimeError):  # the GPU may have failed
-            _end(self._device, self._start)
-        end = time.monotonic() + RELEASE_SECONDS
-        for thread in self._aborting:  # an abort may hang itself
-            thread.join(max(0.0, end - time.monotonic()))
-        if self._reason is not None and not self._reported and not _is_exit(error):
-            raise self._reason from error
+        if ended:
+            _under_way.discard(self)
+            with suppress(RuntimeError):  # the GPU may have failed
+                _end(self._device, self._start)
+            end = time.monotonic() + RELEASE_SECONDS
+            for thread in self._aborting:  # an abort may hang itself
+                thread.join(max(0.0, end - time.monotonic()))
+        # Also if others are under way: one of several exchanges has raised something, and its caller ends them.
+        if not _is_exit(error) and error is not self._reason:
+            self.check(error)
+
+    def check(self, consequence: BaseException | None = None) -> None:
+        """Raise the reason if communicators were aborted. What has been read since then has no meaning."""
+        if self._reason is not None and not self._reported:
+            raise self._reason from consequence
 
     def progress(self) -> None:
         """Note that the exchange goes on."""

@@ -160,22 +160,17 @@ class BucketLayout:
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def fits_dtypes(self, mean: SparseVector) -> bool:
-        """Return False if a value of ``mean`` overflows in the dtype of its parameter."""
-        if all(parameter.dtype != torch.float16 for parameter in self.parameters):
-            return True
-        if mean.is_padded:
-            return self._fits_half(mean)
-        pairs = zip(self.parameters, self.split(mean), strict=True)
-        return all(fits_dtype(entries.values, parameter.dtype) for parameter, entries in pairs)
-
-    def _fits_half(self, mean: SparseVector) -> bool:
-        """Return :meth:`fits_dtypes` for a mean with padding. The host waits for a GPU once."""
+    def overflow(self, mean: SparseVector) -> torch.Tensor | None:
+        """Return whether a value of ``mean`` overflows in the dtype of its parameter (bool, 0-d). None if none can."""
+        half = [parameter.dtype == torch.float16 for parameter in self.parameters]
+        if not any(half):
+            return None
+        too_large = ~fits_half(mean.values)
+        if all(half):
+            return too_large.any()
         bounds = constant(self.bounds, mean.values.device)
-        half = constant([parameter.dtype == torch.float16 for parameter in self.parameters], mean.values.device)
         place = torch.searchsorted(bounds[1:], mean.indices.clamp(min=0), right=True)
-        too_large = mean.values.abs() > torch.finfo(torch.float16).max
-        return not bool((too_large & (half[place] != 0)).any())
+        return (too_large & (constant(half, mean.values.device)[place] != 0)).any()
 
     def scatter(self, delivered: Sequence[Entries]) -> None:
         """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.
@@ -277,12 +272,6 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
-# The mean includes residuals, so it may be larger than every gradient.
-OVERFLOWS = (
-    "the mean of gradients plus residuals overflows in {}; residuals are unchanged: use bfloat16, or a GradScaler"
-)
-
-
-def fits_dtype(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return False if one of ``values`` (fp32) overflows in ``dtype``. Only fp16 has a smaller range than fp32."""
-    return dtype != torch.float16 or bool((values.abs() <= torch.finfo(dtype).max).all())
+def fits_half(values: torch.Tensor) -> torch.Tensor:
+    """Return which of ``values`` (fp32) do not overflow in fp16, the only dtype with a smaller range than fp32."""
+    return values.abs() <= torch.finfo(torch.float16).max

@@ -64,13 +64,15 @@ class _Pass:
     """One backward pass.
 
     ``scale`` is the loss scale. ``arrived`` holds each parameter's part of DDP's buffers, by id of the parameter.
-    ``ready`` are vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet. ``written``
-    are the ids of parameters whose part holds the mean. ``waiting`` are buckets whose future is not set.
+    ``ready`` are vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet. ``exchanged``
+    are the others that have arrived. ``written`` are the ids of parameters whose part holds the mean. ``waiting`` are
+    buckets whose future is not set.
     """
 
     scale: float
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     ready: list[tuple[VectorExchange, torch.dtype]] = field(default_factory=list)
+    exchanged: list[VectorExchange] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     waiting: list[tuple[set[int], torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
 
@@ -324,8 +326,8 @@ class CommState(HookState):
         if self._keep_layout:
             arrived = self._pass.arrived
             whole = [v for v in self.exchange.vectors if all(id(p) in arrived for p in v.parameters)]
-            noted = self._pass.written.union(id(vector.parameters[0]) for vector, _ in self._pass.ready)
-            ready = [vector for vector in whole if id(vector.parameters[0]) not in noted]
+            noted = [*self._pass.exchanged, *(vector for vector, _ in self._pass.ready)]
+            ready = [vector for vector in whole if vector not in noted]
         else:
             ready = [v for v in self.exchange.vectors if v.names == names] or [self._new_vector_of(parameters)]
         self._pass.ready += [(vector, buffer.dtype) for vector in ready]
@@ -342,11 +344,20 @@ class CommState(HookState):
         self._pass.written.update(map(id, parameters))
 
     def _average_ready(self) -> None:
-        """Exchange the vectors that are ready, and replace their parts in DDP's buffers by their mean."""
+        """Exchange the vectors that are ready."""
         if self._failure is not None or not self._pass.ready:
             return
         ready, self._pass.ready = self._pass.ready, []
+        try:
+            self._average(ready)
+        except BaseException as error:  # other ranks may be in an exchange with this one
+            self._broken = self.exchange.fail(error)
+            raise
+
+    def _average(self, ready: list[tuple[VectorExchange, torch.dtype]]) -> None:
+        """Replace the parts of the vectors ``ready`` in DDP's buffers, which have these dtypes, by their mean."""
         vectors, scale = [vector for vector, _ in ready], self._pass.scale
+        self._pass.exchanged += vectors
         copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
         self.unscale(vectors, scale)
         # A NaN that becomes zero changes the gradient of a single worker, too.
@@ -446,9 +457,9 @@ class CommState(HookState):
     def _new_vector_of(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector for a bucket that DDP has not passed before."""
         vector = self._new_vector(parameters)
-        # Not from vectors of this pass: their methods are a step ahead.
-        written = self._pass.written
-        carry_over.across_layout(vector, [v for v in self.exchange.vectors if id(v.parameters[0]) not in written])
+        # Not from vectors that were exchanged in this pass, because their methods are a step ahead.
+        ahead = [*self._pass.exchanged, *self._built]
+        carry_over.across_layout(vector, [before for before in self.exchange.vectors if before not in ahead])
         vector.agree_on_exchange_id()
         self.exchange.vectors.append(vector)
         self._built.append(vector)

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, summed
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import OVERFLOWS, BucketLayout, Entries, FlatDelivery, fits_dtype
+from tritoncomm.step.bucket import BucketLayout, Entries, FlatDelivery, fits_half
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
@@ -188,26 +188,29 @@ class GradientExchange:
         (vector,) = self.vectors
         span, zeroed = Span(vector.device), 0
         try:
-            vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
-        except ConfigurationError as error:
-            local_error = error
-        if scale != 1.0:
-            vector.flat.mul_(1.0 / scale)
-        if zero:
-            zeroed = vector.zero_non_finite()
-        if local_error is not None or overflowed:
-            self._at_fault = str(local_error or "all, because the scaled loss overflowed")
-            vector.flat.fill_(math.nan)
-        self.zeroed += zeroed
-        kept = not zeroed and vector.keeps_gradient()
-        try:
+            try:
+                vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
+            except ConfigurationError as error:
+                local_error = error
+            if scale != 1.0:
+                vector.flat.mul_(1.0 / scale)
+            if zero:
+                zeroed = vector.zero_non_finite()
+            if local_error is not None or overflowed:
+                self._at_fault = str(local_error or "all, because the scaled loss overflowed")
+                vector.flat.fill_(math.nan)
+            self.zeroed += zeroed
+            kept = not zeroed and vector.keeps_gradient()
             if self.deliver(vector, into_flat=False) and inspect is not None:
                 inspect(Delivered(self._begun[0].mean, vector.layout))
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        except (ConfigurationError, ExchangeError):
+        except TritoncommError:  # the other ranks raise an error, too
             self.rollback()
+            raise
+        except BaseException as error:
+            self.fail(error)
             raise
         for delivered in self.delivered or ():  # one
             self._write_gradients(vector, delivered, scale if kept else None)
@@ -257,10 +260,9 @@ class GradientExchange:
             finally:
                 self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
             self._begun[first] = self._begun[first]._replace(span=span.end())
-            for number, vector in enumerate(vectors):
-                _check_range(means[vector], vector.layout, scale, dtypes[number] if dtypes else None)
-                if into_flat:
-                    vector.write(means[vector])
+            _check_range([(vector.layout, means[vector]) for vector in vectors], scale, dtypes)
+            for vector in vectors if into_flat else ():
+                vector.write(means[vector])
         except NonFiniteError as error:
             rejected = [vector for vector in vectors if vector not in means]
             if rejected:
@@ -273,11 +275,24 @@ class GradientExchange:
                 raise self._reject(vectors[0]) from None
             return False
         except BaseException as error:
-            self.rollback()
-            if self.verdict is not None and isinstance(error, Exception):
-                self.verdict.fail(error)  # its other ranks may be in no exchange with this one
+            self.fail(error)
             raise
         return True
+
+    def fail(self, error: BaseException) -> Exception | None:
+        """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves.
+
+        Return what further exchanges raise if the process group is unusable now. None otherwise.
+        """
+        self.rollback()
+        broken = None
+        scheduler = next((vector.scheduler for vector in self.vectors), None)
+        if isinstance(error, Exception):
+            if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
+                broken = scheduler.fail(error)
+            if self.verdict is not None:
+                self.verdict.fail(error)  # its other ranks may be in no exchange with this one
+        return broken
 
     def _prepare(self, vectors: Sequence[VectorExchange]) -> None:
         schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
@@ -322,15 +337,16 @@ class GradientExchange:
         """Return after all ranks have called this for the same step, and none has rejected it."""
         if self.verdict is not None:
             schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
-            suspects = [count for scheduler in schedulers for count in scheduler.take_suspects()]
-            rejected, suspicious = self.verdict.run(_any(self._rejected is not None, suspects, self.verdict.device))
+            any_rank = _any(self._rejected is not None, take_suspects(schedulers), self.verdict.device)
+            rejected, suspicious = self.verdict.run(any_rank)
             if suspicious:
                 raise self.verdict.suspicion()
             if rejected:
                 raise self._reject()
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-            self._begun[-1].vector.confirm(trained + self.numeric_options())
+            *others, last = [step.vector for step in self._begun]
+            last.confirm(trained + self.numeric_options(), others)
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.
@@ -453,23 +469,30 @@ def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
     return list(held.values())
 
 
-def _check_range(mean: SparseVector, layout: BucketLayout, scale: float, dtype: torch.dtype | None) -> None:
-    """Raise :class:`~tritoncomm.NonFiniteError` if ``scale`` times the mean overflows in ``dtype``.
+def _check_range(
+    delivered: Sequence[tuple[BucketLayout, SparseVector]], scale: float, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raise :class:`~tritoncomm.NonFiniteError` if ``scale`` times a mean overflows in its dtype of ``dtypes``.
 
-    All ranks have the same mean, so all of them raise or none.
+    Without ``dtypes``, in the dtype of each parameter. All ranks have the same means, so all of them raise or none. The
+    host waits for a GPU at most once.
     """
-    if dtype is None:
-        fits = layout.fits_dtypes(mean)
+    if dtypes:
+        half = [mean.values for (_, mean), dtype in zip(delivered, dtypes, strict=True) if dtype == torch.float16]
+        flags = [~fits_half(values if scale == 1.0 else values * scale).all() for values in half]
     else:
-        fits = fits_dtype(mean.values if scale == 1.0 else mean.values * scale, dtype)
-    if not fits:
-        raise NonFiniteError(OVERFLOWS.format(dtype or "float16"))
+        flags = [flag for layout, mean in delivered if (flag := layout.overflow(mean)) is not None]
+    if flags and bool(torch.stack(flags).any()):  # the mean includes residuals: it may exceed every gradient
+        raise NonFiniteError(
+            "the mean of gradients plus residuals overflows in torch.float16; residuals are unchanged: use bfloat16, "
+            "or a GradScaler"
+        )
 
 
 def _any(flag: bool, suspects: list[torch.Tensor], device: torch.device) -> Pattern[tuple[bool, bool]]:
     """Return whether ``flag`` is set on any rank, and whether any rank has counted ``suspects`` (int64 ``[1]``)."""
     flags = torch.full((1,), int(flag), dtype=torch.int64, device=device)
     if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
-        flags = torch.cat([flags, torch.stack([flags.new_zeros(1), *suspects]).sum(0)])
+        flags = torch.cat([flags, *(suspects or [flags.new_zeros(1)])])
     total, *suspicious = (yield AllReduce("commit", flags)).tolist()
     return bool(total), any(suspicious)

@@ -362,11 +362,9 @@ class FSDPState(HookState):
         return averaged
 
     def _fail(self, error: BaseException) -> None:
-        """Discard the pass, and tell the ranks of all shards, which may be in no exchange with this one."""
+        """Discard the pass, and tell the other ranks."""
         self._abandon()
-        if isinstance(error, Exception):
-            assert self.exchange.verdict is not None
-            self.exchange.verdict.fail(error)
+        self.exchange.fail(error)
 
     @torch.no_grad()
     def _average_ready(self) -> None:
@@ -393,16 +391,25 @@ class FSDPState(HookState):
 
         All ranks call this.
         """
-        self._entered, self._pass = [], None
+        entered, self._entered, self._pass = self._entered, [], None
         streams, self._streams = self._streams, set()
         for stream in streams:  # where FSDP writes gradients
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._average_ready()
-        for stream in streams:  # the next pass adds to gradients there
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        try:
+            self._average_ready()
+            self._finish(entered)
+        finally:
+            for stream in streams:  # the next pass adds to gradients there
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    @torch.no_grad()
+    def _finish(self, entered: Sequence[ShardHook]) -> None:
+        """Commit the pass of the hooks ``entered``, or discard it."""
         try:
             self.exchange.finish()
         except NonFiniteError as error:
+            for hook in entered:  # the ranks of another shard may have rejected it
+                hook.spoil()
             if self.on_nonfinite == "raise":
                 raise
             if self.on_nonfinite == "skip":

@@ -188,15 +188,18 @@ class VectorExchange:
             self.feedback.rollback()
             raise
 
-    def confirm(self, state: str) -> None:
+    def confirm(self, state: str, others: Sequence[VectorExchange]) -> None:
         """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost.
 
-        ``state`` says which parameters are not frozen, and the optimizer's options. It must be equal on all ranks.
+        Args:
+            state: Which parameters are not frozen, and the optimizer's options. It must be equal on all ranks.
+            others: The other vectors of the same step.
         """
         if self.world_size > 1:
             meter = self.meter
             assert self.scheduler is not None
-            self._run(self.scheduler.confirmation(state), new_step=False)
+            schedulers = [other.scheduler for other in others if other.scheduler is not None]
+            self._run(self.scheduler.confirmation(state, schedulers), new_step=False)
             meter.add(self.meter)
             self.meter = meter
 
