@@ -97,11 +97,13 @@ def run(
         finally:
             network.turn.leave()
 
+    barrier = threading.Barrier(world_size, timeout=network.limit)
     with installed(network):
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world_size)]
         for rank, thread in enumerate(threads):
             thread.emulated_gpu = Gpu(f"rank {rank}")
             thread.emulated_rank = rank
+            thread.emulated_barrier = functools.partial(_wait, barrier, network.turn)
             thread.start()
         for thread in threads:
             thread.join(4 * network.limit)
@@ -112,6 +114,20 @@ def run(
         rank, error = raised[0]
         raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
     return results
+
+
+def meet() -> None:
+    """Wait for all ranks, outside of what is tested.
+
+    A rank that fails in a step ends the step before on a rank that has not left it yet, if that one is slow.
+    """
+    threading.current_thread().emulated_barrier()
+
+
+def _wait(barrier: threading.Barrier, turn: nccl.Turn) -> None:
+    turn.leave()
+    barrier.wait()
+    turn.take()
 
 
 @contextmanager

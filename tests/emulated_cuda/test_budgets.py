@@ -273,7 +273,7 @@ def test_hook_of_fsdp(groups: int, on_nonfinite: str) -> None:
 @pytest.mark.parametrize("vectors", [1, 4])
 @pytest.mark.parametrize("door", ["ddp", "fsdp"])
 def test_half_precision_behind_a_hook(door: str, vectors: int) -> None:
-    """The ranges of all buckets are checked in one wait. FSDP2 has its groups exchanged one by one, with two waits each."""
+    """One wait more checks the range of all buckets. FSDP2 has its groups exchanged one by one, with two waits each."""
     method, fields = "topk_allgather", {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "static": True}
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 

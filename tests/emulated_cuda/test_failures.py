@@ -84,6 +84,7 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
             optimizer.zero_grad()
             doors.loss_of(model, rank, step, "cuda").backward()
             optimizer.step()
+        ranks.meet()
         if rank == VICTIM:
             failing(optimizer._vector.scheduler, fault)
         optimizer.zero_grad()
@@ -135,6 +136,7 @@ def test_hook(door: Callable[[timedelta], tuple[torch.nn.Module, Any]], fault: C
     def train(rank: int) -> None:
         model, state = door(LATE if fault is raises else SOON)
         doors.loss_of(model, rank, 0, "cuda").backward()
+        ranks.meet()
         if rank == VICTIM:
             failing(state.exchange.vectors[-1].scheduler, fault)
         model.zero_grad()
@@ -163,6 +165,7 @@ def test_lost_rank_where_the_host_reads(
         model, state = door(SOON, "topk_allgather")
         doors.loss_of(model, rank, 0, "cuda").backward()
         assert len(state.exchange.vectors) > 1
+        ranks.meet()
         if rank == VICTIM:
             failing(state.exchange.vectors[0].scheduler, dies, operation=1)
         model.zero_grad()
@@ -193,6 +196,7 @@ def test_rank_that_raises_beside_an_exchange(
     def train(rank: int) -> None:
         model, state = door(LATE)
         doors.loss_of(model, rank, 0, "cuda").backward()
+        ranks.meet()
         vector = state.exchange.vectors[-1]
         target = {"unscale": state, "begin": vector.feedback, "write": vector}[place]
         if rank == VICTIM:
@@ -220,6 +224,7 @@ def test_wrap_and_a_rank_that_raises_beside_an_exchange(place: str) -> None:
     def train(rank: int) -> None:
         model = doors.model_on("cuda")
         optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=LATE)
+        ranks.meet()
         if rank == VICTIM:
             vector = optimizer._vector
             setattr({"gather": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
@@ -244,6 +249,7 @@ def test_hook_and_a_rank_that_hangs(door: Callable[[timedelta], tuple[torch.nn.M
     def train(rank: int) -> tuple[int, ...]:
         model, state = door(SOON)
         doors.loss_of(model, rank, 0, "cuda").backward()
+        ranks.meet()
         if rank == VICTIM:
             failing(state.exchange.vectors[-1].scheduler, lambda: released.wait(10) and None)
         with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
@@ -264,6 +270,7 @@ def test_wrap_and_a_rank_that_hangs() -> None:
         model = doors.model_on("cuda")
         optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=SOON)
         doors.loss_of(model, rank, 0, "cuda").backward()
+        ranks.meet()
         if rank == VICTIM:
             failing(optimizer._vector.scheduler, lambda: released.wait(10) and None)
         with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:

@@ -57,7 +57,7 @@ def test_buckets(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
             doors.loss_of(model, rank, step, "cuda").backward()
             assert step < 2, "the step was committed"
 
-    with pytest.raises(ranks.RankError, match="ProtocolMismatchError.*message of another step"):
+    with pytest.raises(ranks.RankError, match=r"ProtocolMismatchError.*message of another step"):
         ranks.run(train, 4, seed=None)
 
 

@@ -70,6 +70,7 @@ def exchange(rank: int, name: str, number: int, fault: Callable[[], None], timeo
     for step in range(2):
         before = values_of(feedback.residual)
         gradient = to_gpu(torch.randn(NUMEL, generator=generator))
+        ranks.meet()
         if step == 1 and rank == VICTIM:
             failing_at(scheduler, number, fault)
         started = time.monotonic()
@@ -170,6 +171,7 @@ def test_a_rank_that_fails_outside_of_an_exchange() -> None:
     def main(rank: int) -> Exception:
         scheduler = ProcessGroupScheduler(None, LATE, "cuda", "test")
         scheduler.agree_on_exchange_id()
+        ranks.meet()
         if rank == VICTIM:
             scheduler.fail(ValueError("a batch of the wrong shape"))
             return scheduler._failure
@@ -193,6 +195,7 @@ def test_garbage_is_not_a_result(result: str) -> None:
     def main(rank: int) -> Exception:
         scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
         scheduler.agree_on_exchange_id()
+        ranks.meet()
         if rank == VICTIM:
             raise Died
 
@@ -342,6 +345,7 @@ def test_a_store_that_does_not_answer() -> None:
     def main(rank: int) -> float:
         scheduler = ProcessGroupScheduler(None, SOON, "cuda", "test")
         scheduler.agree_on_exchange_id()
+        ranks.meet()
         if rank == VICTIM:
             raise Died
         scheduler._watcher._store = SilentStore(released)
@@ -433,6 +437,7 @@ def test_the_watchdog_of_nccl(
         for _ in range(2):
             scheduler = ProcessGroupScheduler(None, timeout, "cuda", "test")
         scheduler.agree_on_exchange_id()
+        ranks.meet()
         scheduler._failed(AllReduce("sum", torch.ones(1)), RuntimeError("remote process exited or there was an error"))
         return str(scheduler._failure)
 

@@ -186,16 +186,10 @@ class GradientExchange:
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
         (vector,) = self.vectors
-        span, zeroed = Span(vector.device), 0
+        span = Span(vector.device)
         try:
-            try:
-                vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
-            except ConfigurationError as error:
-                local_error = error
-            if scale != 1.0:
-                vector.flat.mul_(1.0 / scale)
-            if zero:
-                zeroed = vector.zero_non_finite()
+            local_error = self._gather(vector, scale) or local_error
+            zeroed = vector.zero_non_finite() if zero else 0
             if local_error is not None or overflowed:
                 self._at_fault = str(local_error or "all, because the scaled loss overflowed")
                 vector.flat.fill_(math.nan)
@@ -215,6 +209,18 @@ class GradientExchange:
         for delivered in self.delivered or ():  # one
             self._write_gradients(vector, delivered, scale if kept else None)
             vector.measure(delivered.mean, span.end())
+
+    @staticmethod
+    def _gather(vector: VectorExchange, scale: float) -> ConfigurationError | None:
+        """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None."""
+        error = None
+        try:
+            vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
+        except ConfigurationError as reason:
+            error = reason
+        if scale != 1.0:
+            vector.flat.mul_(1.0 / scale)
+        return error
 
     @staticmethod
     def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
