@@ -67,12 +67,15 @@ stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #                     synchronizations that torch sees
 #   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
 #   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
-#   hook-of-ddp       the hook from the first backward pass on, beside SyncBatchNorm, for 30 steps without a deadlock
+#   hook-of-ddp       the hook with several buckets, from the first backward pass on, beside SyncBatchNorm, for 30 steps
+#                     without a deadlock
 #   offloaded-shards  FSDP2 with CPUOffloadPolicy
 #   link              the doctor's latency and bandwidth
 #   raises            a rank raises in the middle of a step: named on all others within seconds, who go on without it
 #   dies              a rank is killed: named after the time-out, an abort ends the wait of the others
 #   hangs             a rank does something else: named after the time-out, also on itself
+#   raises-behind-hook, dies-behind-hook
+#                     the same in backward(), with several buckets
 gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$gpus" -ge 2 ]; then
   stage multi-gpu 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$((gpus < 8 ? gpus : 8))" \

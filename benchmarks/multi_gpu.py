@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ AT_ONCE, LATER = 4.0, 10.0  # seconds within which an error is named, and a time
 SANE_LATENCY, SANE_GIGABITS, SANE_STEP = (1e-6, 1.0), (1e-2, 2e4), 60.0
 LEAST = 2  # ranks
 NUMEL, STEPS = 100_000, 4
+BUCKET_MB = 0.02  # the model fills several buckets
 METHODS = ("oktopk", "spardl", "exdyna", "topk_allgather", "dense")
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 Figures = dict[str, Any]
@@ -165,16 +167,31 @@ def wrapped(device: torch.device) -> Figures:
     return {name: value for name, value in metrics.items() if name.startswith("seconds")}
 
 
+def in_buckets(model: nn.Module, device: torch.device, **fields: Any) -> DistributedDataParallel:
+    """Return ``model`` behind DDP, with several buckets."""
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, bucket_cap_mb=BUCKET_MB, **fields)
+
+
+def vectors_of(optimizer: tritoncomm.SparseOptimizer) -> list[Any]:
+    """Return the vectors that are exchanged: one, or one of each bucket."""
+    hook = optimizer._hook  # noqa: SLF001 - no public attribute
+    return optimizer._exchange.vectors if hook is None else hook.exchange.vectors  # noqa: SLF001
+
+
 def hook_of_ddp(device: torch.device) -> Figures:
-    """The hook of DDP works from the first pass on, beside the collectives of SyncBatchNorm."""
+    """The hook of DDP works from the first pass on, beside the collectives of SyncBatchNorm, with several buckets."""
     model = network(nn.BatchNorm1d).to(device)
     if device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    optimizer = torch.optim.AdamW(ddp.parameters())
-    train(ddp, tritoncomm.wrap(optimizer, model=ddp, density=0.05, warmup_steps=2), device, steps=30)
+    ddp = in_buckets(model, device)
+    inner = torch.optim.AdamW(ddp.parameters())
+    optimizer = tritoncomm.wrap(inner, model=ddp, density=0.05, warmup_steps=2, dense_below=0)
+    train(ddp, optimizer, device, steps=30)
     same(bits(ddp.parameters()), device, "parameters")
-    return {"norm": type(model[1]).__name__}
+    buckets = len(vectors_of(optimizer))
+    assert buckets > 1, "the model is one bucket"
+    return {"norm": type(model[1]).__name__, "buckets": buckets}
 
 
 def offloaded_shards(device: torch.device) -> Figures:
@@ -220,18 +237,30 @@ def hangs() -> None:
     time.sleep(TIMEOUT.total_seconds() + LATER)
 
 
-def failure(fault: Callable[[], None], algo: str, device: torch.device) -> Figures:
-    """A rank fails in the middle of a step. All others name it in time, and go on in a new group."""
+def sparse(
+    algo: str, device: torch.device, *, behind_hook: bool, **fields: Any
+) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+    """Return a model and its wrapped optimizer. It has taken two steps, which compile the kernels."""
     model = network(nn.LayerNorm).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, tritoncomm.wrap(optimizer, algo, density=0.05, warmup_steps=0), device, 2)  # compiles kernels
-    sparse = tritoncomm.wrap(optimizer, algo, density=0.05, warmup_steps=0, timeout=TIMEOUT)
-    train(model, sparse, device, 2)
+    if behind_hook:
+        fields["model"] = model = in_buckets(model, device)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = tritoncomm.wrap(inner, algo, density=0.05, warmup_steps=0, dense_below=0, **fields)
+    train(model, optimizer, device, 2)
+    return model, optimizer
+
+
+def failure(fault: Callable[[], None], algo: str, device: torch.device, *, behind_hook: bool = False) -> Figures:
+    """A rank fails in the middle of a step. All others name it in time, and go on in a new group."""
+    sparse(algo, device, behind_hook=behind_hook)  # to compile takes longer than the time-out
+    model, optimizer = sparse(algo, device, behind_hook=behind_hook, timeout=TIMEOUT)
+    assert (len(vectors_of(optimizer)) > 1) == behind_hook
+    same(None, device, "steps behind them")  # a rank that fails early would end the step before on a slow one
     if dist.get_rank() == VICTIM:
-        _fail_at(sparse, 1, fault)
+        _fail_at(vectors_of(optimizer)[-1].scheduler, 1, fault)
     before, started = bits(model.parameters()), time.monotonic()
     try:
-        train(model, sparse, device, 1)
+        train(model, optimizer, device, 1)
     except tritoncomm.ExchangeError as error:
         seconds, caught = time.monotonic() - started, error
     else:
@@ -243,15 +272,19 @@ def failure(fault: Callable[[], None], algo: str, device: torch.device) -> Figur
         return figures
     assert seconds < (AT_ONCE if fault is raises else TIMEOUT.total_seconds() + LATER), figures
     left = [rank for rank in range(dist.get_world_size()) if rank != VICTIM]
-    sparse.reset_process_group(dist.new_group(left, use_local_synchronization=True))
-    train(model, sparse, device, 3)
+    group = dist.new_group(left, use_local_synchronization=True)
+    if behind_hook:
+        model = in_buckets(model.module, device, process_group=group, init_sync=False)
+        optimizer.reset_process_group(model=model)
+    else:
+        optimizer.reset_process_group(group)
+    train(model, optimizer, device, 3)
     return figures | {"went on with ranks": left}
 
 
-def _fail_at(optimizer: tritoncomm.SparseOptimizer, number: int, fault: Callable[[], None]) -> None:
+def _fail_at(scheduler: ProcessGroupScheduler, number: int, fault: Callable[[], None]) -> None:
     """Call ``fault`` before the ``number``-th operation from now."""
-    scheduler = optimizer._vector.scheduler  # noqa: SLF001 - there is no public way to break it
-    perform, left = scheduler._perform, [number]  # noqa: SLF001
+    perform, left = scheduler._perform, [number]  # noqa: SLF001 - there is no public way to break it
 
     def faulty(op: Any) -> Any:
         left[0] -= 1
@@ -259,14 +292,21 @@ def _fail_at(optimizer: tritoncomm.SparseOptimizer, number: int, fault: Callable
             fault()
         return perform(op)
 
-    scheduler._perform = faulty  # noqa: SLF001
+    scheduler._perform = faulty  # type: ignore[method-assign]  # noqa: SLF001
 
 
 CHECKS: dict[str, Callable[[torch.device], Figures]] = {
     check.__name__.replace("_", "-"): check
     for check in (exchanges, nodes, wrapped, hook_of_ddp, offloaded_shards, link)
 }
-FAULTS = {"raises": (raises, "oktopk"), "dies": (dies, "oktopk"), "hangs": (hangs, "topk_allgather")}
+FAULTS: dict[str, Callable[[torch.device], Figures]] = {
+    "raises": partial(failure, raises, "oktopk"),
+    "dies": partial(failure, dies, "oktopk"),
+    "hangs": partial(failure, hangs, "topk_allgather"),
+    "raises-behind-hook": partial(failure, raises, "oktopk", behind_hook=True),
+    "dies-behind-hook": partial(failure, dies, "topk_allgather", behind_hook=True),
+}
+DEADLY = ("dies", "dies-behind-hook")  # the rank that fails writes no result
 
 
 def run_checks(names: list[str], file: Path, backend: str) -> None:
@@ -281,7 +321,7 @@ def run_checks(names: list[str], file: Path, backend: str) -> None:
     found = {}
     for name in names:
         try:
-            figures = failure(*FAULTS[name], device) if name in FAULTS else CHECKS[name](device)
+            figures = (CHECKS | FAULTS)[name](device)
             found[name] = {"passed": True} | figures
         except Exception as error:
             found[name] = {"passed": False, "problem": f"rank {rank}: {type(error).__name__}: {error}"}
@@ -290,7 +330,7 @@ def run_checks(names: list[str], file: Path, backend: str) -> None:
             file.write_text(json.dumps(found))
     store.set(f"ended/{rank}", "")
     if rank == 0:  # it hosts the store
-        store.wait([f"ended/{other}" for other in range(size) if names != ["dies"] or other != VICTIM])
+        store.wait([f"ended/{other}" for other in range(size) if names[-1] not in DEADLY or other != VICTIM])
     os._exit(0)  # the default group may be broken, and its destructor may wait for peers
 
 
@@ -311,7 +351,7 @@ def supervise(names: list[str], port: int, backend: str, limit: float) -> dict[s
         found = json.loads(file.read_text()) if file.exists() else {}
     if process.returncode:
         sys.stderr.write(errors)
-    dead = {"passed": names == ["dies"] and int(os.environ["RANK"]) == VICTIM, "problem": problem}
+    dead = {"passed": names[-1] in DEADLY and int(os.environ["RANK"]) == VICTIM, "problem": problem}
     return {name: found.get(name, dead) for name in names}
 
 
@@ -326,7 +366,7 @@ def check_all(backend: str, *, smoke: bool) -> dict[str, Any]:
     """Run all checks, and return what all ranks found. Every process of torchrun calls this."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # of the supervisors
     found: dict[str, Any] = {}
-    for names in [[*CHECKS, "raises"], ["dies"]] if smoke else [[name] for name in (*CHECKS, *FAULTS)]:
+    for names in [[*CHECKS, "raises"], ["dies-behind-hook"]] if smoke else [[name] for name in (*CHECKS, *FAULTS)]:
         port = [free_port()]
         dist.broadcast_object_list(port)
         ranks: list[Any] = [None] * dist.get_world_size()
