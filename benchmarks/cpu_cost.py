@@ -6,11 +6,15 @@ has written. The seconds are those of the wall clock, with the waits for other r
 time of packing (``step/packing.py``) and of the bytes at gloo's bandwidth are subtracted, which ``plan`` counts
 separately. The bandwidth is that of the largest dense all-reduce. The constants are those with the least squared
 relative errors. None of them is negative.
+
+``--race`` reads files of ``race.py`` instead, and prints the constants of the hook of DDP: by how much the steps of
+``door=ddp`` take longer than they are predicted without the hook, where the link is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from dataclasses import dataclass
@@ -22,10 +26,14 @@ import tritoncomm
 from scipy.optimize import nnls
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.local_workers import run_workers
+from tritoncomm.step import cpu_cost
 from tritoncomm.step.packing import resolve
 
 import exchange
+import race_results
+from race_methods import Contender
 
+FAST_LINK = 1e9  # bit/s; on a slower one, time on the link hides errors of the work
 FORMATS = ["plain", "4bit"]
 # Values, workers, densities and steps.
 RUNS: list[tuple[int, int, list[float], int]] = [
@@ -113,13 +121,33 @@ def fitted(found: list[Point]) -> tuple[float, float, dict[str, tuple[float, flo
     return float(solution[0]), float(solution[1]), rates, errors
 
 
+def fitted_hook(paths: list[Path]) -> tuple[float, float]:
+    """Return the seconds of core that the hook of DDP adds to a step, and to the exchange of each of its buckets."""
+    found = []
+    for row in itertools.chain.from_iterable(race_results.read(path).values() for path in paths):
+        contender = Contender.parse(row.cell.contender)
+        foreseen = race_results.predicted(row)
+        if row.rate == FAST_LINK and contender.get("door", "wrap") == "ddp" and foreseen is not None:
+            buckets = contender.buckets(4 * row.numel)
+            without = foreseen - cpu_cost.hook(buckets) / row.cores
+            found.append((buckets, (row.seconds_per_step - without) * row.cores))
+    buckets, seconds = np.array(found).T
+    solution, *_ = np.linalg.lstsq(np.stack([np.ones_like(buckets), buckets], 1), seconds, rcond=None)
+    return float(solution[0]), float(solution[1])
+
+
 def main() -> None:
     """Measure or read, fit, and print the constants and the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, nargs="+", help="files of exchange.py, instead of measuring")
+    parser.add_argument("--race", type=Path, nargs="+", help="files of race.py, for the constants of the hook alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
+    if options.race:
+        hook, bucket = fitted_hook(options.race)
+        print(f"HOOK, BUCKET = {hook:.2g}, {bucket:.2g}")
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.measured:
         files = [json.loads(path.read_text()) for path in options.measured]

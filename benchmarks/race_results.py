@@ -160,7 +160,7 @@ def predicted(row: Row) -> float | None:
         found = planner.estimates(
             row.numel, row.cell.workers, link, row.seconds_alone, densities=(density,), values=values,
             cores=row.cores,
-            buckets=contender.buckets(4 * row.numel) if door == "ddp" else 1,
+            buckets=contender.buckets(4 * row.numel) if door == "ddp" else 0,
         )  # fmt: skip
     except ConfigurationError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import json
@@ -19,6 +20,7 @@ from pages import ROOT
 from prepared_launcher import PreparedLauncher
 
 FOLDER = str(ROOT / "benchmarks")
+RESULTS = ROOT / "benchmarks/results"
 
 
 @pytest.fixture
@@ -127,9 +129,24 @@ def test_predictions(module, row) -> None:
     assert of("dense") > alone
     assert alone < of("oktopk", cores=0.5) < 3 * alone
     assert of("oktopk:door=ddp") > alone
-    assert of("oktopk:door=ddp,bucket_mb=1000") == alone
+    assert of("oktopk:door=ddp") > of("oktopk:door=ddp,bucket_mb=1000") > alone
     assert [of(other) for other in ("fp16", "powersgd:rank=4", "diloco", "auto", "oktopk:door=fsdp")] == [None] * 5
     assert of("oktopk", rate=0.0) is None
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("race-*.json")), ids=lambda path: path.stem)
+def test_predictions_are_within_a_quarter(module, path, monkeypatch) -> None:
+    """Every step of the committed races that ``plan`` predicts took at most a quarter more or less, as a mean of seeds."""
+    results = module("race_results")
+    monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
+    cells = collections.defaultdict(list)
+    for cell, row in results.read(path).items():
+        foreseen = results.predicted(row)
+        if foreseen is not None:
+            cells[dataclasses.replace(cell, seed=0)].append((foreseen, row.seconds_per_step))
+    assert len(cells) > 20
+    off = {str(cell): sum(f for f, _ in found) / sum(m for _, m in found) - 1 for cell, found in cells.items()}
+    assert {cell: error for cell, error in off.items() if abs(error) > 0.25} == {}
 
 
 def test_missing_tools(module, monkeypatch) -> None:

@@ -286,9 +286,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     plan.add_argument(
         "--buckets",
-        type=_positive,
-        default=1,
-        help="vectors that a sparse method exchanges in a step, such as the buckets of DDP",
+        type=_not_negative,
+        default=0,
+        help="buckets of DDP that its hook exchanges, wrap(model=...); 0: wrap without a hook",
     )
     plan.add_argument(
         "--device",

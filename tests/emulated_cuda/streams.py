@@ -124,7 +124,10 @@ class Event:
         """Return True if the event is complete: one without timing as soon as the work of ``Gpu.keep_busy`` has ended.
 
         One with timing is complete when the host is known to have waited for it. A real one may be complete earlier.
+        A real query makes a context on the current device of the thread, whatever the device of the event.
         """
+        if self.stream is not None:
+            self.stream.gpu.devices[current_device()] += 1
         if not self.enable_timing and time.perf_counter() >= self.ends_at:
             return True
         return self.stream is None or self.stream.gpu.host_seen.get(self.stream, 0) >= self.seen[self.stream]

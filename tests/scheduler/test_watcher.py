@@ -267,6 +267,27 @@ def test_a_slow_exchange_is_not_aborted() -> None:
     assert ranks.run(main, 2) == [6.0, 6.0]
 
 
+def test_the_thread_stays_on_the_device_of_its_rank() -> None:
+    """A new thread begins on GPU 0. What asks for an event there would take memory of GPU 0 on every rank."""
+
+    def main(rank: int) -> set[int]:
+        torch.cuda.set_device(rank)
+        scheduler = ProcessGroupScheduler(None, LATE, torch.device("cuda", rank), "test")
+        scheduler.agree_on_exchange_id()
+        current_gpu().devices.clear()
+
+        def pattern() -> Pattern[float]:
+            if rank == VICTIM:
+                time.sleep(0.5)
+            total = yield AllReduce("sum", torch.ones(1, device="cuda"))
+            return float(total)
+
+        assert scheduler.run(pattern()) == 2.0
+        return set(current_gpu().devices)
+
+    assert ranks.run(main, 2, network=Network(2, several_gpus=True)) == [{0}, {1}]
+
+
 def test_queued_work_of_this_rank_is_no_wait() -> None:
     """The GPUs of all ranks are busy with earlier work for longer than the time-out when the exchange is enqueued."""
 

@@ -47,6 +47,16 @@ def test_the_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
         assert rates[name] == pytest.approx(work, rel=0.03, abs=0.6e-9), name
 
 
+def test_the_hook_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constants of the hook of DDP are those that the script fits to the committed races, rounded."""
+    pytest.importorskip("scipy", reason="needs the extra 'benchmarks'")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("cpu_cost")
+    monkeypatch.setattr(script.race_results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
+    paths = [ROOT / f"benchmarks/results/race-2026-11-{day}.json" for day in (22, 23)]
+    assert script.fitted_hook(paths) == pytest.approx((cpu_cost.HOOK, cpu_cost.BUCKET), rel=0.02)
+
+
 @pytest.mark.parametrize("name", sorted(set(cpu_cost.TABLE) - {"dense"}))
 def test_work_grows(name: str) -> None:
     """More values, entries and workers are more work. One worker has none."""
@@ -106,21 +116,31 @@ def test_workers_share_cores() -> None:
     assert half["dense"].high == whole["dense"].high
     assert half["dense"].step == pytest.approx(whole["dense"].step + planner.OVERLAP * 0.1)
     assert _plan(SLOW, cores=4) == whole
-    for wrong, said in (({"cores": 0.0}, "got cores=0.0"), ({"buckets": 0}, "got buckets=0")):
+    for wrong, said in (({"cores": 0.0}, "got cores=0.0"), ({"buckets": -1}, "got buckets=-1")):
         with pytest.raises(ConfigurationError, match=said):
             _plan(SLOW, **wrong)
 
 
 def test_buckets_are_exchanges() -> None:
-    """Each bucket has its own messages. Together they have the same entries."""
-    one, four = _plan(SLOW)["oktopk"], _plan(SLOW, buckets=4)["oktopk"]
+    """Each bucket has its own messages, and is handled by the hook. Together they have the same entries."""
+    one, four = _plan(SLOW, buckets=1)["oktopk"], _plan(SLOW, buckets=4)["oktopk"]
     messages = at("oktopk", 0.03).formula(NUMEL, 4).latencies
     more = four.high - one.high
-    assert more > 3 * (cpu_cost.EXCHANGE + messages * cpu_cost.MESSAGE)
-    assert more < 3 * (cpu_cost.EXCHANGE + messages * (cpu_cost.MESSAGE + 1e-3))
+    assert more > 3 * (cpu_cost.EXCHANGE + cpu_cost.BUCKET + messages * cpu_cost.MESSAGE)
+    assert more < 3 * (cpu_cost.EXCHANGE + cpu_cost.BUCKET + messages * (cpu_cost.MESSAGE + 1e-3))
     assert _plan(SLOW, buckets=4)["dense"] == _plan(SLOW)["dense"]
     few = estimates(3, 4, SLOW, densities=(0.03,), buckets=100)
     assert few == estimates(3, 4, SLOW, densities=(0.03,), buckets=3)
+
+
+def test_hook_is_work() -> None:
+    """The hook of DDP takes the time of a core, more with each bucket. Without a hook, and on a GPU, it counts nothing."""
+    for cores in (1.0, 0.5):
+        bare, one = _plan(SLOW, cores=cores)["oktopk"], _plan(SLOW, buckets=1, cores=cores)["oktopk"]
+        assert one.high == pytest.approx(bare.high + (cpu_cost.HOOK + cpu_cost.BUCKET) / cores)
+        assert one.step - bare.step == pytest.approx(one.high - bare.high)
+    assert _plan(SLOW, device="cuda", buckets=1) == _plan(SLOW, device="cuda")
+    assert cpu_cost.hook(0) == 0 < cpu_cost.hook(1) < cpu_cost.hook(2)
 
 
 def test_dense_of_wrap_is_work() -> None:

@@ -76,7 +76,7 @@ class Estimate(NamedTuple):
 def estimates(
     numel: int, world_size: int, link: Link, step_seconds: float = 0.0, *, densities: Sequence[float] = DENSITIES,
     overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0,
-    buckets: int = 1, wrapped_dense: bool = False,
+    buckets: int = 0, wrapped_dense: bool = False,
 ) -> list[Estimate]:  # fmt: skip
     """Return the estimates of dense and of every method at every density, fastest step first.
 
@@ -98,8 +98,10 @@ def estimates(
             an exchange takes beside the link.
         cores: CPU cores for each worker. Workers that share a core, below 1, do their work one after the other, and
             computation hides nothing. Ignored on a GPU.
-        buckets: Number of equal vectors that a sparse method exchanges in a step, such as the buckets of DDP. They are
-            exchanged one after the other. On a GPU, they share waits of the host.
+        buckets: Number of equal vectors that the hook of DDP exchanges in a step with a sparse method, its buckets. 0
+            means ``wrap`` without a hook, which exchanges one vector. They are exchanged one after the other. On a
+            CPU, the work of the hook is counted, see :func:`tritoncomm.step.cpu_cost.hook`. On a GPU, they share waits
+            of the host.
         wrapped_dense: Whether dense is ``wrap(algo="dense")`` instead of ``DistributedDataParallel``. It overlaps with
             nothing, and its work on a CPU is counted.
 
@@ -114,11 +116,12 @@ def estimates(
         )
     if not cores > 0:
         raise ConfigurationError(f"cores must be above 0, the CPU cores for each worker, got cores={cores}")
-    if buckets < 1:
+    if buckets < 0:
         raise ConfigurationError(
-            f"buckets must be at least 1, the number of exchanges in a step, got buckets={buckets}"
+            f"buckets must be at least 0, the number of buckets of DDP, or 0 without its hook, got buckets={buckets}"
         )
     cores, buckets = _used_cores(cores, device), min(buckets, numel)
+    vectors, hook = max(1, buckets), hook_seconds(buckets, device) / cores
     dense = _estimate(Dense(), numel, world_size, link, device, cores)
     hidden = 0.0 if wrapped_dense else step_seconds * _hiding(overlap, cores)
     if not wrapped_dense:
@@ -131,7 +134,7 @@ def estimates(
         if name != dense.recipe.name:
             for density in densities:
                 forms = [
-                    _repeated(_estimate(each, -(-numel // buckets), world_size, link, device, cores), buckets)
+                    _repeated(_estimate(each, -(-numel // vectors), world_size, link, device, cores), vectors, hook)
                     for each in _forms(at(name, density, values), device)
                 ]
                 fastest = min(forms, key=lambda estimate: estimate.high)
@@ -139,8 +142,10 @@ def estimates(
     return sorted(found, key=lambda estimate: (estimate.step, estimate.recipe.name, estimate.recipe.density))
 
 
-def _repeated(one: Estimate, vectors: int) -> Estimate:
+def _repeated(one: Estimate, vectors: int, hook: float) -> Estimate:
     """Return the estimate of the exchange of several ``vectors`` in a step, from that of ``one``.
+
+    ``hook`` are the seconds of the hook that exchanges them.
 
     On a GPU, all share the wait for the confirmation. If a form waits for nothing but the verdict besides, all share
     this wait, too. Exact lengths share more waits, those for counts, which are not subtracted.
@@ -149,7 +154,7 @@ def _repeated(one: Estimate, vectors: int) -> Estimate:
     if one.counts is not None:
         waits = 2 if one.counts.synchronizations == 2 else 1  # noqa: PLR2004 - the verdict and the confirmation
         shared = (vectors - 1) * waits * gpu_cost.SYNCHRONIZATION
-    low, high = vectors * one.low - shared, vectors * one.high - shared
+    low, high = (vectors * seconds - shared + hook for seconds in (one.low, one.high))
     return one._replace(low=low, high=high, step=high)
 
 
@@ -176,9 +181,14 @@ def rest_of_step(numel: int, device: torch.device | str) -> float:
     return gpu_cost.REST_OF_STEP.seconds if on_gpu else cpu_cost.rest_of_step(numel)
 
 
+def hook_seconds(buckets: int, device: torch.device | str) -> float:
+    """Return the seconds of work of the hook of DDP with so many ``buckets``. On a GPU they are not known."""
+    return 0.0 if torch.device(device).type == "cuda" else cpu_cost.hook(buckets)
+
+
 def recommend(
     numel: int, world_size: int, link: Link, density: float, step_seconds: float = 0.0, *, overlap: float = OVERLAP,
-    values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0, buckets: int = 1,
+    values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0, buckets: int = 0,
     wrapped_dense: bool = False,
 ) -> Recipe:  # fmt: skip
     """Return the fastest of the trusted methods at ``density``, or dense if that takes nearly the same time.
@@ -254,7 +264,7 @@ def _counts(recipe: Recipe, world_size: int, device: torch.device | str) -> Coun
 def advice(
     numel: int, world_size: int, link: Link, step_seconds: float, *, density: float = DEFAULT_DENSITY,
     overlap: float = OVERLAP, values: str = "fp32", device: torch.device | str = "cpu", cores: float = 1.0,
-    buckets: int = 1,
+    buckets: int = 0,
 ) -> str:  # fmt: skip
     """Return the plan as text: the ranking, then the line of code to use or the advice to stay dense.
 
@@ -284,7 +294,7 @@ def advice(
     used = _used_cores(cores, device)
     hiding = _hiding(overlap, used)
     further = ", on GPUs" if on_gpu else f", {used:g} core{'s' * (used != 1)} per worker"
-    further += f", {buckets} buckets" * (buckets > 1)
+    further += f", {buckets} bucket{'s' * (buckets != 1)} of DDP" * (buckets > 0)
     lines = [
         f"{numel:,} parameters, {world_size} workers, {network}{further}",
         f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",

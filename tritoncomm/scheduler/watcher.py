@@ -143,7 +143,9 @@ class Watcher:
         waited = now - self._since
         if waited < POLL_SECONDS:
             return
-        if not _is_complete(self._start):
+        with torch.cuda.device(self._device):  # on the thread's own device, a query would make a context there
+            reached = _is_complete(self._start)
+        if not reached:
             self._reached = now
         # On a thread of its own, because operations of a store never end if its host cannot be reached.
         if self._asking is None or not self._asking.is_alive():

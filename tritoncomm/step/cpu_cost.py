@@ -2,7 +2,8 @@
 
 The work of an exchange is a + b n + c e + d m seconds of one core: n values, e entries and m messages. The entries are
 those of the method's formula, half of its words. The constants were measured on two cores of an AMD
-EPYC (``benchmarks/results/cpu-cost-2026-11-22.md``). Packing is counted in :mod:`tritoncomm.step.packing`.
+EPYC (``benchmarks/results/cpu-cost-2026-11-22.md``). Those of the hook of DDP are from the races at 1 Gbit/s
+(``race-2026-11-22.json`` and ``race-2026-11-23.json``). Packing is counted in :mod:`tritoncomm.step.packing`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ TABLE = {
     "topk_dsa": Work(2.2e-9, 9e-9),
 }
 OTHER = Work(2e-9, 45e-9)  # a method that is not in the table: about that of the top-k methods
+# What the hook of DDP adds to a step, and to the exchange of each of its buckets: handing gradients over between
+# the reducer, the thread that exchanges and the optimizer, beside a backward pass that needs the interpreter too.
+# ``benchmarks/cpu_cost.py --race`` fits them.
+HOOK, BUCKET = 14e-3, 4.6e-3
 # What the rest of a sparse step of `wrap` has beyond the rest of a dense step, both with AdamW: collecting gradients,
 # selection by update, the staleness-aware update, small tensors. Seconds, and seconds per value.
 REST, REST_VALUE = 3.2e-3, 0.6e-9
@@ -73,6 +78,11 @@ def work(recipe: Recipe, numel: int, world_size: int) -> tuple[float, float]:
     formula, own = unpacked(recipe).formula(numel, world_size), TABLE.get(recipe.name, OTHER)
     fixed = EXCHANGE + MESSAGE * formula.latencies + own.value * numel
     return fixed + own.entry * formula.low / 2, fixed + own.entry * formula.high / 2
+
+
+def hook(buckets: int) -> float:
+    """Return the seconds of work that the hook of DDP adds to a step with so many ``buckets``. 0 means no hook."""
+    return HOOK + BUCKET * buckets if buckets else 0.0
 
 
 def rest_of_step(numel: int) -> float:
