@@ -136,7 +136,7 @@ def test_predictions(module, row) -> None:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("race-*.json")), ids=lambda path: path.stem)
 def test_predictions_are_within_a_quarter(module, path, monkeypatch) -> None:
-    """Every step of the committed races that ``plan`` predicts took at most a quarter more or less, as a mean of seeds."""
+    """What ``plan`` predicts for the steps of the committed races is off by a quarter at most, as a mean of seeds."""
     results = module("race_results")
     monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
     cells = collections.defaultdict(list)

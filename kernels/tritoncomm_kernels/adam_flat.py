@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
-from tritoncomm_kernels.adam_many import AdamStates, alike, decay
+from tritoncomm_kernels.adam_many import AdamStates, alike, channels_last, decay
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.workspace import copied_to
@@ -24,8 +24,8 @@ class AdamFlat:
     Parameter i covers the indices from ``starts[i]`` on. ``starts`` ascend, and the ranges do not overlap. Entries
     outside all ranges are ignored. The bits are those of one :func:`tritoncomm_kernels.adam_update` per parameter. On a
     GPU nothing waits for the host, and the number of launches does not depend on the number of parameters. Parameters
-    that are not contiguous, such as those in ``torch.channels_last``, are the exception: the host reads where the
-    entries of each are. The first one is logged.
+    that are neither contiguous nor in ``torch.channels_last`` or ``torch.channels_last_3d`` are the exception: the host
+    reads where the entries of each are. The first one is logged.
 
     Raises ``ValueError`` if a state does not have the shape and device of its parameter.
     """
@@ -39,7 +39,10 @@ class AdamFlat:
         columns = [self.parameters, *states.columns()]
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
         self._tables: dict[torch.dtype, torch.Tensor] = {}
-        self._together = alike(self.parameters, states)
+        self._images = [
+            (1, 1) if parameter.is_contiguous() else channels_last(parameter) or (1, 1) for parameter in self.parameters
+        ]
+        self._together = alike(self.parameters, states, images=True)
 
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> bool:
         """Return True if these are the tensors of this object, in the same memory."""
@@ -65,12 +68,19 @@ class AdamFlat:
         if entries.room and self.parameters and triton_runs(self.parameters[0]):
             for dtype, positions in self._together.items():
                 own = None if gradients is None else [gradients[i] for i in positions]
-                if own is None or all(each.dtype == dtype and each.is_contiguous() for each in own):
+                if own is None or all(self._fits(each, i) for i, each in zip(positions, own, strict=True)):
                     self._launch(entries, control, dtype, positions, own)
                     left -= set(positions)
             self._log_strided(left)
         if left and entries.room:
             self._one_by_one(entries, control, sorted(left), gradients)
+
+    def _fits(self, gradient: torch.Tensor, position: int) -> bool:
+        """Return True if the kernel finds the elements of ``gradient`` where those of its parameter are."""
+        parameter = self.parameters[position]
+        if gradient.dtype != parameter.dtype:
+            return False
+        return gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
 
     def _launch(
         self,
@@ -91,6 +101,7 @@ class AdamFlat:
             entries.indices, entries.values.to(dtype) if gradients is None else None, table, control.scalars,
             beta_tables(control.betas, torch.float32, device), dtype, amsgrad=self.states.maximum is not None,
             maximize=control.maximize, coupled=control.coupled, limited=control.limited,
+            images=any(self._images[i] != (1, 1) for i in positions),
         )  # fmt: skip
 
     def _log_strided(self, left: set[int]) -> None:
@@ -106,7 +117,7 @@ class AdamFlat:
         )
 
     def _table(self, columns: int, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> np.ndarray:
-        """Return the addresses, the starts and the lengths of the parameters at ``positions``."""
+        """Return the addresses, starts and lengths of the parameters at ``positions``, and the sizes of images."""
         parameters, first, second, last, param_rms, *maximum = self._addresses
         table = np.zeros((len(positions), columns), np.int64)
         for column, addresses in zip((0, 2, 3, 4, 5, 6), (parameters, first, second, last, param_rms, *maximum)):  # noqa: B905 - there may be no maximum
@@ -114,6 +125,7 @@ class AdamFlat:
         table[:, 1] = 0 if gradients is None else [each.data_ptr() for each in gradients]
         table[:, 7] = [self.starts[i] for i in positions]
         table[:, 8] = [self.parameters[i].numel() for i in positions]
+        table[:, 9:11] = [self._images[i] for i in positions]
         return table
 
     def _one_by_one(

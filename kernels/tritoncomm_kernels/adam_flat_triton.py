@@ -14,14 +14,17 @@ from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.adam_triton import _step, _write
 from tritoncomm_kernels.dispatch import on_device_of
 
-# int64 numbers per tensor: addresses of parameter, gradient, moments, last, param_rms and maximum; start, elements.
-COLUMNS = 9
+# int64 numbers per tensor: addresses of parameter, gradient, moments, last, param_rms and maximum; start, elements;
+# channels and positions of an image whose channels are innermost in memory, 1 and 1 for other tensors.
+COLUMNS = 11
 BLOCK, WARPS = 128, 4
 
 
 @triton.jit
-def _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the lanes of this program, the tensor of each entry, its coordinate there, and a mask of entries."""
+def _owner(
+    indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, IMAGES: tl.constexpr
+):
+    """Return the lanes of this program, the tensor of each entry, its place in memory there, and a mask of entries."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + lane, mask=lane < capacity, other=-1).to(tl.int64)
     low = tl.zeros([BLOCK], tl.int32)
@@ -38,7 +41,13 @@ def _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS: tl.constex
     row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
     at = index - tl.load(row_ptr + 7, mask=held, other=0)
     inside = held & (at < tl.load(row_ptr + 8, mask=held, other=0))
-    return lane, tensor, row_ptr, tl.where(inside, at, 0), inside
+    at = tl.where(inside, at, 0)
+    if IMAGES:  # the coordinate counts channels before positions, and memory positions before channels
+        channels = tl.load(row_ptr + 9, mask=inside, other=1)
+        positions = tl.load(row_ptr + 10, mask=inside, other=1)
+        within = at % (channels * positions)
+        at = at - within + within % positions * channels + within // positions
+    return lane, tensor, row_ptr, at, inside
 
 
 @triton.jit
@@ -51,13 +60,13 @@ def length_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    COMPACT: tl.constexpr,
+    COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the squared distances that the entries of each tensor would move, in integers. Nothing is updated.
 
     With ``COMPACT``, ``delivered_ptr`` has the gradient of each entry. Otherwise it is read from the tensor's gradient.
     """
-    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK)
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK, IMAGES)
     gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
     _, _, _, move, factor = _step(
         _address(row_ptr, 0, inside, DTYPE), gradient_ptr,
@@ -76,10 +85,10 @@ def adam_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
     POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    COMPACT: tl.constexpr,
+    COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
-    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK)
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK, IMAGES)
     gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
     parameter_ptr = _address(row_ptr, 0, inside, DTYPE)
     first_ptr = _address(row_ptr, 2, inside, DTYPE)
@@ -112,9 +121,13 @@ def update(
     maximize: bool,
     coupled: bool,
     limited: bool,
+    images: bool = False,
     block: int = BLOCK,
 ) -> None:
-    """Launch the kernels on checked, non-empty arguments. ``delivered`` is in ``dtype``, or None to read gradients."""
+    """Launch the kernels on checked, non-empty arguments. ``delivered`` is in ``dtype``, or None to read gradients.
+
+    ``images`` is True if any tensor in the ``table`` has its channels innermost in memory.
+    """
     tensors = table.shape[0]
     total = torch.zeros(tensors, dtype=torch.int64, device=indices.device)
     grid = (triton.cdiv(indices.numel(), block),)
@@ -129,6 +142,7 @@ def update(
         "COLUMNS": COLUMNS,
         "BLOCK": block,
         "COMPACT": delivered is not None,
+        "IMAGES": images,
         "num_warps": WARPS,
         "enable_fp_fusion": False,
     }

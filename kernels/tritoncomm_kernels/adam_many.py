@@ -152,11 +152,14 @@ class AdamMany:
                 )
 
 
-def alike(parameters: Sequence[torch.Tensor], states: AdamStates) -> dict[torch.dtype, list[int]]:
+def alike(
+    parameters: Sequence[torch.Tensor], states: AdamStates, *, images: bool = False
+) -> dict[torch.dtype, list[int]]:
     """Return the positions of the parameters that a kernel can update together, by dtype.
 
-    They and their states are contiguous, and their floats are of one supported dtype. Raises ``ValueError`` if a state
-    does not have the shape and device of its parameter.
+    They and their states are contiguous, and their floats are of one supported dtype. With ``images``, they may also be
+    in ``torch.channels_last`` or ``torch.channels_last_3d``. Raises ``ValueError`` if a state does not have the shape
+    and device of its parameter.
     """
     columns = [parameters, *states.columns()]
     if any(len(column) != len(parameters) for column in columns):
@@ -171,9 +174,22 @@ def alike(parameters: Sequence[torch.Tensor], states: AdamStates) -> dict[torch.
                 )
         floats = (parameter, first, second, *maximum)
         one_dtype = len({tensor.dtype for tensor in floats}) == 1 and parameter.dtype in GRADIENT_DTYPES
-        if one_dtype and last.dtype == torch.int32 and all(tensor.is_contiguous() for tensor in (*floats, last)):
+        ordered = all(tensor.is_contiguous() for tensor in (*floats, last))
+        ordered = ordered or (images and all(channels_last(tensor) is not None for tensor in (*floats, last)))
+        if one_dtype and last.dtype == torch.int32 and ordered:
             found.setdefault(parameter.dtype, []).append(position)
     return found
+
+
+def channels_last(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the number of channels, and of positions, of an image whose channels are innermost in memory.
+
+    The image may be in ``torch.channels_last`` or ``torch.channels_last_3d``. Return None for other tensors.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.dim() not in formats or not tensor.is_contiguous(memory_format=formats[tensor.dim()]):
+        return None
+    return tensor.shape[1], tensor.shape[2:].numel()
 
 
 def decay(parameters: list[torch.Tensor], keep: float) -> None:

@@ -59,13 +59,23 @@ class Step(NamedTuple):
 
 
 @cache
-def steps_of(method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3) -> list[Step]:
-    """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone."""
-    shapes = [shape for _ in range(matrices) for shape in ((24, 32), (24,))]
+def steps_of(
+    method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False
+) -> list[Step]:
+    """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone.
+
+    With ``images``, the matrices are kernels of convolutions in ``torch.channels_last``.
+    """
+    matrix = (24, 8, 2, 2) if images else (24, 32)
+    shapes = [shape for _ in range(matrices) for shape in (matrix, (24,))]
+
+    def drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator)
+        return to_gpu(values.to(memory_format=torch.channels_last) if len(shape) == 4 else values)
 
     def main(rank: int) -> list[Step]:
         generator = torch.Generator().manual_seed(0)
-        parameters = [nn.Parameter(to_gpu(torch.randn(shape, generator=generator))) for shape in shapes]
+        parameters = [nn.Parameter(drawn(shape, generator)) for shape in shapes]
         fields: dict[str, object] = {"values": values} if method not in ("exdyna", "micro", "dense") else {}
         if method == "random_block":
             fields["reduced_lr"] = True
@@ -79,7 +89,7 @@ def steps_of(method: str, values: str, world_size: int, steps: int = 6, matrices
         for number in range(steps):
             estimates = innermost(optimizer).state_dict().get("threshold") == 0
             for parameter, shape in zip(parameters, shapes, strict=True):
-                parameter.grad = to_gpu(torch.randn(shape, generator=generator))
+                parameter.grad = drawn(shape, generator)
             gpu.reset()
             optimizer.step()
             syncs, launches = gpu.syncs.copy(), gpu.launches.total()
@@ -145,6 +155,18 @@ def test_budget(method: str, values: str) -> None:
     # Steps that renew root mean squares, behind the first.
     few, many = (steps_of(method, values, *case)[1:SETTLED] for case in ((2,), (2, SETTLED + 2, 12)))
     assert max(step.launches for step in many) <= max(step.launches for step in few) + 10
+
+
+@pytest.mark.usefixtures("settled")
+def test_channels_last() -> None:
+    """Parameters in ``torch.channels_last`` add no wait. Each adds the two launches that copy its gradient in order."""
+    few, many, plain = (
+        steps_of("topk_allgather", "4bit", 2, SETTLED + 2, matrices, images=images)[SETTLED:]
+        for matrices, images in ((2, True), (8, True), (8, False))
+    )
+    assert {step.syncs for step in (*few, *many)} == {ORDINARY}
+    assert max(step.launches for step in many) <= max(step.launches for step in few) + 10 + 2 * (8 - 2)
+    assert max(step.launches for step in many) <= max(step.launches for step in plain) + 10 + 2 * 8
 
 
 def test_renewal() -> None:

@@ -414,7 +414,8 @@ def others() -> list[Case]:
             (", fp16", plain_many, tl.float16),
         )
     ]
-    plain_flat = plain_many | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK, "COMPACT": True}
+    plain_flat = plain_many | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK}
+    plain_flat |= {"COMPACT": True, "IMAGES": False}
     options_flat = plain_flat | {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
     flat = [
         Case(
@@ -437,6 +438,8 @@ def others() -> list[Case]:
             (", fp16", plain_flat, tl.float16, "fp16"),
             (", gradients, bf16", plain_flat | {"COMPACT": False}, tl.bfloat16, "i32"),
             (", gradients, fp16", plain_flat | {"COMPACT": False}, tl.float16, "i32"),
+            (", images, all options", options_flat | {"IMAGES": True}, tl.float32, "fp32"),
+            (", images, gradients", plain_flat | {"IMAGES": True, "COMPACT": False}, tl.float32, "i32"),
         )
     ]
     return [

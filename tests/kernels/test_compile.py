@@ -157,6 +157,12 @@ def everything() -> None:
         flat, entries = kernels.AdamFlat(floats[2], states, [0]), kernels.Padded(indices, x)
         flat.update(entries, control)
         flat.update(entries, control, gradients=floats[3])
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    images = [[image.clone()] for _ in range(4)]
+    states = kernels.AdamStates(images[0], images[1], [image.int()], [torch.ones(())])
+    flat = kernels.AdamFlat(images[2], states, [0])
+    flat.update(entries, control)
+    flat.update(entries, control, gradients=images[3])
 
 
 def static_form(rows: int) -> None:

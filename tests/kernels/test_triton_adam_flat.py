@@ -15,6 +15,8 @@ import tritoncomm_kernels as kernels
 from tritoncomm_kernels import Padded, Selection, adam_flat
 
 SIZES = st.lists(st.sampled_from([0, 1, 33, 256, 700]), min_size=1, max_size=4)
+# Shapes of the tensors that may be in torch.channels_last or torch.channels_last_3d.
+IMAGES = {256: (4, 4, 8, 2), 700: (5, 7, 2, 5, 2)}
 
 
 def drawn_list(sizes: list[int], gap: int, share: float, seed: int) -> tuple[list[int], Padded]:
@@ -29,6 +31,13 @@ def drawn_list(sizes: list[int], gap: int, share: float, seed: int) -> tuple[lis
     return starts, Padded.of(Selection.of(chosen.int(), values), len(chosen) + seed % 3)
 
 
+def channels_last(guarded: Guarded, values: torch.Tensor) -> torch.Tensor:
+    """Return guarded ``values`` (``[n]``) as an image with the channels innermost in memory."""
+    shape = IMAGES[values.numel()]
+    inner = values.view(shape).movedim(1, -1)
+    return guarded.of(inner.reshape(-1)).view(inner.shape).movedim(-1, 1)
+
+
 def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.DataObject, *, kernel: bool) -> None:
     """Compare the reference, and on ``device`` the ``kernel``, with one update per parameter."""
     maximize, steps = data.draw(st.booleans()), data.draw(st.sampled_from([1, 30, 1_000_000]))
@@ -40,15 +49,20 @@ def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.Data
     starts, entries = drawn_list(
         sizes, data.draw(st.sampled_from([0, 5])), data.draw(st.sampled_from([0.0, 0.4, 1.0])), seed
     )
+    images = [size in IMAGES and data.draw(st.booleans()) for size in sizes]
     generator = torch.Generator().manual_seed(seed)
     lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
 
     def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
+        def held(column: list[torch.Tensor]) -> list[torch.Tensor]:
+            pairs = zip(column, images, strict=True)
+            return [channels_last(guarded, values) if image else guarded.of(values) for values, image in pairs]
+
         floats = [[drawn("heavy", n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(5)]
         floats[3:] = [[values.abs() for values in column] for column in floats[3:]]
-        floats = [[guarded.of(values.to(dtype)) for values in column] for column in floats]
+        floats = [held([values.to(dtype) for values in column]) for column in floats]
         parameters, gradients, first, second, maximum = floats
-        last = [guarded.of(held) for held in lasts]
+        last = held(lasts)
         param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
         states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
         control = kernels.AdamControl.of(
@@ -67,7 +81,8 @@ def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.Data
                 at = (entries.indices[inside] - starts[i]).long()
                 dense = torch.zeros(sizes[i], dtype=dtype)
                 dense[at] = entries.values[inside].to(dtype)
-                kernels.adam_update(parameter, dense if compact else gradients[i], states.at(i), control, at)
+                gradient = dense.view(parameter.shape) if compact else gradients[i]
+                kernels.adam_update(parameter, gradient, states.at(i), control, at)
         return [bits(tensor) for column in (parameters, first, second, maximum, last) for tensor in column]
 
     with kernels_from("torch"):
@@ -113,12 +128,31 @@ def test_states_that_a_kernel_cannot_update(column: int, change: object, monkeyp
     assert launched == [[0], [1]]
 
 
+def test_images_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in ``torch.channels_last`` take the launch of the others, and no wait, if their states are like them."""
+    monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
+    launched: list[tuple[list[int], bool]] = []
+    monkeypatch.setattr(
+        kernels.AdamFlat, "_launch", lambda self, entries, control, dtype, at, own: launched.append((at, own is None))
+    )
+    monkeypatch.setattr(kernels.AdamFlat, "_one_by_one", lambda *_: pytest.fail("the host reads where entries are"))
+    image = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    columns = [[torch.zeros(7), image.clone()] for _ in range(3)]
+    last = [tensor.int() for tensor in columns[0]]
+    states = kernels.AdamStates(*columns[1:], last, [torch.tensor(1.0)] * 2)
+    entries = Padded(torch.tensor([5], dtype=torch.int32), torch.ones(1))
+    flat = kernels.AdamFlat(columns[0], states, [0, 7])
+    flat.update(entries, control=None)
+    flat.update(entries, control=None, gradients=columns[0])
+    assert launched == [([0, 1], True), ([0, 1], False)]
+
+
 def test_strided_parameters_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where kernels run, the first parameter that they leave out is logged with its shape, once, and it is updated."""
     monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
     monkeypatch.setattr(kernels.AdamFlat, "_has_logged", False)
     shapes = [(2, 3, 4, 4), (3, 2, 2, 2)]
-    floats = [[torch.ones(shape).to(memory_format=torch.channels_last) for shape in shapes] for _ in range(3)]
+    floats = [[torch.ones(shape).transpose(2, 3) for shape in shapes] for _ in range(3)]
     last = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
     states = kernels.AdamStates(*floats[1:], last, [torch.tensor(1.0)] * 2, None)
     control = kernels.AdamControl.of(

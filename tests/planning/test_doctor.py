@@ -31,9 +31,12 @@ def test_doctor_in_one_process(
     assert 0.05 < figures["break_even_density"] <= 0.2
     out = capsys.readouterr().out
     assert "Compression pays at density 3.00%" in out
+    assert "The first 20 steps are dense and take " in out
     assert "packing     messages are packed, which takes " in out
     assert main([*arguments, "10000gbit,1us"]) == 1
-    assert "Stay dense" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Stay dense" in out
+    assert "steps are dense" not in out
     assert main([*arguments, "10mbit,1us", "--step-ms", "1e6"]) == 1  # computation hides the dense all-reduce
 
 

@@ -97,6 +97,26 @@ def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
     assert "among dense, oktopk and spardl at density 5%." in out
 
 
+def test_plan_names_the_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed code names the format that was planned for, fp32 too, because it is not the default of ``wrap``."""
+    assert main([*PLAN, "--values", "fp32"]) == 0
+    assert re.search(r"wrap\(optimizer, algo='\w+', density=0.03, values='fp32'", capsys.readouterr().out)
+
+
+def test_plan_counts_the_dense_steps_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """``plan`` says how long the dense steps take with which ``wrap`` begins, in steps of the chosen method."""
+    assert main(["plan", "--numel", "1e6", "--workers", "4", "--link", "10mbit,50us", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    chosen = re.search(r"algo='(\w+)'", out)[1]
+    dense, sparse = (
+        float(re.search(rf"^{name} .* ([\d.]+) +[\d.]+x$", out, re.MULTILINE)[1]) for name in ("dense", chosen)
+    )
+    said = re.search(r"The first 20 steps are dense and take ([\d.]+) s, as long as (\d+) of the others", out)
+    assert float(said[1]) == pytest.approx(20e-3 * dense, rel=0.02)
+    assert int(said[2]) == pytest.approx(20 * dense / sparse, rel=0.02)
+    assert "warmup_steps" in out
+
+
 def test_plan_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
     """For one worker, ``plan`` says in one sentence that nothing is exchanged."""
     assert main(["plan", "--numel", "1e6", "--workers", "1"]) == 0

@@ -134,7 +134,7 @@ def test_buckets_are_exchanges() -> None:
 
 
 def test_hook_is_work() -> None:
-    """The hook of DDP takes the time of a core, more with each bucket. Without a hook, and on a GPU, it counts nothing."""
+    """The hook of DDP takes the time of a core, more with each bucket. On a GPU, nothing is counted for it."""
     for cores in (1.0, 0.5):
         bare, one = _plan(SLOW, cores=cores)["oktopk"], _plan(SLOW, buckets=1, cores=cores)["oktopk"]
         assert one.high == pytest.approx(bare.high + (cpu_cost.HOOK + cpu_cost.BUCKET) / cores)

@@ -101,6 +101,8 @@ class Diagnosis:
             f"{conclusion} at density {self.density:.2%}"
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
+        if self.pays:
+            lines.append(planner.dense_start(self.dense + self.step, self.sparse[self.density] + self.step))
         return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import cpu_cost, gpu_cost
 from tritoncomm.step.gpu_cost import Counts
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_WARMUP
 from tritoncomm.step.packing import Packing, resolve
 
 DENSITIES = (0.001, 0.01, 0.05)
@@ -324,14 +324,24 @@ def advice(
             f"more than {1 - WORTH_IT:.0%} faster than a dense step."
         )
     else:
-        formats = f", values={values!r}" if values != "fp32" else ""
+        formats = f", values={values!r}" if isinstance(chosen, EntryRecipe) else ""
         if getattr(chosen, "packed", None) is True:
             formats += ", packed=True"
         if getattr(chosen, "static", "auto") is False:
             formats += ", static=False"
         arguments = f"algo={chosen.name!r}, density={chosen.density}{formats}"
-        lines.append(f"Use:\noptimizer = tritoncomm.wrap(optimizer, {arguments})")
+        step = next(e.step for e in ranked if (e.recipe.name, e.recipe.density) == (chosen.name, chosen.density))
+        lines += ["Use:", f"optimizer = tritoncomm.wrap(optimizer, {arguments})", "", dense_start(dense.step, step)]
     return "\n".join(lines)
+
+
+def dense_start(dense: float, sparse: float) -> str:
+    """Return a sentence on the dense steps with which ``wrap`` begins, from the seconds of both kinds of steps."""
+    seconds = DEFAULT_WARMUP * dense
+    return (
+        f"The first {DEFAULT_WARMUP} steps are dense and take {seconds:.3g} s, as long as {seconds / sparse:.0f} of "
+        "the others. In a short run on a slow link, pass fewer as warmup_steps."
+    )
 
 
 def _row(estimate: Estimate, dense: Estimate, on_gpu: bool) -> str:
