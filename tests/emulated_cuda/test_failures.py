@@ -32,7 +32,7 @@ class Died(BaseException):
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "RELEASE_SECONDS", 0.5)
-    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(failure_report, "_SILENT_SECONDS", 0.8)
 
 
 def failing(scheduler: ProcessGroupScheduler, fault: Callable[[], None], operation: int = 2) -> None:

@@ -47,6 +47,17 @@ def test_table_is_counted(key: tuple[str, str, str]) -> None:
         _check(counted(recipe, 4), gpu_cost.counts(recipe, 4))
 
 
+@pytest.mark.parametrize(
+    "key", [key for key in gpu_cost.TABLE if key[1] == "static" and key[2] != "plain"], ids=" ".join
+)
+def test_packing_costs_few_launches(key: tuple[str, str, str]) -> None:
+    """In the form of messages that GPUs use, packing and rounding add no wait, and at most 12 launches."""
+    for world_size in (2, 8, 64, 1024):
+        packed, plain = (gpu_cost.counts(_recipe(key[0], "static", how), world_size) for how in (key[2], "plain"))
+        assert packed.synchronizations == plain.synchronizations
+        assert packed.launches <= plain.launches + 12
+
+
 @pytest.mark.parametrize("name", sorted({name for name, form, _ in gpu_cost.TABLE if form == "static"}))
 def test_static_forms_wait_twice_with_more_workers(name: str) -> None:
     """With 16 workers a static form waits twice, too, and launches are those of the table."""

@@ -129,7 +129,7 @@ def test_states_that_a_kernel_cannot_update(column: int, change: object, monkeyp
 
 
 def test_images_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters in ``torch.channels_last`` take the launch of the others, and no wait, if their states are like them."""
+    """Parameters in ``torch.channels_last`` share the launch of the others, and nothing waits for the host."""
     monkeypatch.setattr(adam_flat, "triton_runs", lambda tensor: True)
     launched: list[tuple[list[int], bool]] = []
     monkeypatch.setattr(
