@@ -63,7 +63,9 @@ def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
 def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise ``ValueError`` unless both arguments are the same memory."""
     if tensor.shape != other.shape or tensor.device != other.device or _extent(tensor) != _extent(other):
-        raise ValueError(f"{name} is not {other_name}: without a gradient, pass the same tensor for both")
+        raise ValueError(
+            f"{name} and {other_name} are different tensors: without a gradient, pass the same tensor as both"
+        )
 
 
 def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

@@ -72,7 +72,7 @@ def mark_momentum_kernel(
     TILE: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
     SPAN: tl.constexpr, SELECT_NAN: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Momentum correction: update velocity and residual in place, and mark the residual."""
+    """Add momentum to velocity and residual in place, and set a bit for each residual that reaches the threshold."""
     factor = tl.load(scale) if SCALE_IN_MEMORY else scale
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)

@@ -447,7 +447,7 @@ def ddp_options(rank: int, world_size: int, send) -> None:
     model = ddp(net())
     optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
     group = {"params": list(nn.Linear(2, 2).parameters())}
-    with pytest.raises(ConfigurationError, match="are not in the model"):
+    with pytest.raises(ConfigurationError, match="not in the model"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     plain = net()  # a plain module as model: the optimizer exchanges

@@ -116,8 +116,8 @@ REJECTED: dict[str, Callable[[], object]] = {
         X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
     ),
     "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
-    "residual is not out: without a gradient": lambda: kernels.mark(X, None, X.clone(), ONE, marks()),
-    "residual is not out: without a gradient, pass": lambda: kernels.top_k_into(
+    "residual and out are different tensors: without a gradient": lambda: kernels.mark(X, None, X.clone(), ONE, marks()),
+    "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_into(
         X, None, X.clone(), I8, X.clone(), COUNT, workspace=kernels.Workspace()
     ),
     "values shares memory with out": lambda: kernels.top_k_into(

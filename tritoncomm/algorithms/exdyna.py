@@ -64,9 +64,9 @@ class ExDyna(IndexRecipe):
       blocks, so ``"tight"`` is used.
     * ``rebalance``: ``"paper"``, ``"pair_ratio"``, ``"prefix"`` or ``"off"``. ``"off"`` is MiCRO, with partitions of
       equal size.
-    * ``threshold_rule``: ``"ref"`` is the rule of the paper's code. ``"ref_fixed"`` adds the branch that this code
-      cannot reach. ``"prop"`` changes the threshold in proportion to the error of the count, with a smaller gain at
-      lower density. ``"off"`` keeps the threshold constant.
+    * ``threshold_rule``: ``"ref"`` is the rule of the authors' code. ``"ref_fixed"`` also takes a branch that this code
+      contains but never takes. ``"prop"`` changes the threshold in proportion to the error of the count, with a smaller
+      gain at lower density. ``"off"`` keeps the threshold constant.
     * ``blocks``: number of blocks that the vector is split into.
     * ``min_blocks``: smallest number of blocks of a partition. The paper's layout uses a quarter of an equal share.
 

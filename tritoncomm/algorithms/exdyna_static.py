@@ -43,7 +43,7 @@ class Messages(NamedTuple):
     world_size: int
 
     def rows(self, device: torch.device) -> Rows:
-        """Return the layout. All rows start at coordinate 0."""
+        """Return the layout of the messages of all ranks. Each row covers the whole vector, from coordinate 0 on."""
         return Rows(self.encoding, kernels.constant((0,) * self.world_size, device), self.numel, self.room)
 
     @property

@@ -51,7 +51,7 @@ class Meter:
             self.spans.append((phase, span))
 
     def settle(self) -> None:
-        """Add the times that are known by now. Those of the last step are known one step later."""
+        """Add the spans that have ended to ``seconds``. Those of the last step are known one step later."""
         spans, self.spans = self.spans, []
         for phase, span in spans:
             self.time(phase, span)

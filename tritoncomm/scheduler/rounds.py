@@ -127,5 +127,5 @@ Pattern = Generator[Op, Any, Result]
 
 
 def read(phase: str, tensor: torch.Tensor) -> Pattern[Any]:
-    """Return the content of ``tensor`` as nested lists. On a CPU, nothing waits, and nothing is yielded."""
+    """Return ``tensor`` as nested lists. On a GPU this yields a :class:`Read`, and waits. On a CPU it does neither."""
     return tensor.tolist() if tensor.device.type == "cpu" else (yield Read(phase, tensor))

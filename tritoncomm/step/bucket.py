@@ -205,7 +205,7 @@ class BucketLayout:
         return [flat[a:b] for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def split(self, mean: SparseVector) -> list[Entries]:
-        """Split ``mean``, of the flat vector, into the entries of each parameter. Values of -0.0 may become 0.0."""
+        """Split ``mean``, the mean of the flat vector, into the entries of each parameter. -0.0 may become 0.0."""
         lengths = [end - start for start, end in pairwise(self.bounds)]
         if mean.is_full:
             return [Entries(None, part) for part in torch.split(mean.values, lengths)]

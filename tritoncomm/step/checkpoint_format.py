@@ -51,7 +51,8 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
         raise ConfigurationError(f"not a state of a gradient exchange: expected a dict, got {type(state).__name__}")
     if state.get("schema") != SCHEMA:
         raise ConfigurationError(
-            f"this checkpoint was written with schema={state.get('schema')!r}, this version reads schema={SCHEMA}"
+            f"this checkpoint has schema={state.get('schema')!r}, this version of tritoncomm reads schema={SCHEMA}: "
+            "load it with the version that has written it"
         )
     missing = [field for field in _FIELDS if field not in state]
     if missing:
@@ -59,8 +60,8 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": load the state of this rank, tritoncomm.checkpoint.save() writes a file per rank; or lose "
-                'the pending update with load_state_dict(state, residuals="reset")',
+                "rank": ": load the file of this rank, of which tritoncomm.checkpoint.save() writes one for each; or "
+                'discard the residuals with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo, warmup_steps and node_group that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }

@@ -66,7 +66,9 @@ def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options:
     if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
         return False
     if options.select_by == "update" and not recipe.compares_entries():
-        raise ConfigurationError(f"select_by='update': {recipe!r} does not compare entries, omit select_by")
+        raise ConfigurationError(
+            f"select_by='update' needs a method that compares entries, and {recipe.name!r} does not: omit select_by"
+        )
     return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 

@@ -317,8 +317,9 @@ def check_exchanged(parameters: Sequence[torch.Tensor], exchanged: Iterable[torc
     missing = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in known]
     if missing:
         raise ConfigurationError(
-            f"{len(missing)} parameters of the optimizer, the first of shape {missing[0]}, are not in the model, or "
-            "did not require gradients when it was registered: a hook averages only the gradients of its model"
+            f"the hook does not average {len(missing)} parameters of the optimizer, the first of shape {missing[0]}. "
+            "They are not in the model, or were frozen when the hook was registered: set requires_grad=True before "
+            "wrap(), or leave them out of this optimizer"
         )
 
 

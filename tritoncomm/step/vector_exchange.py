@@ -235,7 +235,7 @@ class VectorExchange:
         return {parameter: parts[parameter] for parameter in self.parameters}
 
     def zero_non_finite(self) -> int:
-        """Replace NaN and Inf in :attr:`flat` by zero, log the parameters, and return the number of values."""
+        """Replace NaN and Inf in :attr:`flat` by zero, log which parameters had them, and return their number."""
         bad = self.non_finite()
         if bad:
             logger.warning("rank %d: NaN or Inf replaced by zero in %s", self.rank, listed(bad))
