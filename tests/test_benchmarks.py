@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,18 @@ def test_training_continues_a_file_of_results(launcher: PreparedLauncher, tmp_pa
     assert [(row["method"], row["seed"]) for row in rows[1]] == [
         ("dense", 0), ("oktopk", 0), ("dense", 1), ("oktopk", 1)
     ]  # fmt: skip
+
+
+def test_limits_of_the_gpu_run() -> None:
+    """What one GPU runs ends within eight minutes, by its limits. It has every test that is skipped without a GPU."""
+    text = (ROOT / "benchmarks" / "gpu_run.sh").read_text()
+    limits = {name: int(limit) for name, limit in re.findall(r"^ *stage ([\w-]+) (\d+) ", text, re.MULTILINE)}
+    assert sum(limit for name, limit in limits.items() if name != "multi-gpu") <= 8 * 60
+    assert limits["multi-gpu"] <= 5 * 60
+    for file in (ROOT / "tests" / "kernels").glob("test_*.py"):
+        lines = file.read_text().splitlines()
+        skipped = [i for i, line in enumerate(lines) if line.startswith("@pytest.mark.skipif(not torch.cuda")]
+        assert all(lines[i - 1] == "@pytest.mark.gpu" for i in skipped), file
 
 
 def test_multi_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tritoncomm.step.ddp_state import CommState, comm_hook
 from depth import DEEP
 from emulated_cuda import doors, ranks
 from emulated_cuda.device import CudaTensor, current_gpu, values_of
+from emulated_cuda.nccl import Network
 
 SIZES = (1, 2, 3, 4, 8) if DEEP else (2, 3)
 OPTIMIZERS = {
@@ -45,9 +46,10 @@ METHODS = {
 # Every method in the form that it has on GPUs. On every commit, the hooks run with the two newest ones of them.
 EVERY = {
     name: {"algo": name, "static": True, **({"reduced_lr": True} if name == "random_block" else {})}
-    for name in (algorithms() if DEEP else ("topk_dsa", "random_k"))
+    for name in algorithms()
     if name != "dense"
-} | ({"dense": {"algo": "dense"}} if DEEP else {})
+} | {"dense": {"algo": "dense"}}
+BEHIND_HOOKS = list(EVERY) if DEEP else ["topk_dsa", "random_k"]
 
 
 def _wrapped(model: torch.nn.Module, optimizer: str, **fields: Any) -> tritoncomm.SparseOptimizer:
@@ -70,7 +72,8 @@ def _train(rank: int, device: str, optimizer: str, steps: int = 4, **fields: Any
 def _cases() -> list[tuple[str, str, int]]:
     """Return all cases in a deep run, and otherwise each method with both optimizers, one at each world size."""
     every = itertools.product(enumerate(METHODS), enumerate(OPTIMIZERS), enumerate(SIZES))
-    return [(method, optimizer, size) for (i, method), (j, optimizer), (k, size) in every if DEEP or (i + j + k) % 2]
+    found = [(method, optimizer, size) for (i, method), (j, optimizer), (k, size) in every if DEEP or (i + j + k) % 2]
+    return found if DEEP else [*found, ("spardl-static", "adamw", 1), ("oktopk-static-4bit", "adamw", 8)]
 
 
 @pytest.mark.parametrize(("method", "optimizer", "world_size"), _cases())
@@ -113,6 +116,27 @@ def test_wrap_equals_the_simulation(world_size: int) -> None:
             assert torch.equal(found[rank][1][step], mean.to_dense())
 
 
+@pytest.mark.parametrize("method", ["oktopk-static-4bit", "spardl"])
+def test_wrap_without_set_device(method: str) -> None:
+    """Ranks that see all GPUs use that of their parameters, although the current device of all of them is GPU 0."""
+
+    def train(rank: int) -> list[Any]:
+        with torch.cuda.device(rank):
+            model = doors.model_on("cuda")
+        wrapped = _wrapped(model, "adamw", **METHODS[method])
+        for step in range(4):
+            wrapped.zero_grad()
+            with torch.cuda.device(rank):
+                loss = doors.loss_of(model, rank, step, "cuda")
+            loss.backward()
+            wrapped.step()
+        return doors.bits([*model.parameters(), wrapped._vector.feedback.residual])
+
+    found = ranks.run(train, 2, network=Network(2, several_gpus=True))
+    on_cpu = ranks.run(lambda rank: _train(rank, "cpu", "adamw", **METHODS[method])[-1], 2, backend="gloo")
+    assert found == on_cpu
+
+
 def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> list[Any]:
     model = doors.model_on(device)
     settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
@@ -147,7 +171,7 @@ def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the parameters have changed")  # of dgc: buckets get names
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", BEHIND_HOOKS)
 def test_ddp_hook_of_every_method(method: str) -> None:
     """The hook exchanges with any method."""
     on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_ddp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
@@ -231,7 +255,7 @@ def test_fsdp_hook(optimizer: str, world_size: int) -> None:
     assert on_gpu == on_cpu
 
 
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method", BEHIND_HOOKS)
 def test_fsdp_hook_of_every_method(method: str) -> None:
     """The hook exchanges with any method."""
     on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_fsdp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
@@ -302,13 +326,16 @@ def test_fsdp_hook_of_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("world_size", SIZES if DEEP else [2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_checkpoint(optimizer: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [*itertools.product(("oktopk", "oktopk-static-4bit"), OPTIMIZERS)][:: 1 if DEEP else 3],
+)
+def test_checkpoint(method: str, optimizer: str, world_size: int, tmp_path: Path) -> None:
     """A run that is loaded from a checkpoint continues to the bit, on GPUs and on CPUs, whoever has saved it."""
 
     def train(rank: int, device: str, folder: Path, *, load: Path | None = None) -> tuple[list[Any], bool]:
         model = doors.model_on(device)
-        wrapped = _wrapped(model, optimizer, **METHODS["oktopk"])
+        wrapped = _wrapped(model, optimizer, **METHODS[method])
         if load is not None:
             checkpoint.load(wrapped, load)
             for parameter, saved in zip(model.parameters(), torch.load(load / "model.pt"), strict=True):
@@ -354,13 +381,17 @@ def test_doctor(world_size: int) -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("method", ["oktopk", "oktopk-static"])
 @pytest.mark.parametrize("world_size", SIZES)
-def test_trace(world_size: int, tmp_path: Path) -> None:
-    """Every rank writes a timeline with its phases, and its messages are received by the peer."""
+def test_trace(world_size: int, method: str, tmp_path: Path) -> None:
+    """Every rank writes a timeline with its phases, and its messages are received by the peer.
+
+    The static form sends none: its collectives are phases.
+    """
 
     def main(rank: int) -> None:
         with tritoncomm.trace(tmp_path / "trace.json"):
-            _train(rank, "cuda", "sgd", **METHODS["oktopk"])
+            _train(rank, "cuda", "sgd", **METHODS[method])
         dist.barrier()
 
     ranks.run(main, world_size, seed=world_size)
@@ -368,11 +399,12 @@ def test_trace(world_size: int, tmp_path: Path) -> None:
     for rank in range(world_size):
         events = json.loads((tmp_path / f"trace-rank-{rank}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {rank}
-        phases = {"counts", "confirm"} if world_size > 1 else {"set-up"}
+        first = "counts" if method == "oktopk" else "split-and-reduce"
+        phases = {first, "confirm"} if world_size > 1 else {"set-up"}
         assert phases <= {event["name"] for event in events if event["ph"] == "X"}
         for event in (event for event in events if event["ph"] == "i"):
             direction, peer = event["name"].split()
             pair = (rank, int(peer)) if direction == "to" else (int(peer), rank)
             (sent if direction == "to" else received).append((*pair, event["args"]["bytes"]))
-    assert bool(sent) == (world_size > 1)
+    assert bool(sent) == (world_size > 1 and method == "oktopk")
     assert sorted(sent) == sorted(received)

@@ -135,6 +135,7 @@ def test_100_000_hostile_messages_can_be_decoded(bits: int, flipped: bool) -> No
     assert decoded.isnan().any(1).float().mean() < 0.05
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_bits_on_a_gpu() -> None:
     """A GPU writes the same words and reads the same values."""

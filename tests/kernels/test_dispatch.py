@@ -116,7 +116,9 @@ REJECTED: dict[str, Callable[[], object]] = {
         X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
     ),
     "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
-    "residual and out are different tensors: without a gradient": lambda: kernels.mark(X, None, X.clone(), ONE, marks()),
+    "residual and out are different tensors: without a gradient": lambda: kernels.mark(
+        X, None, X.clone(), ONE, marks()
+    ),
     "residual and out are different tensors: without a gradient, pass": lambda: kernels.top_k_into(
         X, None, X.clone(), I8, X.clone(), COUNT, workspace=kernels.Workspace()
     ),

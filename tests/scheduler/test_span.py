@@ -75,7 +75,7 @@ def test_times_are_of_the_device_of_the_exchange() -> None:
         tracer.operation(0, "gather", span, {}, ())
         gpu.reset()
         tracer.settle()
-        assert gpu.devices[1] == 1  # a wait for its work
+        assert gpu.devices[1] == 2  # a wait for its work, and a query
 
 
 def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

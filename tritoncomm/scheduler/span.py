@@ -38,7 +38,7 @@ class Span:
     @property
     def is_known(self) -> bool:
         """True if :attr:`seconds` is final."""
-        if self._known is None and self._events is not None and self._events[1].query():  # type: ignore[no-untyped-call]
+        if self._known is None and self._events is not None and has_ended(self._events[1], self._device):
             self._known = _seconds(*self._events)
         return self._known is not None
 
@@ -52,6 +52,16 @@ class Span:
         if self._events is None or earlier._events is None:
             return self._started - earlier._started
         return _seconds(earlier._events[0], self._events[0])
+
+
+def has_ended(event: torch.cuda.Event, device: torch.device) -> bool:
+    """Return True if the GPU ``device`` has reached ``event``.
+
+    With another current device, such as that of a new thread, a query would create a context there, which takes half a
+    gigabyte.
+    """
+    with torch.cuda.device(device):
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _event() -> torch.cuda.Event:

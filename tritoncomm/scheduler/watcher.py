@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
+from tritoncomm.scheduler.span import has_ended
 
 logger = logging.getLogger("tritoncomm")
 
@@ -143,9 +144,7 @@ class Watcher:
         waited = now - self._since
         if waited < POLL_SECONDS:
             return
-        with torch.cuda.device(self._device):  # on the thread's own device, a query would make a context there
-            reached = _is_complete(self._start)
-        if not reached:
+        if not _is_complete(self._start, self._device):
             self._reached = now
         # On a thread of its own, because operations of a store never end if its host cannot be reached.
         if self._asking is None or not self._asking.is_alive():
@@ -206,7 +205,7 @@ def _begin(device: torch.device) -> torch.cuda.Event:
     """Return the start of an exchange on ``device``: that of the one before, as long as that one has not ended."""
     stream = torch.cuda.current_stream(device)
     start, end = _last.get(stream.device, (None, None))
-    return stream.record_event() if start is None or _is_complete(end) else start
+    return stream.record_event() if start is None or _is_complete(end, device) else start
 
 
 def _end(device: torch.device, start: torch.cuda.Event | None) -> None:
@@ -215,10 +214,10 @@ def _end(device: torch.device, start: torch.cuda.Event | None) -> None:
         _last[stream.device] = start, stream.record_event()
 
 
-def _is_complete(event: torch.cuda.Event | None) -> bool:
+def _is_complete(event: torch.cuda.Event | None, device: torch.device) -> bool:
     """Return True if the GPU has reached ``event``, or has failed."""
     try:
-        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+        return event is None or has_ended(event, device)
     except RuntimeError:
         return True
 
