@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_rounded_values import method, sparse_floats
 from tritoncomm import SimulatedWorld
+from tritoncomm.algorithms import spardl
 from tritoncomm.algorithms.ok_topk import OkTopkAlgorithm
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.selection import rest_of
 from tritoncomm.scheduler.wire import Section
 
 import laws
@@ -22,11 +24,20 @@ A = [3, 17, 18, 40, 99, 255, 256, 300], [1, -1.25, 1.5, -2, 1.0625, 1, -3, 1.125
 A_4BIT = [8, 0x3F800001, 0x15097, 0x33, 0x35, 0xA0, 0xA8, 0x26, 0x82, 0x44, 0x48, 0x4A]
 
 
-def conserves() -> None:
+def conserves(name: str, **fields: object) -> None:
     """Check that one step on exact gradients loses nothing, with three workers."""
     case = laws.Case(3, 120, ("random",), seed=5)
-    for name, fields in (("oktopk", {"exact_select": "histogram"}), ("spardl", {})):
-        laws.conservation(method(name, density=0.1, values="4bit", packed="always", **fields), case, tolerance=0.0)
+    laws.conservation(method(name, density=0.1, values="4bit", packed="always", **fields), case, tolerance=0.0)
+
+
+def ok_topk_conserves() -> None:
+    """Check Ok-Topk, whose owners round sums."""
+    conserves("oktopk", exact_select="histogram")
+
+
+def spardl_conserves() -> None:
+    """Check SparDL, whose ranks round whatever they send on."""
+    conserves("spardl")
 
 
 def is_golden() -> None:
@@ -93,6 +104,26 @@ def error_is_returned_twice(patch: Patch) -> None:
     patch.setattr(OkTopkAlgorithm, "_rest", wrong)
 
 
+def sender_keeps_half_of_what_it_sent(patch: Patch) -> None:
+    """Subtract half of what was sent."""
+    patch.setattr(Accumulator, "subtract", lambda self, sent, *, rounded: self.add(sent.indices, -sent.values / 2))
+
+
+def sender_drops_its_error(patch: Patch) -> None:
+    """Keep nothing of what rounding cuts off from a block."""
+    patch.setattr(spardl, "rest_of", lambda entries, sent: sent.slice(0, 0))
+
+
+def sender_returns_its_error_twice(patch: Patch) -> None:
+    """Keep what rounding cuts off from a block twice."""
+
+    def wrong(entries, sent):
+        rest = rest_of(entries, sent)
+        return rest._replace(values=2 * rest.values)
+
+    patch.setattr(spardl, "rest_of", wrong)
+
+
 def last_hop_in_units_of_the_sum(patch: Patch) -> None:
     """Send rounded sums, and divide them by the world size afterwards."""
     right_pack, right_unpack = Section.pack, Section.unpack
@@ -129,9 +160,13 @@ def threshold_of_rounded_sums(patch: Patch) -> None:
     [
         (is_golden, low_bits_off_by_one),
         (is_golden, planes_in_the_wrong_order),
-        (conserves, error_is_dropped),
-        (conserves, error_is_returned_twice),
-        (conserves, last_hop_in_units_of_the_sum),
+        (ok_topk_conserves, error_is_dropped),
+        (ok_topk_conserves, error_is_returned_twice),
+        (ok_topk_conserves, sender_keeps_half_of_what_it_sent),
+        (spardl_conserves, sender_drops_its_error),
+        (spardl_conserves, sender_returns_its_error_twice),
+        (ok_topk_conserves, last_hop_in_units_of_the_sum),
+        (spardl_conserves, last_hop_in_units_of_the_sum),
         (at_most_twice, lowest_level_too_high),
         (counts_stay, threshold_of_rounded_sums),
     ],

@@ -44,7 +44,7 @@ def setups(door: str, world_size: int) -> dict[tuple[str, str], Setup]:
     for name, recipe in possible(0.1, ranks).items():
         if name in algorithms():
             found["several vectors", name] = Setup(door, recipe, SHAPES, FAMILIES, dense_below=16)
-        if name == "oktopk":
+        if name in ("oktopk", "oktopk-4bit"):  # the second has the formats that are the default of wrap()
             found["small in 8 bits", name] = Setup(door, recipe, SHAPES, FAMILIES, dense_below=16, small="8bit")
         if name in ("oktopk", "topk_allgather"):
             found["by update", name] = Setup(door, recipe, ((10, 15),), LONG, optimizer="AdamW")

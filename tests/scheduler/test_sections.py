@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_rounded_values import BITS_PER_ENTRY
 from tritoncomm import ProtocolMismatchError
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding, Section, Sections
 
@@ -86,13 +87,6 @@ def test_golden_empty_sections() -> None:
     assert Section(5, 5, 3, "4bit").words == 0
     message, *_ = packed(Section(5, 50, 0, "4bit"), [], [])
     assert message.numel() == 0
-
-
-BITS_PER_ENTRY = {
-    0.001: (43.96, 27.96, 19.97, 15.97, 14.97, 13.97, 12.97),
-    0.01: (40.56, 24.56, 16.56, 12.56, 11.56, 10.56, 9.56),
-    0.05: (38.25, 22.25, 14.25, 10.25, 9.25, 8.25, 7.25),
-}
 
 
 @pytest.mark.parametrize("density", BITS_PER_ENTRY)
@@ -327,7 +321,7 @@ def tampered(good: np.ndarray, section: Section, kind: int, generator: np.random
     return words
 
 
-@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("values", [*FORMATS, NO_VALUES])
 def test_hostile_words(values: str) -> None:
     """Random and tampered sections are rejected, or give ascending indices inside the range."""
     generator = np.random.default_rng(0)
@@ -339,7 +333,8 @@ def test_hostile_words(values: str) -> None:
         indices = np.unique(generator.integers(0, span, count)) if span > 10**6 else generator.permutation(span)[:count]
         entries = torch.from_numpy(np.sort(indices).astype(np.int32) + section.low)
         sent = 1 + generator.exponential(0.2, entries.numel()).astype(np.float32)
-        messages.append(section.pack(entries, torch.from_numpy(sent))[0].numpy())
+        given_values = torch.from_numpy(sent[:0] if values == NO_VALUES else sent)
+        messages.append(section.pack(entries, given_values)[0].numpy())
     rejected = accepted = 0
     for trial in range(number):
         which = trial % 4 if trial % 40 else 4  # the long section takes most of the time
@@ -352,7 +347,8 @@ def test_hostile_words(values: str) -> None:
             continue
         accepted += 1
         indices = found.indices.numpy()
-        assert len(indices) == len(found.values) <= section.room
+        assert len(indices) <= section.room
+        assert len(found.values) == (0 if values == NO_VALUES else len(indices))
         assert (indices[1:] > indices[:-1]).all()
         assert not len(indices) or section.low <= indices[0] <= indices[-1] < section.high
         if values not in ("fp32", "bf16"):

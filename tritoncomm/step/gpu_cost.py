@@ -2,9 +2,9 @@
 
 Each count of an ordinary step is a + b P + c ceil(log2 P), where P is the number of workers. ``python
 benchmarks/gpu_cost.py`` prints the table, from counts on emulated GPUs (``tests/emulated_cuda``) with 2, 4 and 8
-workers and about 10,000 values. With exact lengths and so few entries per message that packed ones become plain, counts
-are higher: with 64 workers, twice those of the table for Ok-Topk and SparDL. No GPU was used, and nothing was timed. The
-seconds of one synchronization and one launch are assumptions.
+workers and about 10,000 values. With exact lengths and so few entries per message that packed ones become plain,
+counts are higher: with 64 workers, twice those of the table for Ok-Topk and SparDL. No GPU was used, and nothing was
+timed. The seconds of one synchronization and one launch are assumptions.
 """
 
 from __future__ import annotations
