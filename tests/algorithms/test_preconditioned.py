@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
 from tritoncomm.algorithms import Preconditioned
-from tritoncomm.algorithms.preconditioned import Moment, PreconditionedAlgorithm, without_scale
+from tritoncomm.algorithms.preconditioned import PreconditionedAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
-from tritoncomm.primitives.second_moment import FactoredSecondMoment
+from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.step import exchange_state
 from tritoncomm.step.checkpoint_format import with_checksum
 

@@ -9,7 +9,6 @@ above 1e-32.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_n
 from tritoncomm.algorithms.wrapper import WholeVectorWrapper, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.second_moment import FactoredSecondMoment
+from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern, read
@@ -64,42 +63,6 @@ class Preconditioned(WrapperRecipe):
         holds = f"have {matrices.numel} elements, but the vector has {numel}: give the shapes of all its tensors"
         check(self, "shapes", matrices.numel == numel, holds)
         return PreconditionedAlgorithm(self, matrices)
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """Moving averages of the sums of squares per row and per column (fp64).
-
-    ``used`` holds the averages from which the current scale was computed, or None before the first scale. Moments are
-    never modified.
-    """
-
-    steps: int
-    rows: torch.Tensor
-    columns: torch.Tensor
-    used: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def of(cls, matrices: FactoredSecondMoment) -> Moment:
-        """Return the moment before the first step."""
-        rows, columns = (torch.zeros(sum(part), dtype=torch.float64) for part in (matrices.rows, matrices.columns))
-        return cls(0, rows, columns)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Moment) and self.digest() == other.digest()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def digest(self) -> str:
-        """Return a hash of all bits of the moment."""
-        content = hashlib.blake2b(str(self.steps).encode(), digest_size=16)
-        for part in (self.rows, self.columns, *(self.used or ())):
-            content.update(part.cpu().numpy().data)
-        return content.hexdigest()
-
-    def fits(self, matrices: FactoredSecondMoment) -> bool:
-        """Return True if the moment has the rows and columns of ``matrices``."""
-        return len(self.rows) == sum(matrices.rows) and len(self.columns) == sum(matrices.columns)
 
 
 class PreconditionedAlgorithm(WholeVectorWrapper):

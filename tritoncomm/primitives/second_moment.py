@@ -7,8 +7,10 @@ between runs on a GPU and between machines, but all ranks must compute the same 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -126,6 +128,42 @@ class FactoredSecondMoment:
             exponents += shift
             part.view(cut).copy_((exponents << _MANTISSA).view(torch.float32)[:, :, None])
         return out
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """Moving averages of the sums of squares per row and per column (fp64).
+
+    ``used`` holds the averages from which the current scale was computed, or None before the first scale. Moments are
+    never modified.
+    """
+
+    steps: int
+    rows: torch.Tensor
+    columns: torch.Tensor
+    used: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, matrices: FactoredSecondMoment) -> Moment:
+        """Return the moment before the first step."""
+        rows, columns = (torch.zeros(sum(part), dtype=torch.float64) for part in (matrices.rows, matrices.columns))
+        return cls(0, rows, columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moment) and self.digest() == other.digest()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def digest(self) -> str:
+        """Return a hash of all bits of the moment."""
+        content = hashlib.blake2b(str(self.steps).encode(), digest_size=16)
+        for part in (self.rows, self.columns, *(self.used or ())):
+            content.update(part.cpu().numpy().data)
+        return content.hexdigest()
+
+    def fits(self, matrices: FactoredSecondMoment) -> bool:
+        """Return True if the moment has the rows and columns of ``matrices``."""
+        return len(self.rows) == sum(matrices.rows) and len(self.columns) == sum(matrices.columns)
 
 
 def _write_roots(
