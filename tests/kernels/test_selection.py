@@ -163,6 +163,14 @@ def test_sample_does_not_alias_with_matrix_widths(width: int, factor: float, mon
     assert admitted[0].found < 2 * k
 
 
+@given(st.lists(st.booleans(), max_size=200), st.booleans())
+@examples(100)
+def test_positions_of_flags(flags: list[bool], few: bool) -> None:
+    """Both ways to find true flags give their ascending positions, whatever their number."""
+    found = compact.true_positions(np.array(flags, dtype=np.bool_), few=few)
+    assert found.tolist() == [i for i, flag in enumerate(flags) if flag]
+
+
 def test_chunk_sizes_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunk sizes give the same result, also for a capacity that ends inside a chunk."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
