@@ -226,7 +226,8 @@ def true_positions(flags: Flags, *, few: bool) -> npt.NDArray[np.intp]:
     words = flags.view(np.uint64)  # most are zero, and eight flags are looked at together
     at = np.flatnonzero(words != 0)
     within = np.flatnonzero(words[at].view(np.bool_))
-    return (at[within >> 3] << 3) + (within & 7)
+    found: npt.NDArray[np.intp] = (at[within >> 3] << 3) + (within & 7)
+    return found
 
 
 def _host_addition(out: torch.Tensor, addends: tuple[torch.Tensor, torch.Tensor]) -> Callable[[slice], object]:
