@@ -137,9 +137,7 @@ def registered_before(rank: int, world_size: int, send) -> None:
         tritoncomm.wrap(adamw(model), model=model, density=0.2)
     other = nn.Linear(3, 3)
     extra = torch.optim.AdamW([*model.parameters(), *other.parameters()])
-    with pytest.raises(
-        ConfigurationError, match=r"2 parameters of the optimizer, the first of shape \(3, 3\), are not in"
-    ):
+    with pytest.raises(ConfigurationError, match=r"2 parameters of the optimizer, the first of shape \(3, 3\)"):
         tritoncomm.wrap(extra, model=model)
     raw = ddp(net())
     raw.register_comm_hook(CommState(raw.process_group, density=0.1), comm_hook)
