@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
-from tritoncomm_kernels.adam_many import AdamStates, alike, channels_last, decay
+from tritoncomm_kernels.adam_many import AdamStates, alike, decay
+from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import Padded
 from tritoncomm_kernels.workspace import copied_to
@@ -67,20 +68,19 @@ class AdamFlat:
         left = set(range(len(self.parameters)))
         if entries.room and self.parameters and triton_runs(self.parameters[0]):
             for dtype, positions in self._together.items():
-                own = None if gradients is None else [gradients[i] for i in positions]
-                if own is None or all(self._fits(each, i) for i, each in zip(positions, own, strict=True)):
+                own = None if gradients is None else [self._laid_out(gradients[i], i) for i in positions]
+                if own is None or all(each.dtype == dtype for each in own):
                     self._launch(entries, control, dtype, positions, own)
                     left -= set(positions)
             self._log_strided(left)
         if left and entries.room:
             self._one_by_one(entries, control, sorted(left), gradients)
 
-    def _fits(self, gradient: torch.Tensor, position: int) -> bool:
-        """Return True if the kernel finds the elements of ``gradient`` where those of its parameter are."""
+    def _laid_out(self, gradient: torch.Tensor, position: int) -> torch.Tensor:
+        """Return ``gradient``, or a copy of it with its elements where those of its parameter are."""
         parameter = self.parameters[position]
-        if gradient.dtype != parameter.dtype:
-            return False
-        return gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
+        fits = gradient.is_contiguous() if parameter.is_contiguous() else channels_last(gradient) is not None
+        return gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
     def _launch(
         self,
@@ -105,14 +105,16 @@ class AdamFlat:
         )  # fmt: skip
 
     def _log_strided(self, left: set[int]) -> None:
-        """Log the first parameter at the positions ``left`` that is not contiguous, once per process."""
-        strided = [self.parameters[i] for i in sorted(left) if not self.parameters[i].is_contiguous()]
+        """Log the first parameter at the positions ``left`` that, or whose state, is strided, once per process."""
+        columns = [self.parameters, self.states.first, self.states.second, self.states.last]
+        strided = [self.parameters[i] for i in sorted(left) if not all(held[i].is_contiguous() for held in columns)]
         if not strided or AdamFlat._has_logged:
             return
         AdamFlat._has_logged = True
         logger.warning(
-            "a parameter of shape %s is not contiguous, so the host waits for the GPU to update it, in each step: call "
-            "model.to(memory_format=torch.contiguous_format) before the first step. Further parameters are not logged",
+            "a parameter of shape %s or its state is not contiguous, so the host waits for the GPU to update it, in "
+            "each step: set parameter.data = parameter.data.contiguous() before wrap(), and the same for its tensors "
+            "in optimizer.state. Further parameters are not logged",
             tuple(strided[0].shape),
         )
 

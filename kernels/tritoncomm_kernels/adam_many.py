@@ -27,7 +27,7 @@ from tritoncomm_kernels.adam import (
     beta_tables,
     decays,
 )
-from tritoncomm_kernels.checks import GRADIENT_DTYPES
+from tritoncomm_kernels.checks import GRADIENT_DTYPES, channels_last
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.rms import consecutive
 
@@ -179,17 +179,6 @@ def alike(
         if one_dtype and last.dtype == torch.int32 and ordered:
             found.setdefault(parameter.dtype, []).append(position)
     return found
-
-
-def channels_last(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the number of channels, and of positions, of an image whose channels are innermost in memory.
-
-    The image may be in ``torch.channels_last`` or ``torch.channels_last_3d``. Return None for other tensors.
-    """
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.dim() not in formats or not tensor.is_contiguous(memory_format=formats[tensor.dim()]):
-        return None
-    return tensor.shape[1], tensor.shape[2:].numel()
 
 
 def decay(parameters: list[torch.Tensor], keep: float) -> None:

@@ -76,3 +76,14 @@ def check_in_place(name: str, tensor: torch.Tensor, other_name: str, other: torc
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def channels_last(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the number of channels, and of positions, of an image whose channels are innermost in memory.
+
+    The image may be in ``torch.channels_last`` or ``torch.channels_last_3d``. Return None for other tensors.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.dim() not in formats or not tensor.is_contiguous(memory_format=formats[tensor.dim()]):
+        return None
+    return tensor.shape[1], tensor.shape[2:].numel()

@@ -49,20 +49,25 @@ def check(device: str, sizes: list[int], seed: int, amsgrad: bool, data: st.Data
     starts, entries = drawn_list(
         sizes, data.draw(st.sampled_from([0, 5])), data.draw(st.sampled_from([0.0, 0.4, 1.0])), seed
     )
-    images = [size in IMAGES and data.draw(st.booleans()) for size in sizes]
+    # One layout for all tensors of a parameter, or any for each of them.
+    mixed = data.draw(st.booleans())
+    layouts = [[size in IMAGES and data.draw(st.booleans()) for size in sizes] for _ in range(6 if mixed else 1)]
     generator = torch.Generator().manual_seed(seed)
     lasts = [torch.randint(0, steps + 1, (n,), generator=generator, dtype=torch.int32) for n in sizes]
 
     def call(guarded: Guarded, *, flat: bool = True) -> list[list[int]]:
-        def held(column: list[torch.Tensor]) -> list[torch.Tensor]:
-            pairs = zip(column, images, strict=True)
-            return [channels_last(guarded, values) if image else guarded.of(values) for values, image in pairs]
+        def held(column: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+            found = []
+            for values, is_image in zip(column, layouts[number % len(layouts)], strict=True):
+                shape = IMAGES.get(values.numel(), values.shape)
+                found.append(channels_last(guarded, values) if is_image else guarded.of(values).view(shape))
+            return found
 
         floats = [[drawn("heavy", n, seed + 9 * j + i) for j, n in enumerate(sizes)] for i in range(5)]
         floats[3:] = [[values.abs() for values in column] for column in floats[3:]]
-        floats = [held([values.to(dtype) for values in column]) for column in floats]
+        floats = [held([values.to(dtype) for values in column], i) for i, column in enumerate(floats)]
         parameters, gradients, first, second, maximum = floats
-        last = held(lasts)
+        last = held(lasts, 5)
         param_rms = [torch.tensor(size, device=guarded.device) for size in rms]
         states = kernels.AdamStates(first, second, last, param_rms, maximum if amsgrad else None)
         control = kernels.AdamControl.of(
@@ -165,6 +170,6 @@ def test_strided_parameters_are_logged_once(monkeypatch: pytest.MonkeyPatch, cap
         flat.update(entries, control)
         flat.update(entries, control)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "shape (2, 3, 4, 4) is not contiguous" in message
-    assert "model.to(memory_format=torch.contiguous_format)" in message
+    assert "a parameter of shape (2, 3, 4, 4) or its state is not contiguous" in message
+    assert "parameter.data.contiguous()" in message
     assert [int((parameter != 1).sum()) for parameter in floats[0]] == [1, 1]

@@ -49,6 +49,7 @@ class Diagnosis:
         break_even: Density at which sparse and dense take the same time, with what the rest of a sparse step takes
             longer. 0 if sparse is slower at every density.
         packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
+        rest: What the rest of a sparse step takes longer than that of a dense one (predicted).
         pays: Whether the sparse exchange at ``density``, and what the rest of a sparse step takes longer (predicted),
             take less than 95 % of the exposed time of a dense all-reduce. The exposed time is the part that computation
             does not hide.
@@ -66,6 +67,7 @@ class Diagnosis:
     sparse: dict[float, float]
     break_even: float
     packing: Packing
+    rest: float
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,8 +103,9 @@ class Diagnosis:
             f"{conclusion} at density {self.density:.2%}"
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
-        if self.pays:
-            lines.append(planner.dense_start(self.dense + self.step, self.sparse[self.density] + self.step))
+        if self.pays and self.density < 1:
+            others = self.step + self.rest
+            lines.append(planner.dense_start(self.dense + others, self.sparse[self.density] + others))
         return "\n".join(lines)
 
 
@@ -165,7 +168,7 @@ def diagnose(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
         measured=together, selection=selection, dense=dense, sparse=sparse,
         break_even=break_even({d: seconds + rest for d, seconds in sparse.items()}, dense), packing=packings[density],
-        pays=sparse[density] + rest < planner.WORTH_IT * exposed,
+        rest=rest, pays=sparse[density] + rest < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class BucketLayout:
             if gradient is None:
                 part.zero_()
             else:
-                copies.append((part, gradient.reshape(-1)))
+                copies.append((part.view(gradient.shape), gradient))
         copy_pairs(copies)
         return flat
 
@@ -220,12 +220,15 @@ class BucketLayout:
 
 
 def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
-    if pairs and pairs[0][0].device.type == "cuda":
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-        return
+    """Copy the second tensor of each pair to the first. On a GPU, those with equal strides take one call together."""
+    on_gpu = bool(pairs) and pairs[0][0].device.type == "cuda"
+    # torch would copy all pairs one by one if the strides of any of them differ.
+    alike = [pair for pair in pairs if on_gpu and pair[0].stride() == pair[1].stride()]
+    if alike:
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
     for target, source in pairs:
-        target.copy_(source)
+        if not on_gpu or target.stride() != source.stride():
+            target.copy_(source)
 
 
 def add_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -263,7 +266,7 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape and sharding of ``parameter``, in the dtype of its gradients."""
     held = local(parameter)
     dtype = getattr(parameter, "grad_dtype", None) or held.dtype  # older releases of PyTorch have no grad_dtype
-    shard = torch.zeros(held.shape, dtype=dtype, device=held.device)
+    shard = torch.zeros_like(held, dtype=dtype)
     if not hasattr(parameter, "placements"):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - importing it takes a while
