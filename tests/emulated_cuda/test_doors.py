@@ -140,6 +140,7 @@ def test_wrap_without_set_device(method: str) -> None:
 def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> list[Any]:
     model = doors.model_on(device)
     settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
+    settings.pop("broadcast_parameters", None)  # of wrap() alone
     state = CommState(None, settings.pop("algo"), **settings)
     state.name(dict(model.named_parameters()))
     reducer = doors.PythonReducer(model, state, comm_hook)
