@@ -119,7 +119,7 @@ def estimates(
         raise ConfigurationError(f"cores must be above 0, the CPU cores for each worker, got cores={cores}")
     if buckets < 0:
         raise ConfigurationError(
-            f"buckets must be at least 0, the number of buckets of DDP, or 0 without its hook, got buckets={buckets}"
+            f"buckets must be the number of buckets of DDP, or 0 without its hook, got buckets={buckets}"
         )
     cores, buckets = _used_cores(cores, device), min(buckets, numel)
     vectors, hook = max(1, buckets), hook_seconds(buckets, device) / cores

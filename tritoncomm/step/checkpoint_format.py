@@ -60,8 +60,8 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
     for field, value in here.items():
         if state[field] != value:
             fix = {
-                "rank": ": load the file of this rank, of which tritoncomm.checkpoint.save() writes one for each; or "
-                'discard the residuals with load_state_dict(state, residuals="reset")',
+                "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
+                'the residuals with load_state_dict(state, residuals="reset")',
                 "recipe": ": use the algo, warmup_steps and node_group that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
