@@ -105,7 +105,7 @@ class AdamFlat:
         )  # fmt: skip
 
     def _log_strided(self, left: set[int]) -> None:
-        """Log the first parameter at the positions ``left`` that is strided or has a strided state, once per process."""
+        """Log the first parameter at the positions ``left`` that is strided, or its state is, once per process."""
         columns = [self.parameters, self.states.first, self.states.second, self.states.last]
         strided = [self.parameters[i] for i in sorted(left) if not all(held[i].is_contiguous() for held in columns)]
         if not strided or AdamFlat._has_logged:
