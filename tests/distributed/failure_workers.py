@@ -18,7 +18,7 @@ from helpers import flat, loss_of, residual, tiny_model
 from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.scheduler.rounds import AllReduce, Post, Round, Wait
+from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
 from tritoncomm.step.vector_exchange import VectorExchange
 
 import laws
@@ -303,6 +303,42 @@ def broken_method(rank: int, world_size: int, send) -> None:
         yield AllReduce("after", torch.ones(2))
 
     report_error(send, rank, lambda: scheduler.run(pattern()))
+    leave()
+
+
+def broken_in_smaller_group(rank: int, world_size: int, send, is_subgroup: bool, hangs: bool) -> None:
+    """Rank 1 fails in a group with rank 0. Rank 2 waits for both in a larger group."""
+    pair = (0, VICTIM)
+    limit = timedelta(seconds=2 if hangs else 20)
+    whole = ProcessGroupScheduler(timeout=limit, stamp="test", subgroups=[pair] if is_subgroup else [])
+    group = None if is_subgroup else dist.new_group(pair)
+
+    def fault() -> None:
+        if hangs:
+            time.sleep(LONG)
+        else:
+            raise MemoryError("no room for the lists")
+
+    def of_pair():
+        if rank == VICTIM:
+            fault()
+        yield AllReduce("inner", torch.ones(2))
+
+    def of_all():
+        if is_subgroup and rank in pair:
+            yield InSubgroup("team", pair, of_pair())
+        yield AllReduce("outer", torch.ones(2))
+
+    def action() -> None:
+        whole.agree_on_exchange_id()
+        if not is_subgroup and rank in pair:
+            try:
+                ProcessGroupScheduler(group, limit, stamp="test").run(of_pair())
+            except Exception as error:
+                raise whole.fail(error) from error
+        whole.run(of_all())
+
+    report_error(send, rank, action)
     leave()
 
 

@@ -146,6 +146,19 @@ def test_broken_method() -> None:
         assert "rank 1 failed, see its traceback: no room for the lists" in text
 
 
+@pytest.mark.parametrize(("is_subgroup", "hangs"), [(False, False), (True, False), (True, True)])
+def test_failure_in_a_smaller_group(is_subgroup: bool, hangs: bool) -> None:
+    """The ranks of a larger group name the rank at fault alone, and not a rank that only waited for it."""
+    heard = reports(failure_workers.broken_in_smaller_group, 3, is_subgroup, hangs)
+    assert sorted(heard) == [0, 1, 2]
+    for kind, peers, seconds, text in heard.values():
+        assert kind == ("ExchangeTimeoutError" if hangs else "ExchangeError"), text
+        assert peers == (1,), text
+        assert seconds < 10
+        assert hangs or "rank 1 failed, see its traceback: " in text
+        assert hangs or "no room for the lists" in text
+
+
 def test_unconfirmed_step() -> None:
     """A step that one rank could not confirm is taken by all ranks after they regroup."""
     heard = reports(failure_workers.unconfirmed, 3)

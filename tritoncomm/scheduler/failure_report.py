@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError, ProtocolMismatchError
 
 # Seconds to wait for reports of ranks whose connection is closed, and of all others, which may still be computing. No
 # rank waits longer for anything here: a store whose host is lost does not answer, and does not time out either.
@@ -47,6 +49,7 @@ class RankReport:
     ``kind`` is "timeout", "lost", "protocol" or "error". ``where`` names step, round, phase and method, ``text`` is the
     error message. ``peers`` are the ranks that it exchanged messages with, numbered as in the group. ``waiting`` are
     those whose message had not arrived, as far as known. ``at`` is the number of the step and of the round.
+    ``at_fault`` are ranks that an exchange in another group has found at fault already.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class RankReport:
     peers: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
+    at_fault: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,64 @@ class FailureReport:
         ]
         return "; ".join([*others, *waiting])
 
+    def error(
+        self, own: int, ranks: Sequence[int], where: str, cause: Exception, advice: str
+    ) -> ExchangeError | ProtocolMismatchError:
+        """Return the error that rank ``own`` raises.
+
+        ``ranks`` are the global ranks of the group, in its order. ``where`` says where this rank was, ``cause`` is its
+        own error, and ``advice`` is added to the text. The texts avoid the words that :func:`kind_of` looks for, such
+        as "timeout": it reads them if the exchange belongs to another one.
+        """
+        message, others = f"exchange failed on rank {ranks[own]}, {where}: ", self.described(own)
+        mismatches = [report.text for report in self.reports.values() if report.kind == "protocol"]
+        if mismatches and not self.gone:
+            return ProtocolMismatchError(message + "; ".join(mismatches) + (others and f" ({others})"))
+        failures = {ranks[rank]: report.text for rank, report in self.reports.items() if report.kind == "error"}
+        if failures and not self.gone:
+            texts = (f"rank {rank} failed, see its traceback: {text}" for rank, text in failures.items())
+            return ExchangeError(message + "; ".join(texts), failures)
+        missing = [ranks[rank] for rank in self.missing]
+        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
+        more = f"({others or cause}). "
+        proceed = "To continue, call optimizer.reset_process_group() with a new process group"
+        restart = f", or restart from a checkpoint{advice and '. On NCCL, ' + advice}"
+        if not self.timed_out and self.silent_store is None:
+            return PeerLostError(f"{message}lost {names} {more}{proceed} of the remaining ranks{restart}", missing)
+        problem = f"no answer from {names} within the time-out"
+        if len(missing) == len(ranks) - 1 > 1:
+            problem += ", so this rank may be cut off"
+        elif ranks[own] in missing:
+            problem = "the other ranks stopped waiting for this rank"
+        elif self.silent_store is not None:
+            problem = (
+                f"no answer from the store of the process group, {self.silent_store}: its host is lost, or this rank "
+                "is cut off"
+            )
+        return ExchangeTimeoutError(
+            f"{message}{problem} {more}If a rank is only slow, increase the time-out. {proceed}{restart}", missing
+        )
+
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of a backend's error. Only its text distinguishes a lost connection from a time-out."""
+    """Return the kind of ``error`` in a report. Only the text of a backend's error says if a connection was lost."""
+    if isinstance(error, ProtocolMismatchError):
+        return "protocol"
+    if isinstance(error, ExchangeTimeoutError):
+        return "timeout"
     text = str(error)
-    if _LOST.search(text):
+    if isinstance(error, PeerLostError) or others_at_fault(error) or _LOST.search(text):
         return "lost"
     return "timeout" if _TIMED_OUT.search(text) else "error"
+
+
+def others_at_fault(error: BaseException) -> tuple[int, ...]:
+    """Return the global ranks that ``error``, of an exchange in another group, names. Empty if this rank is among them.
+
+    This rank then failed because of them, and its error is not one more failure.
+    """
+    peers = error.peers if isinstance(error, ExchangeError) else ()
+    return () if dist.get_rank() in peers else peers
 
 
 def has_arrived(work: Any) -> bool:
@@ -194,6 +249,9 @@ class _Collection:
             return sorted(silent & waited_for) or sorted(silent), False
         if any(report.kind in ("protocol", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
+        known = {other for report in self._reports.values() for other in report.at_fault}
+        if known:
+            return sorted(known), False
         at_fault = by_messages(self._reports)
         return ([at_fault] if at_fault is not None else self._slow_readers()), False
 

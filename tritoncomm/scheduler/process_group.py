@@ -13,9 +13,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import (
     ExchangeError,
-    ExchangeTimeoutError,
     NonFiniteError,
-    PeerLostError,
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler import cost, failure_report, tracing, watcher, wire
@@ -119,7 +117,8 @@ class ProcessGroupScheduler:
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._watcher = watcher.of(group, self.device, timeout)
-        self._is_nested = False  # watched and reported by the scheduler whose subgroup this is
+        self._is_nested = False  # reported by the scheduler whose subgroup this is, and watched by its watcher
+        self._failed_op: Op | None = None  # of a nested scheduler
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
             if self.rank in ranks or needs_all_ranks():
@@ -128,9 +127,10 @@ class ProcessGroupScheduler:
                 subgroup = _subgroup(group or dist.group.WORLD, members, limit, self._global_ranks)
             if self.rank in ranks:
                 scheduler = ProcessGroupScheduler(subgroup, timeout, device, f"{stamp} among {ranks}")
+                scheduler._is_nested = True
                 if self._watcher is not None and subgroup is not None:
                     self._watcher.groups.append(subgroup)
-                    scheduler._watcher, scheduler._is_nested = self._watcher, True
+                    scheduler._watcher = self._watcher
                 self._subgroups[ranks] = scheduler
 
     def check(self) -> None:
@@ -284,6 +284,7 @@ class ProcessGroupScheduler:
             return self._reply_to(op)
         except (RuntimeError, ValueError) as error:
             if self._is_nested:
+                self._failed_op = op
                 raise
             raise self._failed(op, error) from error
         finally:
@@ -325,61 +326,32 @@ class ProcessGroupScheduler:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
         if self._watcher is not None:
             error = self._watcher.fail(error)
-        where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
-        mismatch = isinstance(error, ProtocolMismatchError)
-        kind = "protocol" if mismatch else "lost" if isinstance(error, PeerLostError) else failure_report.kind_of(error)
-        at, waiting = [self.step, self._number], self._waiting
-        own = failure_report.RankReport(kind, where, str(error), _peers(op), waiting, at)
+        own = self._report(op, error)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
         patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
         report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
-        others = report.described(self.rank)
         advice = watcher.advice() if self._watcher is not None else ""
-        # These texts avoid words that kind_of() looks for, such as "timeout", as it also reads errors of subgroups.
-        message = f"exchange failed on rank {dist.get_rank()}, {where}{_peers_text(op)}: "
-        mismatches = {rank: r.text for rank, r in report.reports.items() if r.kind == "protocol"}
-        failures = {rank: r.text for rank, r in report.reports.items() if r.kind == "error"}
-        raised: ExchangeError | ProtocolMismatchError
-        if mismatches and not report.gone:
-            raised = ProtocolMismatchError(message + "; ".join(mismatches.values()) + (others and f" ({others})"))
-        elif failures and not report.gone:
-            details = "; ".join(
-                f"rank {self._global_ranks[rank]} failed, see its traceback: {text}" for rank, text in failures.items()
-            )
-            raised = ExchangeError(message + details, [self._global_ranks[rank] for rank in failures])
-        else:
-            missing = [self._global_ranks[rank] for rank in report.missing]
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
-            if report.timed_out or report.silent_store is not None:
-                problem = f"no answer from {names} within the time-out"
-                if len(missing) == self.world_size - 1 > 1:
-                    problem += ", so this rank may be cut off"
-                elif dist.get_rank() in missing:
-                    problem = "the other ranks stopped waiting for this rank"
-                elif report.silent_store is not None:
-                    problem = (
-                        f"no answer from the store of the process group, {report.silent_store}: its host is lost, or "
-                        "this rank is cut off"
-                    )
-                raised = ExchangeTimeoutError(
-                    f"{message}{problem} ({others or error}). "
-                    "If a rank is only slow, increase the time-out. "
-                    "To continue, call optimizer.reset_process_group() with a new process group, or restart from a "
-                    f"checkpoint{advice and '. On NCCL, ' + advice}",
-                    missing,
-                )
-            else:
-                raised = PeerLostError(
-                    f"{message}lost {names} ({others or error}). "
-                    "To continue, call optimizer.reset_process_group() with a new process group of the remaining "
-                    f"ranks, or restart from a checkpoint{advice and '. On NCCL, ' + advice}",
-                    missing,
-                )
+        raised = report.error(self.rank, self._global_ranks, f"{own.where}{_peers_text(op)}", error, advice)
         self._failure = raised
         _broken.add(_name(self.group))
         return raised
+
+    def _report(self, op: Op, error: Exception) -> failure_report.RankReport:
+        """Return the report of this rank about ``error`` in ``op``. Ranks are numbered as in the group."""
+        where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
+        peers, waiting = _peers(op), self._waiting
+        if isinstance(op, InSubgroup):
+            subgroup = self._subgroups[op.ranks]
+            inner = subgroup._failed_op  # noqa: SLF001 - same class
+            if inner is not None:
+                where += f", in phase {inner.phase!r} among ranks {list(op.ranks)}"
+                peers = [op.ranks[peer] for peer in _peers(inner)]
+            waiting = [op.ranks[peer] for peer in subgroup._waiting]  # noqa: SLF001 - same class
+        kind, others = failure_report.kind_of(error), failure_report.others_at_fault(error)
+        at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
+        return failure_report.RankReport(kind, where, str(error), peers, waiting, [self.step, self._number], at_fault)
 
     def _post(self, round_: Round) -> Ticket:
         assert self._stamp is not None
