@@ -307,38 +307,58 @@ def broken_method(rank: int, world_size: int, send) -> None:
 
 
 def broken_in_smaller_group(rank: int, world_size: int, send, is_subgroup: bool, hangs: bool) -> None:
-    """Rank 1 fails in a group with rank 0. Rank 2 waits for both in a larger group."""
-    pair = (0, VICTIM)
-    limit = timedelta(seconds=2 if hangs else 20)
-    whole = ProcessGroupScheduler(timeout=limit, stamp="test", subgroups=[pair] if is_subgroup else [])
-    group = None if is_subgroup else dist.new_group(pair)
+    """Rank 1 fails in a group with rank 2, which waits for its message. Rank 3 waits for both in a larger group.
 
-    def fault() -> None:
-        if hangs:
+    Ranks have different numbers in each group. Rank 0 is in none of them, and hosts the store.
+    """
+    members, pair = [1, 2, 3], (0, 1)  # ranks 1 and 2, as numbered among the members
+    limit = timedelta(seconds=2 if hangs else 20)
+    group, group_of_pair = dist.new_group(members), dist.new_group([1, 2])
+    store = dist.distributed_c10d._get_default_store()
+    if rank not in members:
+        store.wait([f"done {member}" for member in members])
+        leave()
+    whole = ProcessGroupScheduler(group, limit, stamp="test", subgroups=[pair] if is_subgroup else [])
+
+    def of_pair(victim: int):
+        yield AllReduce("connect", torch.ones(2))
+        if rank != VICTIM:
+            yield Round("inner", {}, {victim: 3})
+        elif hangs:
             time.sleep(LONG)
         else:
             raise MemoryError("no room for the lists")
 
-    def of_pair():
-        if rank == VICTIM:
-            fault()
-        yield AllReduce("inner", torch.ones(2))
-
     def of_all():
-        if is_subgroup and rank in pair:
-            yield InSubgroup("team", pair, of_pair())
+        if is_subgroup and rank in (1, 2):
+            yield InSubgroup("team", pair, of_pair(pair.index(0)))
         yield AllReduce("outer", torch.ones(2))
 
     def action() -> None:
         whole.agree_on_exchange_id()
-        if not is_subgroup and rank in pair:
+        if not is_subgroup and rank in (1, 2):
             try:
-                ProcessGroupScheduler(group, limit, stamp="test").run(of_pair())
+                ProcessGroupScheduler(group_of_pair, limit, stamp="test").run(of_pair(0))
             except Exception as error:
                 raise whole.fail(error) from error
         whole.run(of_all())
 
     report_error(send, rank, action)
+    store.set(f"done {rank}", "")
+    leave()
+
+
+def unknown_subgroup(rank: int, world_size: int, send) -> None:
+    """The pattern of one rank names a subgroup that its scheduler does not have."""
+    scheduler = ProcessGroupScheduler(timeout=timedelta(seconds=20), stamp="test", subgroups=[(0, 1)])
+
+    def inner():
+        yield AllReduce("inner", torch.ones(2))
+
+    def pattern():
+        yield InSubgroup("team", (0, 1) if rank != VICTIM else (1, 2), inner())
+
+    report_error(send, rank, lambda: scheduler.run(pattern()))
     leave()
 
 

@@ -149,14 +149,27 @@ def test_broken_method() -> None:
 @pytest.mark.parametrize(("is_subgroup", "hangs"), [(False, False), (True, False), (True, True)])
 def test_failure_in_a_smaller_group(is_subgroup: bool, hangs: bool) -> None:
     """The ranks of a larger group name the rank at fault alone, and not a rank that only waited for it."""
-    heard = reports(failure_workers.broken_in_smaller_group, 3, is_subgroup, hangs)
-    assert sorted(heard) == [0, 1, 2]
+    heard = reports(failure_workers.broken_in_smaller_group, 4, is_subgroup, hangs)
+    assert sorted(heard) == [1, 2, 3]
     for kind, peers, seconds, text in heard.values():
         assert kind == ("ExchangeTimeoutError" if hangs else "ExchangeError"), text
         assert peers == (1,), text
         assert seconds < 10
-        assert hangs or "rank 1 failed, see its traceback: " in text
-        assert hangs or "no room for the lists" in text
+    for rank in (2, 3):
+        said = "no answer from rank 1 within" if hangs else "rank 1 failed, see its traceback: no room for the lists"
+        assert said in heard[rank][-1]
+    if is_subgroup:
+        assert "phase 'team' of test, in round 2, phase 'inner' among ranks [1, 2]" in heard[2][-1]
+
+
+def test_unknown_subgroup() -> None:
+    """All ranks hear at once of a rank whose pattern names a subgroup that it does not have."""
+    heard = reports(failure_workers.unknown_subgroup, 2)
+    assert sorted(heard) == [0, 1]
+    for kind, peers, seconds, text in heard.values():
+        assert kind == "ExchangeError", text
+        assert peers == (1,), text
+        assert seconds < 10
 
 
 def test_unconfirmed_step() -> None:

@@ -2,9 +2,9 @@
 
 A rank that detects a failure writes a report to the store of the default process group. It also closes its
 connections. Ranks that wait for it then fail at once instead of at the time-out. A rank without a report is lost or
-slow. If all ranks report, a rank is at fault if the messages that did not arrive all were to it or from it, or if it
-cannot read the reports of the others. All surviving ranks return the same list of missing ranks, as long as they reach
-the store.
+slow. A rank that an exchange in another group has found at fault is at fault here, too. Otherwise, if all ranks report,
+a rank is at fault if the messages that did not arrive all were to it or from it, or if it cannot read the reports of
+the others. All surviving ranks return the same list of missing ranks, as long as they reach the store.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _LOST = re.compile(
 class RankReport:
     """The report of one rank about a failed exchange.
 
-    ``kind`` is "timeout", "lost", "protocol" or "error". ``where`` names step, round, phase and method, ``text`` is the
-    error message. ``peers`` are the ranks that it exchanged messages with, numbered as in the group. ``waiting`` are
-    those whose message had not arrived, as far as known. ``at`` is the number of the step and of the round.
-    ``at_fault`` are ranks that an exchange in another group has found at fault already.
+    ``kind`` is "timeout", "lost", "protocol", "error", or "other": another rank has raised an exception. ``where``
+    names step, round, phase and method, ``text`` is the error message. ``peers`` are the ranks that it exchanged
+    messages with, numbered as in the group. ``waiting`` are those whose message had not arrived, as far as known.
+    ``at`` is the number of the step, of the round, and of the round within a subgroup, if any. ``at_fault`` are ranks
+    that an exchange in another group has found at fault already.
     """
 
     kind: str
@@ -81,20 +82,27 @@ class FailureReport:
         """True if a rank timed out while it waited for a rank that may still be running."""
         return not self.gone and any(report.kind == "timeout" for report in self.reports.values())
 
-    def described(self, own: int) -> str:
-        """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out."""
+    def described(self, own: int, ranks: Sequence[int]) -> str:
+        """Return where the other ranks were. Ranks that were at the same place as rank ``own`` are left out.
+
+        ``ranks`` are the global ranks of the group, in its order.
+        """
         mine = self.reports.get(own)
         others = [
-            f"rank {rank} was in {report.where}"
+            f"rank {ranks[rank]} was in {report.where}"
             for rank, report in sorted(self.reports.items())
             if rank != own and (mine is None or report.where != mine.where)
         ]
         waiting = [
-            f"rank {rank} waited for {report.waiting}"
+            f"rank {ranks[rank]} waited for {[ranks[other] for other in report.waiting]}"
             for rank, report in sorted(self.reports.items())
             if report.waiting
         ]
         return "; ".join([*others, *waiting])
+
+    def _texts(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the texts of the reports of a kind by global rank, in the order of the group."""
+        return {ranks[rank]: report.text for rank, report in sorted(self.reports.items()) if report.kind == kind}
 
     def error(
         self, own: int, ranks: Sequence[int], where: str, cause: Exception, advice: str
@@ -102,18 +110,18 @@ class FailureReport:
         """Return the error that rank ``own`` raises.
 
         ``ranks`` are the global ranks of the group, in its order. ``where`` says where this rank was, ``cause`` is its
-        own error, and ``advice`` is added to the text. The texts avoid the words that :func:`kind_of` looks for, such
-        as "timeout": it reads them if the exchange belongs to another one.
+        own error, and ``advice`` is added to the text.
         """
-        message, others = f"exchange failed on rank {ranks[own]}, {where}: ", self.described(own)
-        mismatches = [report.text for report in self.reports.values() if report.kind == "protocol"]
-        if mismatches and not self.gone:
-            return ProtocolMismatchError(message + "; ".join(mismatches) + (others and f" ({others})"))
-        failures = {ranks[rank]: report.text for rank, report in self.reports.items() if report.kind == "error"}
-        if failures and not self.gone:
-            texts = (f"rank {rank} failed, see its traceback: {text}" for rank, text in failures.items())
-            return ExchangeError(message + "; ".join(texts), failures)
-        missing = [ranks[rank] for rank in self.missing]
+        message, others = f"exchange failed on rank {ranks[own]}, {where}: ", self.described(own, ranks)
+        texts = {kind: self._texts(kind, ranks) for kind in ("protocol", "error", "other")}
+        if texts["protocol"] and not self.gone:
+            return ProtocolMismatchError(message + "; ".join(texts["protocol"].values()) + (others and f" ({others})"))
+        if texts["error"] and not self.gone:
+            failures = (f"rank {rank} failed, see its traceback: {text}" for rank, text in texts["error"].items())
+            return ExchangeError(message + "; ".join(failures), texts["error"])
+        missing = [ranks[rank] for rank in self.missing] or [*others_at_fault(cause)]
+        if texts["other"] and not self.gone:
+            return ExchangeError(message + "; ".join(texts["other"].values()), missing)
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing)) or '(number unknown)'}"
         more = f"({others or cause}). "
         proceed = "To continue, call optimizer.reset_process_group() with a new process group"
@@ -136,22 +144,23 @@ class FailureReport:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of ``error`` in a report. Only the text of a backend's error says if a connection was lost."""
+    """Return the kind of ``error`` in a report. Errors of a backend differ only in their text."""
     if isinstance(error, ProtocolMismatchError):
         return "protocol"
     if isinstance(error, ExchangeTimeoutError):
         return "timeout"
+    if isinstance(error, PeerLostError):
+        return "lost"
+    if isinstance(error, ExchangeError):
+        return "other" if others_at_fault(error) else "error"
     text = str(error)
-    if isinstance(error, PeerLostError) or others_at_fault(error) or _LOST.search(text):
+    if _LOST.search(text):
         return "lost"
     return "timeout" if _TIMED_OUT.search(text) else "error"
 
 
 def others_at_fault(error: BaseException) -> tuple[int, ...]:
-    """Return the global ranks that ``error``, of an exchange in another group, names. Empty if this rank is among them.
-
-    This rank then failed because of them, and its error is not one more failure.
-    """
+    """Return the global ranks for which this rank failed, if ``error`` names any, of an exchange in another group."""
     peers = error.peers if isinstance(error, ExchangeError) else ()
     return () if dist.get_rank() in peers else peers
 
@@ -245,11 +254,11 @@ class _Collection:
         if silent & self.closed:
             return sorted(silent & self.closed), True
         waited_for = {other for report in self._reports.values() for other in report.waiting}
+        known = {other for report in self._reports.values() for other in report.at_fault}
         if silent:
-            return sorted(silent & waited_for) or sorted(silent), False
+            return sorted(known | silent & waited_for) or sorted(silent), False
         if any(report.kind in ("protocol", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
-        known = {other for report in self._reports.values() for other in report.at_fault}
         if known:
             return sorted(known), False
         at_fault = by_messages(self._reports)

@@ -117,7 +117,7 @@ class ProcessGroupScheduler:
         self._received: Counter[int] = Counter()
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._watcher = watcher.of(group, self.device, timeout)
-        self._is_nested = False  # reported by the scheduler whose subgroup this is, and watched by its watcher
+        self._is_nested = False  # failures are reported by the scheduler whose subgroup this is
         self._failed_op: Op | None = None  # of a nested scheduler
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
@@ -326,32 +326,36 @@ class ProcessGroupScheduler:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
         if self._watcher is not None:
             error = self._watcher.fail(error)
-        own = self._report(op, error)
+        own, details = self._report(op, error)
         for subgroup in self._subgroups.values():
             failure_report.cut_connections(subgroup.group, subgroup.rank, subgroup._global_ranks)  # noqa: SLF001 - same class
         # The key is the group alone. Step and method may differ between the ranks, and a group fails only once.
         patience = watcher.RELEASE_SECONDS if self._watcher is not None else 0.0
         report = failure_report.collect(self.group, self.rank, self._global_ranks, _name(self.group), own, patience)
         advice = watcher.advice() if self._watcher is not None else ""
-        raised = report.error(self.rank, self._global_ranks, f"{own.where}{_peers_text(op)}", error, advice)
+        raised = report.error(self.rank, self._global_ranks, own.where + details, error, advice)
         self._failure = raised
         _broken.add(_name(self.group))
         return raised
 
-    def _report(self, op: Op, error: Exception) -> failure_report.RankReport:
-        """Return the report of this rank about ``error`` in ``op``. Ranks are numbered as in the group."""
+    def _report(self, op: Op, error: Exception) -> tuple[failure_report.RankReport, str]:
+        """Return the report of this rank about ``error`` in ``op``, and what its own error says in addition."""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
-        peers, waiting = _peers(op), self._waiting
-        if isinstance(op, InSubgroup):
-            subgroup = self._subgroups[op.ranks]
-            inner = subgroup._failed_op  # noqa: SLF001 - same class
-            if inner is not None:
-                where += f", in phase {inner.phase!r} among ranks {list(op.ranks)}"
-                peers = [op.ranks[peer] for peer in _peers(inner)]
-            waiting = [op.ranks[peer] for peer in subgroup._waiting]  # noqa: SLF001 - same class
+        at, waiting, details = [self.step, self._number], self._waiting, _peers_text(op)
+        peers = _peers(op)
+        ranks = op.ranks if isinstance(op, InSubgroup) else ()
+        subgroup = next((each for members, each in self._subgroups.items() if members == ranks), None)
+        inner = subgroup._failed_op if subgroup is not None else None  # noqa: SLF001 - same class
+        if subgroup is not None and inner is not None:
+            among = [self._global_ranks[rank] for rank in ranks]
+            details = f", in round {subgroup._number}, phase {inner.phase!r} among ranks {among}"  # noqa: SLF001
+            numbers = dict(enumerate(ranks))  # a pattern may name a peer that is not in the subgroup
+            peers = [numbers[peer] for peer in _peers(inner) if peer in numbers]
+            waiting = [numbers[peer] for peer in subgroup._waiting if peer in numbers]  # noqa: SLF001
+            at.append(subgroup._number)  # noqa: SLF001
         kind, others = failure_report.kind_of(error), failure_report.others_at_fault(error)
         at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
-        return failure_report.RankReport(kind, where, str(error), peers, waiting, [self.step, self._number], at_fault)
+        return failure_report.RankReport(kind, where, str(error), peers, waiting, at, at_fault), details
 
     def _post(self, round_: Round) -> Ticket:
         assert self._stamp is not None
