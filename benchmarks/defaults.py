@@ -6,31 +6,42 @@ of 1. ``plain`` clips the norm of what was delivered, as ``torch.nn.utils.clip_g
 estimate of the norm that a dense exchange would have had: a sum that was delivered after tau steps counts with its
 square divided by tau. The gap is relative to the dense run of the same seed, number of steps and clipping.
 
+``--accumulate 2 --clip plain --steps 300`` trains as nanoGPT's loop does, which averages the gradients of micro-batches
+before it clips them. The learning rate follows half a cosine in every run.
+
 Every finished run is added to the file of ``--json``, and is not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import torch
 import tritoncomm
+from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 
+import tasks
 import training
 import training_results
+from tritoncomm_kernels.sections import VALUE_BITS
 
 MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``warmup`` counts dense steps, and is -1 for a dense run. ``clip`` is none, plain or dense."""
+    """One run. ``warmup`` counts dense steps, and is -1 for a dense run. ``clip`` is none, plain or dense.
+
+    ``values`` is the format of values on the wire. With a rounded one, small tensors have 8 bits, as with ``wrap``.
+    ``warmup_values`` is the format of the dense steps.
+    """
 
     task: str
     steps: int
@@ -38,11 +49,15 @@ class Cell:
     warmup: int
     clip: str
     seed: int
+    accumulate: int = 1
+    values: str = "fp32"
+    warmup_values: str = "fp32"
 
     @property
     def dense(self) -> Cell:
         """The dense run to compare with."""
-        return replace(self, density=1.0, warmup=-1, clip="none" if self.clip == "none" else "plain")
+        clip = "none" if self.clip == "none" else "plain"
+        return replace(self, density=1.0, warmup=-1, clip=clip, values="fp32", warmup_values="fp32")
 
 
 @dataclass
@@ -79,15 +94,16 @@ def clipped_in_dense_units(
 CLIPS = {"none": None, "plain": clipped, "dense": clipped_in_dense_units}
 
 
-def run(cell: Cell, batches: int = training.BATCHES) -> Result:
+def run(cell: Cell, batches: int = tasks.BATCHES) -> Result:
     """Train once, and evaluate on ``batches``."""
-    task = training.TASKS[cell.task](cell.steps, batches)
+    task = tasks.TASKS[cell.task](cell.steps, batches)
     started = time.perf_counter()
     if cell.warmup < 0:
         recipe: tritoncomm.Recipe = tritoncomm.Dense()
         rule = ""
     else:
-        recipe, rule = tritoncomm.OkTopk(density=cell.density), training.DEFAULT if cell.task == "gpt" else ""
+        recipe = tritoncomm.OkTopk(density=cell.density, values=cell.values)
+        rule = training.DEFAULT if cell.task != "digits" else ""
     outcome = training.train(
         task,
         recipe,
@@ -95,6 +111,9 @@ def run(cell: Cell, batches: int = training.BATCHES) -> Result:
         rule,
         warmup=max(cell.warmup, 0),
         clip=CLIPS[cell.clip] if cell.clip != "none" else None,
+        small="fp32" if cell.values == "fp32" else "8bit",
+        accumulate=cell.accumulate,
+        warmup_values=cell.warmup_values,
     )
     return Result(cell, outcome.score, outcome.kilobytes, time.perf_counter() - started)
 
@@ -107,24 +126,28 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 for seed in options.seeds:
                     for density in options.density:
                         for warmup in options.warmup:
-                            cell = Cell(task, steps, density, min(warmup, steps), clip, seed)
-                            yield cell.dense
-                            yield cell
+                            for values, dense in itertools.product(options.values, options.warmup_values):
+                                cell = Cell(
+                                    task, steps, density, min(warmup, steps), clip, seed, options.accumulate, values,
+                                    dense,
+                                )  # fmt: skip
+                                yield cell.dense
+                                yield cell
 
 
 def table(results: dict[Cell, Result]) -> str:
     """Return a Markdown table with a line per setting: the gap to dense, mean and range over the seeds."""
     lines = [
-        "| task | steps | clipping | density | dense steps | gap to dense | kB per step |",
-        "|---|---|---|---|---|---|---|",
+        "| task | steps | batches | clipping | density | values | dense steps | format | gap to dense | kB per step |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     grouped: dict[Cell, list[Cell]] = {}
     for cell in results:
         if cell.warmup >= 0 and cell.dense in results:
             grouped.setdefault(replace(cell, seed=0), []).append(cell)
-    for key in sorted(grouped, key=lambda cell: (cell.task, cell.steps, cell.clip, cell.density, cell.warmup)):
+    for key in sorted(grouped, key=astuple):
         found = grouped[key]
-        relative = key.task == "gpt"
+        relative = key.task != "digits"
         gaps = training_results.gaps(
             [results[cell].score for cell in found], [results[cell.dense].score for cell in found], relative=relative
         )
@@ -132,8 +155,8 @@ def table(results: dict[Cell, Result]) -> str:
         kilobytes = statistics.fmean(results[cell].kilobytes for cell in found)
         spread = f" ({min(gaps):+.1f} to {max(gaps):+.1f}, {len(gaps)} seeds)" if len(gaps) > 1 else ""
         lines.append(
-            f"| {key.task} | {key.steps} | {key.clip} | {key.density:.0%} | {key.warmup} "
-            f"| {statistics.fmean(gaps):+.1f}{unit}{spread} | {kilobytes:.1f} |"
+            f"| {key.task} | {key.steps} | {key.accumulate} | {key.clip} | {key.density:.0%} | {key.values} "
+            f"| {key.warmup} | {key.warmup_values} | {statistics.fmean(gaps):+.1f}{unit}{spread} | {kilobytes:.1f} |"
         )
     return "\n".join(lines)
 
@@ -149,11 +172,14 @@ def read(path: Path | None) -> dict[Cell, Result]:
 def main() -> None:
     """Train what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--task", nargs="+", default=["gpt", "digits"], choices=list(training.TASKS))
+    parser.add_argument("--task", nargs="+", default=["gpt", "digits"], choices=list(tasks.TASKS))
     parser.add_argument("--steps", type=int, nargs="+", default=[100, 300, 1000])
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.05])
     parser.add_argument("--warmup", type=int, nargs="+", default=[0, 6, 20, 50], help="dense steps at the start")
     parser.add_argument("--clip", nargs="+", default=["none", "plain"], choices=list(CLIPS))
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a worker in a step")
+    parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="format of values")
+    parser.add_argument("--warmup-values", nargs="+", default=["fp32"], choices=DENSE_FORMATS, help="of dense steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
@@ -166,7 +192,7 @@ def main() -> None:
     for cell in cells(options):
         if cell in results:
             continue
-        results[cell] = run(cell, 1 if options.smoke else training.BATCHES)
+        results[cell] = run(cell, 1 if options.smoke else tasks.BATCHES)
         print(f"{cell}: {results[cell].score:.4f}, {results[cell].seconds:.0f} s", flush=True)
         if options.json:
             content = {"torch": torch.__version__, "runs": [asdict(result) for result in results.values()]}

@@ -53,42 +53,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ddp
 from tritoncomm.demo import train as demo_run
-from tritoncomm.demo.model import ByteGPT, Shape
-from tritoncomm.demo.text import batch, standard_library, validation_batches
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.local_workers import Send, run_workers
 
+import tasks
 import training
-from training import Task
+from tasks import Task
 
 WORKERS = 4
 DOORS = ("dense", "wrap", "ddp", "fsdp", "transformers")
 BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
 REPORTS = 10  # progress lines per run
-
-
-def demo(steps: int | None, batches: int = BATCHES) -> Task:
-    """Return the task of ``python -m tritoncomm demo``, see :func:`training.gpt`."""
-    text = standard_library()
-    context = Shape().context
-    held_out = validation_batches(text.validation, demo_run.VALIDATION_ROWS, context, batches)
-
-    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        out: Tensor = model(batch(text.train, demo_run.ROWS, context, seed, step, rank))
-        return out
-
-    return Task(
-        steps or demo_run.Settings().steps,
-        lambda: ByteGPT(Shape()),
-        lambda parameters, lr: torch.optim.AdamW(
-            parameters, lr=lr, betas=demo_run.BETAS, weight_decay=demo_run.WEIGHT_DECAY
-        ),
-        demo_run.LEARNING_RATE,
-        loss,
-        lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
-        lower_is_better=True,
-    )
 
 
 def demo_rate(step: int, steps: int) -> float:
@@ -103,8 +79,8 @@ def gpt_rate(step: int, steps: int) -> float:
 
 
 TASKS: dict[str, tuple[Callable[[int | None, int], Task], Callable[[int, int], float]]] = {
-    "demo": (demo, demo_rate),
-    "gpt": (training.gpt, gpt_rate),
+    "demo": (tasks.demo, demo_rate),
+    "gpt": (tasks.gpt, gpt_rate),
 }
 
 

@@ -1,8 +1,11 @@
-"""Measure how long it takes to write and read packed sections, relative to a plain copy in the same run.
+"""Measure how long it takes to write and read packed messages, relative to a plain copy in the same run.
 
 A section holds the entries of one message that lie in one range. The time includes everything that a method calls:
 which values fit together, the words, and the values that the receiver will decode. Values are those of a residual that
 has just passed its threshold. benchmarks/results/sections-2026-11-22.md explains the table.
+
+The last table is what a worker computes for the mean of a whole vector in 8 bits, as in the dense steps of ``wrap``. It
+quantizes its vector, averages its part, and decodes the parts of all workers.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import torch
 from tritoncomm.scheduler.wire import VALUE_BITS, Section
 
 from selection import Clock, machine
+from tritoncomm_kernels import block_float
 
 SMALL = [(10_000, 64), (3_000, 300), (100_000, 1_000)]  # range, entries
+SMALL_MODEL, MEAN_WORKERS, BITS = 870_000, (2, 4), 8
 WARM_UPS = 2
 CALLS = 300  # of a small section
 
@@ -37,6 +42,19 @@ class Row:
     bits: float
     write: float
     read: float
+    copy: float
+    copies: float
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean in 8 bits. Its steps and ``copy`` are least milliseconds of a call, ``copies`` is as in :class:`Row`."""
+
+    numel: int
+    workers: int
+    quantize: float
+    average: float
+    decode: float
     copy: float
     copies: float
 
@@ -71,8 +89,30 @@ def measure(numel: int, count: int, values: str, turns: int, device: str) -> Row
     return Row(values, numel, count, 32 * section.words / count, write, read, copy, copies)
 
 
+def measure_mean(numel: int, workers: int, turns: int, device: str) -> Mean:
+    """Quantize, average, decode and copy in turn. Every worker is taken to have the same vector."""
+    clock, generator = Clock(device), torch.Generator().manual_seed(0)
+    source = torch.randn(numel, generator=generator).to(device)
+    target = torch.zeros_like(source)
+    messages, left = block_float.quantize_parts(source, workers, BITS)
+    arrived = messages[:1].repeat(workers, 1)
+    blocks = block_float.quantize_mean(arrived, source, left, 0, BITS).repeat(workers, 1)
+    times = [
+        (
+            clock.time(lambda: block_float.quantize_parts(source, workers, BITS)),
+            clock.time(lambda: block_float.quantize_mean(arrived, source, left, 0, BITS)),
+            clock.time(lambda: block_float.dequantize_parts(blocks, numel, BITS)),
+            clock.time(lambda: target.copy_(source)),
+        )
+        for _ in range(WARM_UPS + turns)
+    ][WARM_UPS:]
+    quantize, average, decode, copy = (min(column) for column in zip(*times, strict=True))
+    copies = statistics.median((q + a + d) / c for q, a, d, c in times)
+    return Mean(numel, workers, quantize, average, decode, copy, copies)
+
+
 def main() -> None:
-    """Print two tables: sections of a whole vector, and small sections."""
+    """Print three tables: sections of a whole vector, small sections, and means of whole vectors in 8 bits."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--n", type=float, default=25e6, help="number of elements")
@@ -100,11 +140,21 @@ def main() -> None:
             small.append(row)
             name = f"{count:,} in {length:,}, {values}"
             print(f"{name:26}{row.bits:11.2f}{1e3 * row.write:10.1f}{1e3 * row.read:9.1f}")
+    print(f"\n{'':26}{'quantize ms':>12}{'average ms':>12}{'decode ms':>11}{'copy ms':>9}{'x copy':>8}")
+    means = []
+    for length in (SMALL_MODEL, numel):
+        for workers in MEAN_WORKERS:
+            mean = measure_mean(length, workers, options.turns, options.device)
+            means.append(mean)
+            name = f"{length:,}, {workers} workers"
+            steps = f"{mean.quantize:12.1f}{mean.average:12.1f}{mean.decode:11.1f}{mean.copy:9.2f}{mean.copies:8.1f}"
+            print(f"{name:26}{steps}")
     if options.json:
         content = {
             "machine": machine(options.device),
             "rows": [asdict(row) for row in rows],
             "small": [asdict(row) for row in small],
+            "means": [asdict(mean) for mean in means],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +28,8 @@ from typing import Any
 import torch
 import tritoncomm
 from torch import Tensor, nn
-from torch.nn import functional as F
 from tritoncomm.algorithms import DenseTail, Preconditioned, field_names
-from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
-from tritoncomm.demo.model import ByteGPT, Shape
-from tritoncomm.demo.text import batch, standard_library, validation_batches
+from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.bucket import BucketLayout, split_by_size
@@ -42,11 +38,10 @@ import training_results
 from demo_compressor import DeMo, DeMoWorld
 from half_precision import HalfPrecision, HalfPrecisionWorld
 from power_sgd import PowerSGD, PowerSGDWorld
+from tasks import BATCHES, TASKS, WORKERS, Task
 from training_results import DEFAULT_STEP, Outcome, Run
 from tritoncomm_kernels.sections import VALUE_BITS
 
-WORKERS = 4
-BATCHES = 32  # of 64 held-out rows, in an evaluation
 DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02
 LR_WARMUP_SHARE = 0.1
@@ -58,81 +53,12 @@ STEPS = DEFAULT, UNSCALED, UNAWARE = (
 )  # Adam: default, selection by gradient, unmodified
 
 
-@dataclass(frozen=True)
-class Task:
-    """A training task: model, optimizer, loss of a rank in a step, and the score of the trained model."""
-
-    steps: int
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
-    lr: float
-    loss: Callable[[nn.Module, int, int, int], Tensor]  # (model, seed, step, rank) -> loss
-    score: Callable[[nn.Module], float]
-    lower_is_better: bool
-
-
 Compressor = tritoncomm.Recipe | PowerSGD | DeMo | HalfPrecision
 World = tritoncomm.SimulatedWorld | PowerSGDWorld | DeMoWorld | HalfPrecisionWorld
 
 
-def gpt(steps: int | None, batches: int = BATCHES) -> Task:
-    """Return the language-model task, evaluated on ``batches`` of 64 rows. ``steps`` None is the default number."""
-    text = standard_library()
-    shape = Shape(context=32, width=64, layers=2, heads=2)
-    held_out = validation_batches(text.validation, 64, shape.context, batches)
-
-    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        out: Tensor = model(batch(text.train, 16, shape.context, seed, step, rank))
-        return out
-
-    return Task(
-        steps or 1600,
-        lambda: ByteGPT(shape),
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
-        5e-3,  # 1e-2 helps dense runs, but hardly sparse ones: docs/explanation/adamw.md
-        loss,
-        lambda model: statistics.fmean(float(model(rows)) for rows in held_out),
-        lower_is_better=True,
-    )
-
-
-def digits(steps: int | None, batches: int = BATCHES) -> Task:
-    """Return the image-classification task. Every fifth image is held out, of which ``batches`` of 64 are used."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).div(16).unsqueeze(1)
-    labels = torch.tensor(data.target)
-    test = torch.arange(len(labels)) % 5 == 0
-    trained, truth = images[~test], labels[~test]
-    held_out, expected = images[test][: 64 * batches], labels[test][: 64 * batches]
-
-    def loss(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(((seed * 100_003) + step) * WORKERS + rank)
-        chosen = torch.randint(len(truth), (32,), generator=generator)
-        return F.cross_entropy(model(trained[chosen]), truth[chosen])
-
-    def accuracy(model: nn.Module) -> float:
-        return 100 * float((model(held_out).argmax(1) == expected).float().mean())
-
-    return Task(
-        steps or 400,
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10),
-        ),
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-4),
-        0.05,
-        loss,
-        accuracy,
-        lower_is_better=False,
-    )  # fmt: skip
-
-
 # A function that clips the averaged gradients of the parameters of a layout.
 Clip = Callable[[BucketLayout, tritoncomm.SparseVector, torch.optim.Optimizer], None]
-TASKS = {"gpt": gpt, "digits": digits}
 
 
 def train(
@@ -148,6 +74,8 @@ def train(
     clip: Clip | None = None,
     small: str = "fp32",
     node_size: int = 1,
+    accumulate: int = 1,
+    warmup_values: str | None = None,
 ) -> Outcome:
     """Train once and return the outcome.
 
@@ -161,8 +89,10 @@ def train(
         see_all: Replace every worker's gradient by the mean over workers. All workers then select by the same gradient.
         warmup: Number of dense steps at the start. None is a share of 0.02 of all steps.
         clip: Changes the averaged gradient before the step. None changes nothing.
-        small: Format of small tensors, as in :class:`~tritoncomm.algorithms.DenseTail`.
+        small: Format of small tensors, as in :func:`tritoncomm.wrap`.
         node_size: Workers of a node, within which gradients are summed, as in :class:`~tritoncomm.Hierarchical`.
+        accumulate: Micro-batches of each worker in a step, whose gradients are averaged.
+        warmup_values: Format of the dense steps at the start. None is that of small tensors, as in ``wrap``.
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
@@ -173,31 +103,45 @@ def train(
     parameters = split_by_size(list(model.parameters()), DENSE_BELOW)
     layout = BucketLayout([*parameters[0], *parameters[1]])
     warmup = int(task.steps * WARMUP_SHARE) if warmup is None else warmup
-    world = build(recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small, node_size=node_size)
+    world = build(
+        recipe, layout, parameters, warmup, by_update=step_rule == DEFAULT, small=small, node_size=node_size,
+        warmup_values=warmup_values or small,
+    )  # fmt: skip
     gradients = torch.empty(WORKERS, layout.numel)
     sent, score, late = Sent(), math.nan, math.nan
     for step in range(task.steps):
         set_learning_rate(optimizer, task, step)
-        backward(task, model, layout, seed, step, gradients)
+        backward(task, model, layout, seed, step, gradients, accumulate)
         if see_all:
             gradients[:] = gradients.mean(0)
         if not gradients.isfinite().all():
             break
         with sent.counted(world, dense=step < warmup):
             mean = world.step(gradients)[0]
-        delivered = layout.split(mean)
-        layout.scatter(delivered)
-        if clip is not None:
-            clip(layout, mean, optimizer)
-        if adam is None:
-            optimizer.step()
-        else:
-            adam.step(layout.parameters, [entries.indices for entries in delivered])
+        update(layout, mean, optimizer, adam, clip)
         if step + 1 in (task.steps * 9 // 10, task.steps):
             with torch.no_grad():
                 late, score = score, task.score(model)
     seconds = time.perf_counter() - started
     return Outcome(score, late, sent.kilobytes, sent.sparse_kilobytes, sent.bits_per_entry, seconds)
+
+
+def update(
+    layout: BucketLayout,
+    mean: tritoncomm.SparseVector,
+    optimizer: torch.optim.Optimizer,
+    adam: StalenessAwareAdam | None,
+    clip: Clip | None,
+) -> None:
+    """Take the step of ``adam``, or that of ``optimizer`` if it is None, with the delivered ``mean``."""
+    delivered = layout.split(mean)
+    layout.scatter(delivered)
+    if clip is not None:
+        clip(layout, mean, optimizer)
+    if adam is None:
+        optimizer.step()
+    else:
+        adam.step(layout.parameters, [entries.indices for entries in delivered])
 
 
 def adapted(task: Task, recipe: Compressor, model: nn.Module) -> tuple[Task, torch.optim.Optimizer]:
@@ -273,6 +217,7 @@ def build(
     by_update: bool,
     small: str,
     node_size: int,
+    warmup_values: str,
 ) -> World:
     """Return the workers that exchange gradients of ``layout``. ``parameters`` are its large and its small tensors."""
     shapes = [parameter.shape for parameter in layout.parameters]
@@ -282,7 +227,9 @@ def build(
         return DeMoWorld(recipe, WORKERS, shapes)
     if isinstance(recipe, HalfPrecision):
         return HalfPrecisionWorld(WORKERS, layout.numel)
-    whole = around(recipe, warmup, *parameters, by_update=by_update, tail=small, node_size=node_size)
+    whole = around(
+        recipe, warmup, *parameters, by_update=by_update, tail=small, node_size=node_size, warmup_values=warmup_values
+    )
     return tritoncomm.SimulatedWorld(whole, WORKERS, layout.numel)
 
 
@@ -294,11 +241,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, step: int) -
         group["lr"] = task.lr * rate
 
 
-def backward(task: Task, model: nn.Module, layout: BucketLayout, seed: int, step: int, gradients: Tensor) -> None:
-    """Compute every worker's gradient into its row of ``gradients``."""
+def backward(
+    task: Task,
+    model: nn.Module,
+    layout: BucketLayout,
+    seed: int,
+    step: int,
+    gradients: Tensor,
+    accumulate: int,
+) -> None:
+    """Compute every worker's gradient, the mean over ``accumulate`` micro-batches, into its row of ``gradients``."""
     for rank in range(WORKERS):
         model.zero_grad()
-        task.loss(model, seed, step, rank).backward()
+        for micro_batch in range(step * accumulate, (step + 1) * accumulate):
+            (task.loss(model, seed, micro_batch, rank) / accumulate).backward()
         layout.gather(gradients[rank])
 
 
@@ -311,9 +267,11 @@ def around(
     by_update: bool,
     tail: str,
     node_size: int,
+    warmup_values: str,
 ) -> tritoncomm.Recipe:
     """Return ``recipe`` inside the recipes that ``wrap`` adds: warm-up, preconditioning and dense small tensors."""
-    inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup)
+    dense = warmup_values if recipe.averages_when_dense else "fp32"
+    inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup, values=dense)
     if node_size > 1:
         inner = tritoncomm.Hierarchical(recipe=inner, node_size=node_size)
     if by_update and recipe.compares_entries():
@@ -330,7 +288,8 @@ def recipes(name: str, options: argparse.Namespace) -> Iterator[tuple[Compressor
     for other in others:
         yield other, "", "fp32"
     formats = list(itertools.product(options.values, options.small))
-    chosen = [algo for algo in options.algo if algo != "dense" and (algo != "dgc" or name != "gpt")]  # DGC is for SGD
+    left_out = {"dense"} if name == "digits" else {"dense", "dgc"}  # DGC is for SGD
+    chosen = [algo for algo in options.algo if algo not in left_out]
     for density, algo, (values, small) in itertools.product(options.density, chosen, formats):
         recipe = configured(algo, density, values, packed=options.packed, teams=options.teams)
         for rule in rules(name, density, options):
@@ -343,7 +302,7 @@ def recipes(name: str, options: argparse.Namespace) -> Iterator[tuple[Compressor
 
 def rules(name: str, density: float, options: argparse.Namespace) -> list[str]:
     """Return the rules of :data:`STEPS` to train a sparse method with."""
-    if name != "gpt":
+    if name == "digits":
         return [""]
     return [DEFAULT] + [UNSCALED] * (density in options.unscaled) + [UNAWARE] * (density in options.unaware)
 
@@ -419,7 +378,13 @@ def main() -> None:
     )
     parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="formats of values")
     parser.add_argument("--packed", action="store_true", help="pack indices of values in fp32 too")
-    parser.add_argument("--small", nargs="+", default=["fp32"], choices=SMALL_FORMATS, help="formats of small tensors")
+    parser.add_argument(
+        "--small",
+        nargs="+",
+        default=["fp32"],
+        choices=DENSE_FORMATS,
+        help="formats of small tensors, and of the dense steps",
+    )
     parser.add_argument("--teams", type=int, default=1, help="teams of SparDL")
     parser.add_argument("--node-size", type=int, default=1, help="workers of a node, within which gradients are summed")
     parser.add_argument("--fp16-dense", action="store_true", help="also train with dense gradients in fp16")

@@ -99,13 +99,13 @@ def gap(run: Run, results: Results) -> float | None:
     """Return the gap of ``run`` to the dense run of its seed: in percent for the GPT, in points for the digits."""
     if run.dense not in results:
         return None
-    return gaps([results[run].score], [results[run.dense].score], relative=run.task == "gpt")[0]
+    return gaps([results[run].score], [results[run.dense].score], relative=run.task != "digits")[0]
 
 
 def line(run: Run, results: Results) -> str:
     """Return one line of text on ``run``."""
     outcome, behind = results[run], gap(run, results)
-    unit = "%" if run.task == "gpt" else " points"
+    unit = "%" if run.task != "digits" else " points"
     compared = f" ({behind:+.2f}{unit})" if behind is not None else ""
     rate = f"{run.steps} steps, lr {run.lr:g}"
     sent = f"{outcome.sparse_kilobytes:.1f} kB ({outcome.kilobytes:.1f} with the start)"
@@ -128,8 +128,8 @@ def table(results: Results) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key, runs in groups(results).items():
         outcomes = [results[run] for run in runs]
-        digits = 3 if key.task == "gpt" else 2
-        unit = " %" if key.task == "gpt" else " points"
+        digits = 3 if key.task != "digits" else 2
+        unit = " %" if key.task != "digits" else " points"
         behind = [value for run in runs if (value := gap(run, results)) is not None]
         compared = ", ".join(f"{value:+.1f}" for value in behind) + unit if behind and key.method != "dense" else ""
         bits = statistics.fmean(outcome.bits_per_entry for outcome in outcomes)
@@ -196,7 +196,7 @@ def picture(task: str, chosen: dict[Run, list[Run]], results: Results, path: Pat
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, ScalarFormatter
 
     points = [found for key, runs in chosen.items() if (found := point(key, runs, results)) is not None]
-    lower_is_better = task == "gpt"
+    lower_is_better = task != "digits"
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(8, max(5, 0.19 * len(points))), layout="constrained")  # the legend has a line each
         axes = figure.subplots()

@@ -189,9 +189,7 @@ def slack(recipe: Recipe) -> float:
 
     What rounding cuts off has more bits than the exact gradients. Adding the next gradient to it may round.
     """
-    while hasattr(recipe, "recipe"):
-        recipe = recipe.recipe
-    return 0.0 if getattr(recipe, "values", "fp32") == "fp32" else 2.0**-20
+    return 2.0**-20 if any(getattr(layer, "values", "fp32") != "fp32" for layer in recipe.layers) else 0.0
 
 
 @LawOfRuns

@@ -69,6 +69,19 @@ def under_test(density: float) -> Mapping[str, Recipe]:
         "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),
         "topk-dsa-always-dense": TopkDSA(density=density, dense_switch=0.0),
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
+        "warmup-8bit": Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="8bit"),
+        "warmup-8bit-static": Warmup(recipe=TopkAllgather(density=density, static=True), steps=2, values="8bit"),
+        "warmup-8bit-hierarchical": Hierarchical(
+            recipe=Warmup(recipe=ExDyna(density=density), steps=1, values="8bit"), node_size=2
+        ),
+        "warmup-8bit-dense-tail": DenseTail(
+            recipe=Warmup(recipe=SparDL(density=density, values="4bit"), steps=2, values="8bit"), tail=5, small="8bit"
+        ),
+        "preconditioned-warmup-8bit": Preconditioned(
+            recipe=Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="8bit"),
+            shapes=((7, 11),),
+            renew_every=1,
+        ),
         "warmup-exponential": Warmup(
             recipe=DGC(density=density, momentum=0.0), steps=4, stages=3, schedule="exponential"
         ),

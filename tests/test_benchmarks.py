@@ -27,6 +27,7 @@ PARTS = {  # of other scripts
     "race_results.py",
     "race_worker.py",
     "selection_routes.py",
+    "tasks.py",
     "torture_situations.py",
     "training_results.py",
 }

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import tritoncomm
-from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.demo import report
 from tritoncomm.demo.train import REPLICAS, Run, Settings, compare
 from tritoncomm.errors import ConfigurationError
@@ -32,6 +31,7 @@ from tritoncomm.planning.synthetic_gradients import (
     RecordedGradients,
     load_recording,
 )
+from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
@@ -88,8 +88,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--small",
         default=defaults.small,
-        choices=SMALL_FORMATS,
-        help="format in which small tensors (biases, norms) travel",
+        choices=DENSE_FORMATS,
+        help="format of what is sent dense: small tensors (biases, norms), and the steps at the start",
     )
     demo.add_argument(
         "--door",

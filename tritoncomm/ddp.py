@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import setup_checks
 from tritoncomm.step.aware import is_linear
-from tritoncomm.step.ddp_state import CommState, comm_hook
+from tritoncomm.step.ddp_hook import CommState, comm_hook
 from tritoncomm.step.options import DENSE_BELOW, is_dense, resolve_recipe
 from tritoncomm.step.torch_internals import comm_hooks
 

@@ -1,7 +1,7 @@
 """Sparse exchange for FSDP2 models that are sharded inside a fast network and replicated across a slow one.
 
 ``fully_shard`` with a one-dimensional mesh reduce-scatters gradients within this mesh. The hook averages the shards
-over the replicas by sparse exchanges. See :mod:`tritoncomm.step.fsdp_state`.
+over the replicas by sparse exchanges. See :mod:`tritoncomm.step.fsdp_hook`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import setup_checks
-from tritoncomm.step.fsdp_state import FSDPState, ShardHook
+from tritoncomm.step.fsdp_hook import FSDPState, ShardHook
 from tritoncomm.step.options import (
     DENSE_BELOW,
     check_dense_below,
@@ -73,8 +73,8 @@ def register(
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Shards with fewer elements, or at most one dimension (biases, norms), are sent dense. 0 sends none
             dense. Default: 1024.
-        small: Format in which these shards travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
-            None, which is ``"8bit"``.
+        small: Format of these shards, and of all shards in the dense steps at the start, ``"fp32"`` or ``"8bit"``, see
+            :func:`tritoncomm.wrap`. Default: None, which is ``"8bit"``.
         **recipe_fields: Further fields of the recipe of ``algo``. ``static`` says whether messages have a fixed length.
             By default they do on a GPU if the method has this form, because the host then waits less often. It has
             nothing to do with ``static_graph`` of DDP.
@@ -89,12 +89,12 @@ def register(
     with setup_checks.propagate_errors(None, device_of(model)):
         check_group("replicate_group", replicate_group)
         check_scaler(scaler)
+        small = resolved_small(small)
         recipe = resolve_recipe(
-            algo, density, warmup_steps, recipe_fields, node_group, replicate_group, function=register
+            algo, density, warmup_steps, recipe_fields, node_group, replicate_group, small=small, function=register
         )
         check_timeout(timeout)
         check_dense_below(dense_below)
-        small = resolved_small(small)
         found = list(_parameter_groups(model))
         for module, group in found:
             _check_group(module, group, replicate_group)

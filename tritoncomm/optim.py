@@ -271,7 +271,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange.pending = []
         with setup_checks.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
-            recipe = with_warmup_and_nodes(flat, 0, node_group, process_group)
+            recipe = with_warmup_and_nodes(flat, 0, node_group, process_group, self._options.small)
             self._optimizer_step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
             self._optimizer_step.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,8 @@ from tritoncomm.step.options import (
 )
 
 __all__ = ["wrap"]
+
+_FIRST_BUCKET = 1 << 20  # bytes of the first bucket of DDP
 
 
 def wrap(
@@ -100,12 +103,14 @@ def wrap(
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
-        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
-            all-reduce. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: None,
+        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
+            together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: None,
             which is 1024, or the setting of a hook that is registered.
-        small: Format in which these tensors travel. ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: they
-            are then quantized in both directions, and have a residual. Dense steps are not quantized. Default: None,
-            which is ``"8bit"``, or the setting of a hook that is registered.
+        small: Format of what is sent dense: these tensors, and all tensors in the dense steps at the start.
+            ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: values are then quantized in both directions,
+            and what this cuts off stays in the residual. Magnitudes of 2**112 or more then reject the step. Dense
+            steps of ``dgc`` are not quantized. A :class:`~tritoncomm.Warmup` that is passed has a format of its own.
+            Default: None, which is ``"8bit"``, or the setting of a hook that is registered.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
             ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
         model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
@@ -148,15 +153,17 @@ def wrap(
             max_grad_norm=max_grad_norm,
             timeout=timeout,
             dense_below=DENSE_BELOW if dense_below is None else dense_below,
-            small=resolved_small(small),
+            small=hook.exchange.options.small if hook is not None and small is None else resolved_small(small),
         )
         if algo == "auto":
             measured_for = DEFAULT_DENSITY if density is None else density
-            chosen = automatic_recipe(optimizer, measured_for, group, recipe_fields, wrap)
-            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
+            chosen = automatic_recipe(optimizer, measured_for, group, recipe_fields, wrap, buckets=_buckets(model))
+            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group, options.small)
         elif hook is None:
             algo = DEFAULT_ALGO if algo is None else algo
-            chosen = resolve_recipe(algo, density, warmup_steps, recipe_fields, node_group, group, function=wrap)
+            chosen = resolve_recipe(
+                algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
+            )
         else:
             chosen = hook.recipe
             _check_registered(chosen, algo, density, warmup_steps, node_group, recipe_fields)
@@ -222,6 +229,16 @@ def _group(
             raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")
         return model.process_group
     return group if hook is None else hook.process_group
+
+
+def _buckets(model: nn.Module | None) -> int:
+    """Return about how many buckets DDP will have for the gradients of ``model``, or 0 for another module."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+    full = math.ceil(sum(trained) / max(1, model.bucket_bytes_cap))
+    # If the user has not chosen a size, DDP begins with a small bucket.
+    return min(len(trained), full + (model.bucket_bytes_cap_default and sum(trained) > _FIRST_BUCKET))
 
 
 def _trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:

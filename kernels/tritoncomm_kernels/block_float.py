@@ -24,6 +24,8 @@ BIAS = 149  # the least scale is the least fp32 number, 2**-149
 NOT_FINITE = 255
 WIDTHS = (8, 4)
 _MANTISSA, _EXPONENT, _FP64_BIAS = 52, 0x7FF, 1023  # of an fp64 number
+_FP32_POWER = 2.0**126  # the largest power of two with a reciprocal that is normal in fp32
+_CHUNK = 1 << 16  # values that are worked on at a time on a CPU
 
 
 def words(length: int, bits: int) -> int:
@@ -53,7 +55,7 @@ def quantize_parts(values: torch.Tensor, parts: int, bits: int) -> tuple[torch.T
         return messages, left
     rows = _rows(values, parts)
     messages, sent = encode(rows, bits)
-    return messages, (rows - sent).view(-1)[: values.numel()].float()
+    return messages, torch.sub(rows, sent, out=sent).view(-1)[: values.numel()]
 
 
 def quantize_mean(
@@ -75,15 +77,18 @@ def quantize_mean(
         block = messages.new_empty(messages.shape[1])
         kernel("block_float_triton").quantize_mean(messages.contiguous(), values, left, block, part, length, bits)
         return block
-    received = decode(messages, length, bits)
-    received[part] = _rows(values, parts)[part]
-    total = values.new_zeros(length, dtype=torch.float64)
-    for row in received:
-        total += row
-    block, sent = encode((total / parts)[None], bits)
-    own = left[part * length : (part + 1) * length]
-    own.copy_((total - parts * sent[0])[: own.numel()])
-    return block[0]
+    own, rest = (each[part * length : (part + 1) * length] for each in (values, left))
+    block = _empty_messages(1, length, bits, values.device)
+    for columns in _chunks(length, parts):
+        received = decode(messages, length, bits, columns)
+        received[part] = 0.0
+        received[part, : own[columns].numel()] = own[columns]
+        total = received.new_zeros(received.shape[1], dtype=torch.float64)
+        for row in received:
+            total += row
+        sent = _write((total / parts)[None], block, columns, length, bits)
+        rest[columns].copy_((total - parts * sent[0])[: rest[columns].numel()])
+    return block.view(torch.int32)[0]
 
 
 def dequantize_parts(messages: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
@@ -97,39 +102,80 @@ def dequantize_parts(messages: torch.Tensor, numel: int, bits: int) -> torch.Ten
         values = messages.new_empty(numel, dtype=torch.float32)
         kernel("block_float_triton").dequantize_parts(messages.contiguous(), values, length, bits)
         return values
-    return decode(messages, length, bits).view(-1)[:numel].float()
+    values = messages.new_empty((len(messages), length), dtype=torch.float32)
+    for columns in _chunks(length, len(messages)):
+        values[:, columns] = decode(messages, length, bits, columns)
+    return values.view(-1)[:numel]
 
 
 def encode(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the messages (int32 ``[rows, words]``) of ``values``, and the values that :func:`decode` returns for them.
 
-    ``values`` is fp32 or fp64 ``[rows, n]``, with n at least 1. What is returned is fp64, of the same shape.
+    ``values`` is fp32 or fp64 ``[rows, n]``, with n at least 1. What is returned has the same dtype and shape.
     A block with NaN or Inf is marked as not finite. So is one whose scale would exceed the last code: a magnitude of
     2**112 or more, or 2**108 with 4 bits. Sums over ranks of what remains cannot overflow.
     """
     rows, length = values.shape
-    blocks = _padded(values.double(), _blocks(length) * _width(length)).view(rows, -1, _width(length))
-    exponent = _exponent(blocks.abs().amax(2)) - (bits - 2)
-    codes = (exponent + BIAS).clamp(0, NOT_FINITE)
-    top = (1 << (bits - 1)) - 1
-    scaled = blocks * _power(BIAS - codes)[:, :, None]
-    integers = scaled.round().nan_to_num_(0.0).clamp_(-top, top).to(torch.int8)
-    sent = (integers * _scales(codes)[:, :, None]).view(rows, -1)[:, :length]
-    packed = _padded(_packed(integers.view(rows, -1)[:, :length], bits), 4 * value_words(length, bits))
-    scales = _padded(codes.to(torch.uint8).view(torch.int8), -4 * (-_blocks(length) // 4))
-    return torch.cat([packed, scales], dim=1).view(torch.int32), sent
+    data, sent = _empty_messages(rows, length, bits, values.device), torch.empty_like(values)
+    for columns in _chunks(length, rows):
+        sent[:, columns] = _write(values[:, columns], data, columns, length, bits)
+    return data.view(torch.int32), sent
 
 
-def decode(messages: torch.Tensor, length: int, bits: int) -> torch.Tensor:
-    """Return the values (fp64 ``[rows, length]``) of ``messages`` (int32 ``[rows, words]``). They are exact in fp32.
+def _empty_messages(rows: int, length: int, bits: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes of messages with zeros, int8 ``[rows, bytes]``."""
+    return torch.zeros((rows, 4 * words(length, bits)), dtype=torch.int8, device=device)
 
-    A block that is marked as not finite becomes NaN. Any other words are valid, so a corrupt message cannot do harm.
+
+def _write(values: torch.Tensor, data: torch.Tensor, columns: slice, length: int, bits: int) -> torch.Tensor:
+    """Write ``values``, those ``columns`` of ``length``, into the messages ``data``. Return what will be decoded."""
+    integers, codes = _quantized(values, bits)
+    sent = integers.to(values.dtype) * _scales(codes).to(values.dtype)[:, :, None]
+    packed = _packed(integers.flatten(1)[:, : values.shape[1]], bits)
+    first, block = columns.start * bits // 8, 4 * value_words(length, bits) + columns.start // BLOCK
+    data[:, first : first + packed.shape[1]] = packed
+    data[:, block : block + codes.shape[1]] = codes.to(torch.uint8).view(torch.int8)
+    return sent.flatten(1)[:, : values.shape[1]]
+
+
+def _quantized(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers (int8 ``[rows, blocks, width]``) of ``values``, and the codes of scales (``[rows, blocks]``).
+
+    Scaling by a power of two is as exact in fp32 as in fp64 if the scale and its reciprocal are normal numbers of fp32.
     """
-    data = messages.contiguous().view(torch.int8)
-    held = 4 * value_words(length, bits)
-    integers = _unpacked(data[:, :held], bits)[:, :length]
-    codes = data[:, held : held + _blocks(length)].to(torch.int64) & NOT_FINITE
-    return integers * _scales(codes).repeat_interleave(_width(length), dim=1)[:, :length]
+    rows, length = values.shape
+    blocks = _padded(values, _blocks(length) * _width(length)).reshape(rows, -1, _width(length))
+    largest = blocks.abs().amax(2)
+    codes = (_exponent(largest.double()) - (bits - 2) + BIAS).clamp_(0, NOT_FINITE)
+    powers = torch.where(largest == 0, 1.0, _power(BIAS - codes))
+    if values.dtype != torch.float32 or bool((powers > _FP32_POWER).any()):
+        blocks = blocks.double()
+    top = (1 << (bits - 1)) - 1
+    scaled = (blocks * powers.to(blocks.dtype)[:, :, None]).round_()
+    if bool((codes == NOT_FINITE).any()):
+        scaled.nan_to_num_(0.0)
+    return scaled.clamp_(-top, top).to(torch.int8), codes
+
+
+def decode(messages: torch.Tensor, length: int, bits: int, columns: slice | None = None) -> torch.Tensor:
+    """Return the values (fp32 ``[rows, length]``) of ``messages`` (int32 ``[rows, words]``).
+
+    With ``columns``, whose bounds are multiples of ``BLOCK`` or the end, return these columns only. A block that is
+    marked as not finite becomes NaN. Any other words are valid, so a corrupt message cannot do harm.
+    """
+    start, stop = (0, length) if columns is None else (columns.start, columns.stop)
+    data, held = messages.contiguous().view(torch.int8), 4 * value_words(length, bits)
+    integers = _unpacked(data[:, start * bits // 8 : -(-stop * bits // 8)], bits)
+    codes = data[:, held + start // BLOCK : held - (-stop // BLOCK)].to(torch.int64) & NOT_FINITE
+    width = _width(length)
+    blocks = _padded(integers[:, : stop - start].float(), codes.shape[1] * width).view(len(data), -1, width)
+    return (blocks * _scales(codes).float()[:, :, None]).flatten(1)[:, : stop - start]
+
+
+def _chunks(length: int, rows: int) -> list[slice]:
+    """Return consecutive parts of ``length`` columns, of whole blocks. Those of all ``rows`` fit into a cache."""
+    width = max(1, _CHUNK // (rows * BLOCK)) * BLOCK
+    return [slice(start, min(length, start + width)) for start in range(0, length, width)]
 
 
 def _blocks(length: int) -> int:
@@ -178,9 +224,9 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _rows(values: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return equal parts of ``values`` (fp64 ``[parts, length]``), with zeros at the end."""
+    """Return equal parts of ``values`` (``[parts, length]``), with zeros at the end."""
     length = -(-values.numel() // parts)
-    return _padded(values.double()[None], parts * length).view(parts, length)
+    return _padded(values[None], parts * length).view(parts, length)
 
 
 def _check(numel: int, bits: int) -> None:

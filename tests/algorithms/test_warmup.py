@@ -22,6 +22,68 @@ def test_dense_warmup() -> None:
         world.workers[0].algorithm.load_state_dict({"step": 1})
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_quantized_warmup(world_size: int, static: bool) -> None:
+    """Dense steps in 8 bits deliver every entry, take a quarter of the bytes, and leave the rest in the residual."""
+    numel, generator = 4000, torch.Generator().manual_seed(0)
+    exact, rounded = (
+        SimulatedWorld(Warmup(recipe=OkTopk(density=0.05, static=static), steps=3, values=values), world_size, numel)
+        for values in ("fp32", "8bit")
+    )
+    given, delivered = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(5):
+        gradients = torch.randn(world_size, numel, generator=generator)
+        forecast = rounded.workers[0].algorithm.predicted_traffic(world_size)
+        mean = rounded.step(gradients)[0]
+        assert mean.is_full == (step < 3)
+        given, delivered = given + gradients.double().sum(0), delivered + world_size * mean.to_dense().double()
+        assert torch.allclose(given, delivered + rounded.residuals.double().sum(0), rtol=0, atol=1e-5)
+        if step < 3:
+            exact.step(gradients)
+            assert torch.allclose(mean.to_dense().double(), gradients.double().mean(0), atol=0.05)
+            assert rounded.residuals.any() == (world_size > 1)
+            assert all(each.bytes <= exact.traffic[0].bytes * 0.27 for each in rounded.traffic)
+            assert all(each.bytes == forecast.sent.bytes for each in rounded.traffic)
+    bare = OkTopk(density=0.05, static=static).build(numel).state_dict()
+    assert rounded.workers[0].algorithm.state_dict()["inner"].keys() == bare.keys()
+
+
+def test_forced_sparse_method() -> None:
+    """The verdict of quantized steps takes no message, also if the method would not go dense at density 1."""
+    recipe = OkTopk(density=0.05, static=True, force_sparse=True)
+    world = SimulatedWorld(Warmup(recipe=recipe, steps=2, values="8bit"), 3, 1000)
+    for _ in range(2):
+        forecast = world.workers[0].algorithm.predicted_traffic(3)
+        world.step(torch.randn(3, 1000))
+        assert [each.bytes for each in world.traffic] == [forecast.sent.bytes] * 3
+
+
+def test_who_can_quantize_dense_steps() -> None:
+    """The dense steps of ``dgc`` apply momentum, and an exponential warm-up has sparse stages: both stay in fp32.
+
+    So do those of a method that does not say what it does at density 1.
+    """
+
+    class Unknown(tritoncomm.TopkAllgather):
+        averages_when_dense = False
+
+    for recipe, schedule in ((tritoncomm.DGC(), "dense"), (Unknown(), "dense"), (OkTopk(), "exponential")):
+        with pytest.raises(ConfigurationError, match=r"values='8bit'\): must be 'fp32'"):
+            Warmup(recipe=recipe, steps=2, schedule=schedule, values="8bit")
+    with pytest.raises(ConfigurationError, match=r"values='4bit'\): must be 'fp32' or '8bit'"):
+        Warmup(recipe=OkTopk(), steps=2, values="4bit")
+
+
+def test_density_1_is_not_quantized() -> None:
+    """A method that delivers every entry anyway has no warm-up."""
+    world = SimulatedWorld(Warmup(recipe=OkTopk(density=1.0), steps=2, values="8bit"), 3, 60)
+    for _ in range(3):
+        gradients = torch.randint(-8, 8, (3, 60)).float() * 3
+        assert torch.equal(world.step(gradients)[0].to_dense(), gradients.mean(0))
+    assert not world.residuals.any()
+
+
 def test_exponential_warmup() -> None:
     """Five stages of equal length lower the density to 0.1 %, and momentum continues across stages."""
     recipe = Warmup(recipe=tritoncomm.DGC(density=0.001), steps=10, schedule="exponential")

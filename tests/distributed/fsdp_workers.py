@@ -59,6 +59,14 @@ def sharded(model: nn.Module, over, **fields) -> nn.Module:
     return fully_shard(model, mesh=over, **fields)
 
 
+def divide_by(factor: float, model: nn.Module, *, sums: bool = False) -> None:
+    """Let FSDP divide gradients by ``factor``, in fp16 and with ``sums`` in part after the hook."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(sums)
+
+
 def loss_of(model: nn.Module, rank: int, step: int, **fields) -> torch.Tensor:
     """Return the loss of a batch that depends on rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -232,6 +240,27 @@ def fp16_reduction(rank: int, world_size: int, send) -> None:
     assert state.skipped_steps > 0
 
 
+def divided_after_the_hook(rank: int, world_size: int, send) -> None:
+    """Where FSDP divides after the hook, the mean is divided as well: a dense method delivers what FSDP would."""
+    grid = mesh()
+    for dtype, sums in ((torch.float16, False), (torch.float32, True)):
+        policy = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
+        expected, found = 0.0, None
+        for replica in (None, 0, 1):  # through the hook, and then the gradients of each replica
+            model = sharded(Net(), grid["shard"], **policy)
+            divide_by(12.0, model, sums=sums)
+            if replica is None:
+                front.register(model, grid["replicate"].get_group(), "dense", dense_below=0)
+            number = rank if replica is None else 2 * replica + rank % 2
+            loss_of(model, number, 0).backward()
+            if replica is None:
+                found = shards(model)
+            else:
+                expected = expected + shards(model) / 2
+        assert found.any()
+        assert torch.allclose(found, expected, rtol=2e-3, atol=1e-6), dtype
+
+
 class Twice(nn.Module):
     """Uses a layer twice, with or without recomputation in backward."""
 
@@ -293,10 +322,11 @@ def gradients_used_early(rank: int, world_size: int, send) -> None:
     """A hook of the user that waits for a gradient gets its mean, the same bits as at the end of the backward pass."""
     grid = mesh()
     group = grid["replicate"].get_group()
-    bf16, fp32 = torch.bfloat16, torch.float32
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     policies = [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)}]
     policies += [
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=fp32)},
+        divided := {"mp_policy": MixedPrecisionPolicy(reduce_dtype=fp16)},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     ]
     for narrow, fields in [(False, fields) for fields in policies] + [(True, policies[2])]:
@@ -304,6 +334,8 @@ def gradients_used_early(rank: int, world_size: int, send) -> None:
         for early in (False, True):
             whole, found = Net().to(bf16 if narrow else fp32), []
             model = sharded(whole, grid["shard"], **fields)
+            if fields == divided:
+                divide_by(12.0, model)
             scaler = GradScaler("cpu", init_scale=1024.0)
             front.register(model, group, "topk_allgather", density=0.1, dense_below=16, scaler=scaler)
             for p in model.parameters() if early else ():

@@ -29,7 +29,10 @@ from tritoncomm.scheduler.local_workers import WorkerError
             *(fsdp_workers.zeroed_alone, fsdp_workers.outside_of_backward, fsdp_workers.gradient_hooks_differ),
             fsdp_workers.failed_write,
         ],
-        [fsdp_workers.loss_scaling, fsdp_workers.fp16_reduction, fsdp_workers.sparse_accumulation],
+        [
+            *(fsdp_workers.loss_scaling, fsdp_workers.fp16_reduction, fsdp_workers.divided_after_the_hook),
+            fsdp_workers.sparse_accumulation,
+        ],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

@@ -282,7 +282,9 @@ def double_reduction(rank: int, world_size: int, send) -> None:
     model = nn.Linear(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
     rounded = {"values": "4bit", "dense_below": 0}
-    for late, fields in ((False, {}), (True, {}), (True, rounded), (True, {"small": "8bit", "dense_below": 4})):
+    quantized = {"small": "8bit", "warmup_steps": 2}
+    cases = (False, {}), (True, {}), (True, rounded), (True, {"small": "8bit", "dense_below": 4}), (True, quantized)
+    for late, fields in cases:
         if late:
             del ddp
         optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), **fields)
@@ -301,7 +303,8 @@ def double_reduction(rank: int, world_size: int, send) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("tritoncomm").addHandler(handler)
-    for step, fields in ((0, {}), (1, {}), (0, rounded), (1, rounded)):  # equal data is legal, and worth a warning
+    # Equal data is legal, and worth a warning.
+    for step, fields in ((step, fields) for fields in ({}, rounded, quantized) for step in range(2)):
         plain = nn.Linear(4, 3)
         warned.clear()
         alike = sparse_wrap(torch.optim.SGD(plain.parameters(), lr=0.1), broadcast_parameters=True, **fields)

@@ -18,7 +18,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
 from tritoncomm.planning.doctor import diagnose
-from tritoncomm.step.ddp_state import CommState, comm_hook
+from tritoncomm.step.ddp_hook import CommState, comm_hook
 
 from depth import DEEP
 from emulated_cuda import doors, ranks

@@ -31,8 +31,10 @@ def test_doctor_in_one_process(
     assert 0.05 < figures["break_even_density"] <= 0.2
     out = capsys.readouterr().out
     assert "Compression pays at density 3.00%" in out
-    assert "The first 20 steps are dense and take " in out
+    assert "The first 20 steps are dense, in 8 bits, and take " in out
     assert "packing     messages are packed, which takes " in out
+    assert main([*arguments, "10mbit,1us", "--algo", "dgc"]) == 0
+    assert "The first 20 steps are dense and take " in capsys.readouterr().out  # dgc's are in fp32
     assert main([*arguments, "10000gbit,1us"]) == 1
     out = capsys.readouterr().out
     assert "Stay dense" in out

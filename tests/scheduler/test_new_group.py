@@ -74,6 +74,15 @@ def test_subgroups_of_a_bound_group_are_created_once(monkeypatch: pytest.MonkeyP
     assert len(world.calls[0]) == len(subgroups)
 
 
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 0)])
+def test_ranks_of_a_subgroup_ascend(monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
+    """torch sorts the ranks of a group: a subgroup in another order is refused, and creates no group."""
+    world = World(monkeypatch, bound=True, splits=True)
+    with pytest.raises(ConfigurationError, match=r"list its ranks once, in ascending order"):
+        ProcessGroupScheduler(None, subgroups=[ranks])
+    assert not any(world.calls.values())
+
+
 @pytest.mark.parametrize(("bound", "splits"), [(False, True), (True, False)])
 def test_only_members_create_another_group(monkeypatch: pytest.MonkeyPatch, bound: bool, splits: bool) -> None:
     """If nothing is split, a rank creates its own subgroups only. The others need not wait."""

@@ -95,6 +95,11 @@ class Algorithm(ABC):
         """True if the next step delivers every entry because of a warm-up."""
         return False
 
+    @property
+    def quantizes_warmup(self) -> bool:
+        """True if :attr:`warms_up_dense` holds, and the values of this step are quantized."""
+        return False
+
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
         """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""
 
@@ -161,9 +166,14 @@ class BudgetedAlgorithm(Algorithm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """A method and its settings. ``density`` is the share of entries to deliver, in (0, 1]."""
+    """A method and its settings. ``density`` is the share of entries to deliver, in (0, 1].
+
+    ``averages_when_dense`` says that a step at density 1 delivers the mean and has no other effect. Only then may the
+    dense steps of a warm-up be quantized.
+    """
 
     name: ClassVar[str]
+    averages_when_dense: ClassVar[bool] = False
     density: float = 0.01
 
     def __post_init__(self) -> None:

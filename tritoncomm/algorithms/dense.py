@@ -22,6 +22,7 @@ class Dense(Recipe):
     """
 
     name: ClassVar[str] = "dense"
+    averages_when_dense: ClassVar[bool] = True
     density: float = dataclasses.field(default=1.0, repr=False)
 
     def formula(self, numel: int, world_size: int) -> Formula:

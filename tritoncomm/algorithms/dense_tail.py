@@ -16,7 +16,7 @@ from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.quantized_mean import BITS, quantized_mean, traffic
+from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, quantized_mean, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, Verdict
 from tritoncomm.scheduler import cost
@@ -24,7 +24,6 @@ from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm_kernels import Padded
 
-SMALL_FORMATS = ("fp32", "8bit")
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
 
 
@@ -34,7 +33,7 @@ class DenseTail(WrapperRecipe):
 
     ``small="fp32"`` sends them in one all-reduce. ``small="8bit"`` sends them in 8 bits in both directions, see
     :mod:`tritoncomm.primitives.quantized_mean`. They have a residual then, which holds what quantization cuts off.
-    Steps in which ``recipe`` delivers every entry are not quantized.
+    Steps in which ``recipe`` delivers every entry are quantized only if it quantizes them, too.
     """
 
     name: ClassVar[str] = "dense_tail"
@@ -44,7 +43,7 @@ class DenseTail(WrapperRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "tail", whole=True)
-        check(self, "small", self.small in SMALL_FORMATS, "must be 'fp32' or '8bit'")
+        check(self, "small", self.small in DENSE_FORMATS, "must be 'fp32' or '8bit'")
 
     def build(self, numel: int) -> DenseTailAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -72,8 +71,9 @@ class DenseTailAlgorithm(WrapperAlgorithm):
 
     @property
     def _bits(self) -> int | None:
-        """The bits of the next step. A dense step of a warm-up is not quantized."""
-        return None if self.inner.warms_up_dense else self.bits
+        """The bits of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
+        exact = self.inner.warms_up_dense and not self.inner.quantizes_warmup
+        return None if exact else self.bits
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

@@ -85,6 +85,7 @@ class ExDyna(IndexRecipe):
     """
 
     name: ClassVar[str] = "exdyna"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     mode: str = "robust"
     layout: str = "auto"

@@ -34,6 +34,7 @@ class GTopk(EntryRecipe):
     """Deliver exactly k entries. They are not always the k largest sums, because each merge sees only its subtree."""
 
     name: ClassVar[str] = "gtopk"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
 
     def formula(self, numel: int, world_size: int) -> Formula:

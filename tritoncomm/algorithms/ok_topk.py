@@ -71,6 +71,7 @@ class OkTopk(EntryRecipe):
     """
 
     name: ClassVar[str] = "oktopk"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     repartition_every: int = 64
     reevaluate_every: int = 32

@@ -51,6 +51,7 @@ class RandomBlock(StaticRecipe):
     """
 
     name: ClassVar[str] = "random_block"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     mode: str = "perm"
     seed: int = 0

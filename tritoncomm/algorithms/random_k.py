@@ -39,6 +39,7 @@ class RandomK(StaticRecipe):
     """
 
     name: ClassVar[str] = "random_k"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     seed: int = 0
     values: str = "fp32"

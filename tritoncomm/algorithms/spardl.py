@@ -60,6 +60,7 @@ class SparDL(EntryRecipe):
     """
 
     name: ClassVar[str] = "spardl"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     teams: int | str = 1
     sag: str = "auto"

@@ -60,6 +60,7 @@ class HardThreshold(EntryRecipe):
     """
 
     name: ClassVar[str] = "hard_threshold"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     threshold: float | None = None
     static_room: float = 4.0
@@ -96,6 +97,7 @@ class GaussianK(EntryRecipe):
     """
 
     name: ClassVar[str] = "gaussiank"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     max_ratio: float = 1.5
 

@@ -26,6 +26,7 @@ class TopkAllgather(EntryRecipe):
     """Send the k largest entries of every worker to all workers. The union is delivered."""
 
     name: ClassVar[str] = "topk_allgather"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
 
     def formula(self, numel: int, world_size: int) -> Formula:

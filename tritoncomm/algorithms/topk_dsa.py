@@ -52,6 +52,7 @@ class TopkDSA(EntryRecipe):
     """
 
     name: ClassVar[str] = "topk_dsa"
+    averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
     dense_switch: float = 2 / 3
     bucket_width: int = 4

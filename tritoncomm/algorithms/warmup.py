@@ -11,16 +11,23 @@ from tritoncomm.algorithms.base import Algorithm, check, check_at_least
 from tritoncomm.algorithms.wrapper import WholeVectorWrapper, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, deliver_all_quantized, traffic
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
+
+_PHASE = "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(WrapperRecipe):
     """Run ``recipe`` with a higher density during the first ``steps`` steps.
 
-    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up.
+    ``schedule="dense"`` uses density 1. The step counter of ``recipe`` starts after the warm-up. With
+    ``values="8bit"``, values then travel in 8 bits in both directions, see :mod:`tritoncomm.primitives.quantized_mean`.
+    Every entry is delivered, and what quantization cuts off stays in the residual. This is not possible with ``dgc``,
+    whose dense steps apply momentum.
+
     ``schedule="exponential"`` (Deep Gradient Compression, section on warm-up) uses ``stages`` stages of equal length.
     Their densities are ``density ** (i / stages)`` for i = 1 to ``stages``. The last stage is ``recipe`` itself. Every
     stage starts the method from scratch, but residuals and the momentum of ``dgc`` are kept.
@@ -30,6 +37,7 @@ class Warmup(WrapperRecipe):
     steps: int
     schedule: str = "dense"
     stages: int = 5
+    values: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +45,11 @@ class Warmup(WrapperRecipe):
         check(self, "schedule", self.schedule in ("dense", "exponential"), "must be 'dense' or 'exponential'")
         check_at_least(self, 1, "stages", whole=True)
         check(self, "recipe", not isinstance(self.recipe, WrapperRecipe), "must be a method, not a wrapper recipe")
+        check(self, "values", self.values in DENSE_FORMATS, "must be 'fp32' or '8bit'")
+        exact = self.values == "fp32"
+        check(self, "values", exact or self.schedule == "dense", "must be 'fp32' unless schedule is 'dense'")
+        fix = f"must be 'fp32' for {self.recipe.name!r}, whose dense steps may do more than average gradients"
+        check(self, "values", exact or self.recipe.averages_when_dense, fix)
         object.__setattr__(self, "name", self.recipe.name)  # checkpoints and errors name the method
 
     def build(self, numel: int) -> WarmupAlgorithm:
@@ -88,6 +101,23 @@ class WarmupAlgorithm(WholeVectorWrapper):
         return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
 
     @property
+    def quantizes_warmup(self) -> bool:
+        """See :attr:`Algorithm.quantizes_warmup`."""
+        return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.delivers_all()
+
+    @property
+    def has_shared_verdict(self) -> bool:
+        """See :attr:`Algorithm.has_shared_verdict`. All ranks check the same mean in a quantized step."""
+        return self.quantizes_warmup or self.inner.has_shared_verdict
+
+    @property
+    def is_static(self) -> bool:
+        """See :attr:`Algorithm.is_static`."""
+        if self.quantizes_warmup:  # messages have a fixed length, and so they may travel by collectives
+            return getattr(self.recipe.recipe, "static", False) is True
+        return self.inner.is_static
+
+    @property
     def state(self) -> tuple[int, Any]:
         """The number of completed steps, and the state of the inner algorithm."""
         return self._taken, self.inner.state
@@ -100,12 +130,25 @@ class WarmupAlgorithm(WholeVectorWrapper):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         before = self.inner
-        mean = yield from before.reduce(acc, rank, world_size)
+        if self.quantizes_warmup:
+            bits, collective = BITS[self.recipe.values], self.is_static
+            mean = yield from deliver_all_quantized(
+                acc, rank, world_size, bits=bits, phase=_PHASE, collective=collective
+            )
+        else:
+            mean = yield from before.reduce(acc, rank, world_size)
         self.report = before.report
         self._taken += 1
         if self.inner is not before:
             self.inner.adopt_across_density(before)
         return mean
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. It is exact in a quantized step."""
+        if not self.quantizes_warmup:
+            return self.inner.predicted_traffic(world_size)
+        bits, collective = BITS[self.recipe.values], self.is_static
+        return Forecast(traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective))
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.ordinary_traffic`. Returns the traffic after the warm-up."""

@@ -87,6 +87,11 @@ class WrapperAlgorithm(Algorithm):
         """See :attr:`Algorithm.warms_up_dense`."""
         return self.inner.warms_up_dense
 
+    @property
+    def quantizes_warmup(self) -> bool:
+        """See :attr:`Algorithm.quantizes_warmup`."""
+        return self.inner.quantizes_warmup
+
     def invalidate_thresholds(self) -> None:
         """See :meth:`Algorithm.invalidate_thresholds`."""
         self.inner.invalidate_thresholds()

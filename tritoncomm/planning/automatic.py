@@ -26,6 +26,8 @@ def automatic_recipe(
     group: dist.ProcessGroup | None,
     fields: dict[str, Any],
     function: Callable[..., Any],
+    *,
+    buckets: int = 0,
 ) -> Recipe:
     """Return the recipe that the planner recommends for the measured network and this model.
 
@@ -39,6 +41,7 @@ def automatic_recipe(
         fields: Further recipe fields that the user passed. Only ``values`` is possible, because a field belongs to one
             method.
         function: The function that the user called. Errors list its arguments.
+        buckets: Number of buckets of DDP, whose hook exchanges them. 0 means without a hook.
 
     Raises:
         ConfigurationError: ``fields`` has another name, or ``density`` is out of range.
@@ -63,8 +66,9 @@ def automatic_recipe(
     setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group, device)
     link = measure_link(group, device)
     chosen = recommend(
-        numel, dist.get_world_size(group), link, density, values=values, device=device, wrapped_dense=True
-    )
+        numel, dist.get_world_size(group), link, density, values=values, device=device, buckets=buckets,
+        wrapped_dense=True,
+    )  # fmt: skip
     if dist.get_rank(group) == 0:
         logger.info(
             "algo='auto': measured %.3g Gbit/s and %.3g us per message, using %r",

@@ -50,6 +50,8 @@ class Diagnosis:
             longer. 0 if sparse is slower at every density.
         packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
         rest: What the rest of a sparse step takes longer than that of a dense one (predicted).
+        warmup: Time of the exchange in one of the dense steps of ``wrap`` at the start, predicted if quantized.
+        quantizes_warmup: Whether these steps are quantized.
         pays: Whether the sparse exchange at ``density``, and what the rest of a sparse step takes longer (predicted),
             take less than 95 % of the exposed time of a dense all-reduce. The exposed time is the part that computation
             does not hide.
@@ -68,6 +70,8 @@ class Diagnosis:
     break_even: float
     packing: Packing
     rest: float
+    warmup: float
+    quantizes_warmup: bool
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +109,8 @@ class Diagnosis:
         )
         if self.pays and self.density < 1:
             others = self.step + self.rest
-            lines.append(planner.dense_start(self.dense + others, self.sparse[self.density] + others))
+            dense, sparse = self.warmup + others, self.sparse[self.density] + others
+            lines.append(planner.dense_start(dense, sparse, quantized=self.quantizes_warmup))
         return "\n".join(lines)
 
 
@@ -164,11 +169,14 @@ def diagnose(
     sparse = dict(zip(sparse, others, strict=True))
     rest = planner.rest_of_step(numel, device)
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
+    quantizes = method(density).averages_when_dense
     return Diagnosis(
         workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
         measured=together, selection=selection, dense=dense, sparse=sparse,
         break_even=break_even({d: seconds + rest for d, seconds in sparse.items()}, dense), packing=packings[density],
-        rest=rest, pays=sparse[density] + rest < planner.WORTH_IT * exposed,
+        rest=rest, warmup=planner.warmup_seconds(numel, workers, found, device) if quantizes else dense,
+        quantizes_warmup=quantizes,
+        pays=sparse[density] + rest < planner.WORTH_IT * exposed,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ exchange costs on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 from tritoncomm.algorithms import Dense, RandomBlock, Recipe, algorithms, recipe
 from tritoncomm.algorithms.base import EntryRecipe, StaticRecipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.quantized_mean import BITS, traffic
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.step import cpu_cost, gpu_cost
 from tritoncomm.step.gpu_cost import Counts
@@ -41,14 +43,14 @@ _NOTES_CPU = (
     f"A sparse step takes {_REST_MS} ms and {_REST_NS} ns per parameter more than its exchange, for AdamW.",
     "The work was measured with 2 and 4 workers. Predictions of single exchanges were off by up to a half.",
     "The work of DDP's hook (--buckets) was fitted to a model of 0.9 million parameters with 4 workers.",
-    "Not counted: the all-reduce of small tensors.",
+    "Not counted: the exchange of small tensors.",
 )
 _SYNC, _LAUNCH = f"{1e6 * gpu_cost.SYNCHRONIZATION:g} us", f"{1e6 * gpu_cost.LAUNCH:g} us"
 _NOTES_GPU = (
     f"Exchange and step times include {_SYNC} per host synchronization and {_LAUNCH} per launch.",
     "Their numbers were counted on an emulated GPU. Their times are assumptions.",
     f"The step of a sparse method has {gpu_cost.REST_OF_STEP.launches:.0f} launches more, for AdamW and small tensors.",
-    "Not counted: the time of kernels, the work of DDP's hook, and the all-reduce of small tensors.",
+    "Not counted: the time of kernels, the work of DDP's hook, and the exchange of small tensors.",
     "form: exact messages are as long as their entries need, static ones have a fixed length. ?: not counted.",
 )
 
@@ -174,6 +176,19 @@ def ddp_seconds(numel: int, world_size: int, link: Link, device: torch.device | 
     if torch.device(device).type == "cuda":
         return exchange_seconds(Packing(Dense()), numel, world_size, link, device)[1]
     return Dense().formula(numel, world_size).seconds(cpu_cost.on_gloo(link, cores))[1]
+
+
+def warmup_seconds(
+    numel: int, world_size: int, link: Link, device: torch.device | str, cores: float = 1.0
+) -> float:  # fmt: skip
+    """Return the seconds of the exchange in one of the dense steps with which ``wrap`` begins, in 8 bits."""
+    on_gpu, link = torch.device(device).type == "cuda", usable(link, device, cores)
+    flows = traffic(numel, world_size, bits=BITS["8bit"], phase="dense", collective=on_gpu)
+    seconds = math.fsum(flow.sent.messages * link.latency + link.transfer(flow.sent.bytes) for flow in flows.values())
+    if on_gpu:
+        return seconds + gpu_cost.counts(Dense(), world_size).seconds
+    messages = sum(flow.sent.messages for flow in flows.values())
+    return seconds + (cpu_cost.EXCHANGE + cpu_cost.MESSAGE * messages + cpu_cost.QUANTIZE * numel) / cores
 
 
 def rest_of_step(numel: int, device: torch.device | str) -> float:
@@ -335,19 +350,17 @@ def advice(
         lines += ["Use:", f"optimizer = tritoncomm.wrap(optimizer, {model}{arguments})"]
         if not chosen.delivers_all():
             step = next(e.step for e in ranked if (e.recipe.name, e.recipe.density) == (chosen.name, chosen.density))
-            (start,) = estimates(
-                numel, world_size, link, step_seconds, densities=(), device=device, cores=cores, wrapped_dense=True
-            )
-            lines += ["", dense_start(start.step, step)]
+            exchange = warmup_seconds(numel, world_size, link, device, used) + hook_seconds(buckets, device) / used
+            lines += ["", dense_start(step_seconds + exchange + rest_of_step(numel, device) / used, step)]
     return "\n".join(lines)
 
 
-def dense_start(dense: float, sparse: float) -> str:
-    """Return a sentence on the dense steps with which ``wrap`` begins, from the seconds of both kinds of steps."""
+def dense_start(dense: float, sparse: float, *, quantized: bool = True) -> str:
+    """Return a sentence on the dense steps at the start of ``wrap``, from the seconds of a dense and a sparse step."""
     seconds = DEFAULT_WARMUP * dense
     return (
-        f"The first {DEFAULT_WARMUP} steps are dense and take {seconds:.3g} s, as long as {seconds / sparse:.0f} of "
-        "the others. In a short run on a slow link, pass fewer as warmup_steps."
+        f"The first {DEFAULT_WARMUP} steps are dense{', in 8 bits,' if quantized else ''} and take {seconds:.3g} s, "
+        f"as long as {seconds / sparse:.0f} of the others. In a short run on a slow link, pass fewer as warmup_steps."
     )
 
 

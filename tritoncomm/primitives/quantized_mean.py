@@ -21,6 +21,7 @@ from tritoncomm.scheduler.rounds import AllGather, AllToAll, Inbox, Pattern
 from tritoncomm_kernels import Padded, block_float
 
 FORMATS = ("fp32", "8bit", "4bit")
+DENSE_FORMATS = ("fp32", "8bit")  # of small tensors and of whole vectors
 BITS = {"8bit": 8, "4bit": 4}
 _LEAST = 2.0**-149  # the smallest magnitude that is not zero
 _BUCKET = 8  # messages of a rank that are in transit at a time
@@ -106,6 +107,23 @@ def deliver_quantized(
     return SparseVector(indices[delivered], mean[delivered], acc.numel)
 
 
+def deliver_all_quantized(
+    acc: Accumulator, rank: int, world_size: int, *, bits: int, phase: str, collective: bool = False
+) -> Pattern[SparseVector]:
+    """Return the mean over ranks at every coordinate, and leave the residual in ``acc``.
+
+    See :func:`quantized_mean`, also for ``collective``. Coordinates whose mean is rounded to zero count as delivered.
+    """
+    mean, left = yield from quantized_mean(
+        acc.dense(), rank, world_size, bits=bits, phase=phase, verdict=acc.verdict, collective=collective
+    )
+    acc.clear_all()
+    acc.replace_range(0, left)
+    if acc.verdict is not None:
+        yield from acc.verdict.settle(world_size)
+    return SparseVector.full(mean)
+
+
 def traffic(numel: int, world_size: int, *, bits: int, phase: str, collective: bool = False) -> dict[str, Flow]:
     """Return the traffic of :func:`quantized_mean` for ``numel`` values by phase. It is exact.
 
@@ -129,6 +147,7 @@ def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
         verdict.check_result(mean)
     elif kernels.has_non_finite(mean):
         raise NonFiniteError(
-            "a gradient, or the mean of the gradients, has a NaN or Inf or is too large; nothing was applied"
+            "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**112 or larger, which 8 bits "
+            "cannot hold; nothing was applied"
         )
     return mean

@@ -160,7 +160,10 @@ def kind_of(error: BaseException) -> str:
 
 
 def others_at_fault(error: BaseException) -> tuple[int, ...]:
-    """Return the global ranks for which this rank failed, if ``error`` names any, of an exchange in another group."""
+    """Return the global ranks that ``error``, of an exchange in another group, names as the reason for it.
+
+    Empty if it names none, or this rank.
+    """
     peers = error.peers if isinstance(error, ExchangeError) else ()
     return () if dist.get_rank() in peers else peers
 

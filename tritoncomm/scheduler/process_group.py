@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import (
+    ConfigurationError,
     ExchangeError,
     NonFiniteError,
     ProtocolMismatchError,
@@ -121,6 +122,8 @@ class ProcessGroupScheduler:
         self._failed_op: Op | None = None  # of a nested scheduler
         self._subgroups: dict[tuple[int, ...], ProcessGroupScheduler] = {}
         for ranks in subgroups:
+            if list(ranks) != sorted(set(ranks)):  # torch sorts the ranks of a group, and messages would go astray
+                raise ConfigurationError(f"subgroup {ranks} of {stamp!r}: list its ranks once, in ascending order")
             if self.rank in ranks or needs_all_ranks():
                 members = tuple(self._global_ranks[r] for r in ranks)
                 limit = timeout or watcher.timeout_of(group, self.device)  # and not torch's default

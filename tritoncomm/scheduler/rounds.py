@@ -99,7 +99,7 @@ class InSubgroup:
     """Run ``pattern`` among ``ranks``. Inside the pattern, these ranks are numbered from 0.
 
     Yielding it returns the result of the pattern, or raises the error that the pattern raised. All ranks yield it
-    together, each with the subgroup that it belongs to. All ranks of a subgroup pass the same ``ranks`` in the same
+    together, each with the subgroup that it belongs to. All ranks of a subgroup pass the same ``ranks``, in ascending
     order.
     """
 

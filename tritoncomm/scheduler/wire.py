@@ -325,8 +325,9 @@ class Rows:
     """Messages of one length, whose number of entries the host does not know: sections with one layout.
 
     Row r holds at most ``room`` entries in ``span`` coordinates from ``lows[r]`` on. The format is that of
-    :class:`Section`, with two differences. Rounded values are always packed, and plain entries are divided by
-    ``divisor`` only if it is not 1. Nothing here waits for a GPU.
+    :class:`Section`, with two differences. Rounded values are always packed: where plain rows are shorter, they are a
+    few entries long, and take more launches to write and read. Plain entries are divided by ``divisor`` only if it is
+    not 1. Nothing here waits for a GPU.
     """
 
     def __init__(self, encoding: Encoding, lows: torch.Tensor, span: int, room: int, *, divisor: int = 1) -> None:

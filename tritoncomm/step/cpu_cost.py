@@ -52,6 +52,9 @@ HOOK, BUCKET = 14e-3, 4.6e-3
 # What the rest of a sparse step of `wrap` has beyond the rest of a dense step, both with AdamW: collecting gradients,
 # selection by update, the staleness-aware update, small tensors. Seconds, and seconds per value.
 REST, REST_VALUE = 3.2e-3, 0.6e-9
+# Seconds for each value of a dense exchange in 8 bits: quantizing, averaging and decoding. ``benchmarks/sections.py``
+# measured 19 to 27 ns with 0.9 and 25 million values (``sections-2026-11-24.json``).
+QUANTIZE = 24e-9
 
 
 def on_gloo(link: Link, cores: float = 1.0) -> Link:

@@ -26,9 +26,9 @@ from tritoncomm.algorithms import (
     recipe,
     with_suggestions,
 )
-from tritoncomm.algorithms.dense_tail import SMALL_FORMATS
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.step import setup_checks
 from tritoncomm.step.packing import Packing, describe
@@ -144,6 +144,7 @@ def resolve_recipe(
     node_group: dist.ProcessGroup | None = None,
     group: dist.ProcessGroup | None = None,
     *,
+    small: str = "fp32",
     function: Callable[..., Any],
 ) -> Recipe:
     """Return the recipe that the arguments of ``wrap`` describe.
@@ -155,6 +156,7 @@ def resolve_recipe(
         fields: Further fields of the recipe.
         node_group: Ranks of this rank's node. None if nodes are not treated separately.
         group: Process group of the exchange. None is the default group.
+        small: Format of what is sent dense.
         function: The function that the user called. Errors list its arguments.
 
     Raises:
@@ -170,7 +172,7 @@ def resolve_recipe(
         if given:
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
-    return with_warmup_and_nodes(chosen, warmup_steps, node_group, group)
+    return with_warmup_and_nodes(chosen, warmup_steps, node_group, group, small)
 
 
 def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def resolved_small(small: str | None) -> str:
     Raises :class:`~tritoncomm.ConfigurationError` for an unknown format.
     """
     chosen = DEFAULT_SMALL if small is None else small
-    one_of("small", chosen, SMALL_FORMATS)
+    one_of("small", chosen, DENSE_FORMATS)
     return chosen
 
 
@@ -220,11 +222,16 @@ def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iter
 
 
 def with_warmup_and_nodes(
-    chosen: Recipe, warmup_steps: int | None, node_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+    chosen: Recipe,
+    warmup_steps: int | None,
+    node_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
+    small: str,
 ) -> Recipe:
     """Return ``chosen`` with ``warmup_steps`` dense steps before it, and used between the nodes of ``node_group`` only.
 
-    ``None`` is :data:`DEFAULT_WARMUP`, and 0 for a recipe that delivers every entry or wraps another one.
+    ``None`` is :data:`DEFAULT_WARMUP`, and 0 for a recipe that delivers every entry or wraps another one. Values of the
+    dense steps travel in the format ``small``, unless the method applies momentum in them.
 
     Raises:
         ConfigurationError: ``node_group`` is not a node of consecutive ranks.
@@ -234,7 +241,8 @@ def with_warmup_and_nodes(
         delivers_all = is_dense(chosen) or chosen.density == 1
         warmup_steps = 0 if delivers_all or isinstance(chosen, WrapperRecipe) else DEFAULT_WARMUP
     if warmup_steps != 0:
-        chosen = Warmup(recipe=chosen, steps=warmup_steps)
+        values = small if chosen.averages_when_dense else "fp32"
+        chosen = Warmup(recipe=chosen, steps=warmup_steps, values=values)
     if node_group is None:
         return chosen
     check_group("node_group", node_group)
@@ -263,9 +271,17 @@ def without_encoding(chosen: Recipe) -> Recipe:
         names = {field.name for field in dataclasses.fields(method)}
         return replace(method, **{name: value for name, value in plain.items() if name in names})  # type: ignore[arg-type]
 
+    def exact(layer: Recipe) -> Recipe:
+        if not isinstance(layer, WrapperRecipe):
+            return change(layer)
+        inner = exact(layer.recipe)
+        if isinstance(layer, Warmup):
+            return replace(layer, recipe=inner, values="fp32")
+        return replace(layer, recipe=inner)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
-        return chosen.with_method(change)
+        return exact(chosen)
 
 
 def is_dense(chosen: Recipe) -> bool:

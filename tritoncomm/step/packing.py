@@ -132,8 +132,8 @@ def unpacked(recipe: Recipe) -> Recipe:
 
 
 def rounds(recipe: Recipe) -> bool:
-    """Return True if values are rounded on the wire in steps that are not dense."""
-    return getattr(recipe.layers[-1], "values", "fp32") != "fp32"
+    """Return True if values are rounded on the wire, at least in some steps."""
+    return any(getattr(layer, "values", "fp32") != "fp32" for layer in recipe.layers)
 
 
 def _with(recipe: Recipe, **fields: Any) -> Recipe:

@@ -286,7 +286,7 @@ def check_not_reduced(
     if not is_distributed() or dist.get_world_size(group) == 1 or not mean.values.any():
         return
     mean, own = mean.trimmed(), layout.gather(torch.empty(layout.numel, dtype=torch.float32, device=mean.values.device))
-    if equal_on_all_ranks is not None and not mean.is_full:
+    if equal_on_all_ranks is not None:
         if not equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64))):
             return
     elif not torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0):

@@ -90,12 +90,23 @@ def take_over_parameters(group: Any) -> None:
             each.reset_sharded_param()
 
 
-def multiplies_after_hook(group: Any, dtype: torch.dtype) -> bool:
-    """Return True if FSDP multiplies the shard of ``group``, reduced in ``dtype``, after the all-reduce hook.
+def divisor_after_hook(group: Any, dtype: torch.dtype) -> float:
+    """Return the number by which FSDP divides the shard of ``group``, reduced in ``dtype``, after the all-reduce hook.
 
-    It does where it computes a sum. In fp32 and bf16 it averages.
+    It divides where it computes a sum. In fp32 and bf16 it averages.
     """
-    return dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+    sums = getattr(group, "force_sum_reduction_for_comms", False)
+    if dtype in (torch.float32, torch.bfloat16) and not sums:
+        return 1.0
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (  # noqa: PLC0415 - importing it takes a while
+        _get_gradient_divide_factors,
+    )
+
+    scattered = group._reduce_scatter_process_group  # noqa: SLF001
+    _, divisor, *_ = _get_gradient_divide_factors(
+        scattered, None, dtype, group.device.type, group.gradient_divide_factor, sums
+    )
+    return float(divisor or 1.0)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -152,7 +152,7 @@ class VectorExchange:
 
     @property
     def rounds(self) -> bool:
-        """True if values are rounded on the wire in steps that are not dense, so that a mean is not exact."""
+        """True if values are rounded on the wire, at least in some steps, so that a mean is not exact."""
         return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
 
     def agree_on_exchange_id(self) -> None:

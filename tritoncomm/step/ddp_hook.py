@@ -103,10 +103,10 @@ class CommState(HookState):
             by its own argument. Default: ``"propagate"`` with a ``scaler``, else ``"raise"``.
         scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
-        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, in one
-            all-reduce per bucket. 0 sends no tensor dense. Default: 1024.
-        small: Format in which these tensors travel, ``"fp32"`` or ``"8bit"``, see :func:`tritoncomm.wrap`. Default:
-            None, which is ``"8bit"``.
+        dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense,
+            together per bucket. 0 sends no tensor dense. Default: 1024.
+        small: Format of these tensors, and of all tensors in the dense steps at the start, ``"fp32"`` or ``"8bit"``,
+            see :func:`tritoncomm.wrap`. Default: None, which is ``"8bit"``.
         **recipe_fields: Further fields of the recipe of ``algo``. ``static`` says whether messages have a fixed length.
             By default they do on a GPU if the method has this form, because the host then waits less often. It has
             nothing to do with ``static_graph`` of DDP.
@@ -131,8 +131,9 @@ class CommState(HookState):
         **recipe_fields: Any,
     ) -> None:
         check_group("process_group", process_group)
+        small = resolved_small(small)
         recipe = resolve_recipe(
-            algo, density, warmup_steps, recipe_fields, node_group, process_group, function=CommState
+            algo, density, warmup_steps, recipe_fields, node_group, process_group, small=small, function=CommState
         )
         if on_nonfinite == "skip":
             raise ConfigurationError(
@@ -144,7 +145,6 @@ class CommState(HookState):
         check_scaler(scaler)
         check_timeout(timeout)
         check_dense_below(dense_below)
-        small = resolved_small(small)
         options = ExchangeOptions(recipe=recipe, timeout=timeout, dense_below=dense_below, small=small)
         super().__init__(GradientExchange(options), process_group, policy, scaler)
         self._start()

@@ -26,8 +26,8 @@ from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     at_end_of_backward,
     current_backward,
+    divisor_after_hook,
     has_gradient_hooks,
-    multiplies_after_hook,
 )
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -37,12 +37,13 @@ logger = logging.getLogger("tritoncomm")
 class _Arrived(NamedTuple):
     """The gradients of the group of ``hook``, which FSDP has reduced in ``dtype``, and which are in ``vector.flat``.
 
-    ``kept`` means that the gradients are their mean already, as with one worker.
+    FSDP divides them by ``divisor`` after the hook. ``kept`` means that they are the mean already, as with one worker.
     """
 
     hook: ShardHook
     vector: VectorExchange
     dtype: torch.dtype
+    divisor: float
     kept: bool
 
 
@@ -115,8 +116,8 @@ class ShardHook:
         copy_pairs(parts)
         # A NaN that becomes zero changes the gradient of a single worker, too.
         kept = vector.keeps_gradient() and self.owner.on_nonfinite != "zero"
-        arrived = _Arrived(self, vector, shard.dtype, kept)
-        if not (multiplies_after_hook(self._group, shard.dtype) or self.names[0] in self.owner.early):
+        arrived = _Arrived(self, vector, shard.dtype, divisor_after_hook(self._group, shard.dtype), kept)
+        if self.names[0] not in self.owner.early:
             self.owner.ready.append(arrived)
             if not kept:
                 shard.zero_()
@@ -151,7 +152,10 @@ class ShardHook:
     def add_mean(self, arrived: _Arrived) -> None:
         """Add the mean in ``vector.flat`` to the gradients, rounded as FSDP would have rounded the shard."""
         gradients, vector = self.gradients(arrived.vector), arrived.vector
-        mean = vector.flat.to(arrived.dtype).to(gradients[0])  # all gradients of a group have the same dtype
+        mean = vector.flat.to(arrived.dtype)
+        if arrived.divisor != 1.0:
+            mean = mean.div(arrived.divisor)
+        mean = mean.to(gradients[0])  # all gradients of a group have the same dtype
         parts = zip(gradients, vector.layout.parts(mean), strict=True)
         add_pairs([(gradient, part.view(gradient.shape)) for gradient, part in parts])
 
