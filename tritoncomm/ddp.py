@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -10,19 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import setup_checks
-from tritoncomm.step.aware import is_linear
 from tritoncomm.step.ddp_hook import CommState, comm_hook
 from tritoncomm.step.options import DENSE_BELOW, is_dense, resolve_recipe
 from tritoncomm.step.torch_internals import comm_hooks
 
 __all__ = ["CommState", "comm_hook", "register"]
-
-logger = logging.getLogger("tritoncomm")
 
 
 def register(
@@ -100,8 +95,7 @@ def register(
     state.belongs_to(model)
     model.register_comm_hook(state, comm_hook)
     _watch_passes(model, weakref.ref(state))
-    if not is_dense(state.recipe) and state.recipe.density < 1:
-        _watch_optimizers(state)
+    state.watch_optimizers("ddp_model")
     return state
 
 
@@ -113,29 +107,6 @@ def state_of(model: DistributedDataParallel) -> CommState | None:
                 state.belongs_to(model)
             return state
     return None
-
-
-def _watch_optimizers(state: CommState) -> None:
-    """Log a warning when an optimizer that is not wrapped takes its first step over what the hook delivers."""
-    owner, seen = weakref.ref(state), False
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal seen
-        state = owner()
-        if seen or state is None or state.connected:
-            return
-        exchanged = {id(parameter) for parameter in state.parameters.values()}
-        if any(id(parameter) in exchanged for group in optimizer.param_groups for parameter in group["params"]):
-            seen = True
-            if not is_linear(optimizer) and dist.get_rank(state.process_group) == 0:
-                logger.warning(
-                    "%s treats entries that are delivered late as one large gradient, and ends with a higher loss than "
-                    "with a dense exchange (AdamW at density 0.01: 22 %% higher). Wrap it: optimizer = "
-                    "tritoncomm.wrap(optimizer, model=ddp_model)",
-                    type(optimizer).__name__,
-                )
-
-    weakref.finalize(state, register_optimizer_step_pre_hook(check).remove)
 
 
 def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState]) -> None:

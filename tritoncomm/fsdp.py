@@ -28,7 +28,7 @@ from tritoncomm.step.options import (
     resolve_recipe,
     resolved_small,
 )
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import alike, local
 from tritoncomm.step.torch_internals import all_reduce_hook, fsdp_parameter_groups, take_over_parameters
 from tritoncomm.step.vector_exchange import ExchangeOptions
 from tritoncomm.version import __version__
@@ -147,6 +147,7 @@ def register(
             module.set_all_reduce_hook(hooks[names[0]])
     if dist.get_rank() == 0:  # each set of replicas has a rank 0
         state.exchange.log_choice()
+    state.watch_optimizers("model")
     return state
 
 
@@ -199,6 +200,12 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
         )
     if all_reduce_hook(group) is not None:
         raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")
+    if len(alike([each.sharded_param for each in group.fsdp_params])) > 1:
+        raise ConfigurationError(
+            f"{name} is tensor-parallel, too, and some of its parameters are replicated there: a hook would select "
+            "other entries of them on each rank. Do not register the model, and pass the process group to "
+            "tritoncomm.wrap(optimizer, process_group=...) without model="
+        )
     shards = dist.get_process_group_ranks(mesh.shard_process_group)
     replicas = dist.get_process_group_ranks(replicate_group)
     if set(shards) & set(replicas) != {dist.get_rank()}:

@@ -33,7 +33,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.plain_step import PlainStep
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import alike, local
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -150,7 +150,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @property
     def _vector(self) -> VectorExchange:
-        """The flat vector of an optimizer that exchanges in :meth:`step`."""
+        """The flat vector of an optimizer that exchanges in :meth:`step`, and has one."""
         (vector,) = self._exchange.vectors
         return vector
 
@@ -186,7 +186,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._bind(state["optimizer"], state["recipe"], state["options"], group)
         self._hook = None
         self._exchange = self._build(group)
-        self._vector.feedback = exchange_state.loaded(self._exchange, state["exchange"])
+        self._restore_vectors(exchange_state.loaded(self._exchange, state["exchange"]))
         self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
         self._optimizer_step.guard()
 
@@ -206,7 +206,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._note_parameters()
             raise
         if self._hook is None:
-            carry_over.across_layout(exchange.vectors[0], self._exchange.vectors)
+            for vector in exchange.vectors:
+                carry_over.across_layout(vector, self._exchange.vectors)
             exchange.continue_from(self._exchange)
             self._exchange = exchange
 
@@ -226,7 +227,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             recipe = with_density(self.recipe, density)
         if is_distributed():
             setup_checks.compare({"density": density}, self.process_group, self._device)
-        carry_over.across_density(*self._exchange.replace_vector(recipe, self.process_group))
+        for vector, before in self._exchange.replace_vectors(recipe, self.process_group):
+            carry_over.across_density(vector, before)
         self.recipe = recipe
 
     def reset_process_group(
@@ -278,7 +280,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         parameters = exchange.parameters if hook is None else self._hooked.parameters
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
         if hook is None:
-            carry_over.across_groups(*exchange.replace_vector(recipe, process_group))
+            for vector, before in exchange.replace_vectors(recipe, process_group):
+                carry_over.across_groups(vector, before)
         else:
             assert model is not None
             hook.move(model, recipe)
@@ -446,18 +449,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         with setup_checks.propagate_errors(self.process_group, self._device):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
-            feedback = self.loadable(state_dict)
+            feedbacks = self.loadable(state_dict)
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
             common = {"steps": saved["steps"] if saved else None}
-            if feedback is not None:
-                common = {"loaded state": repr(feedback.algorithm.common_state())}
+            if feedbacks:
+                common = {"loaded state": repr([feedback.algorithm.common_state() for feedback in feedbacks])}
             setup_checks.compare(common, self.process_group, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
-        if feedback is not None:
-            self._vector.feedback = feedback
+        if feedbacks:
+            self._restore_vectors(feedbacks)
             self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
             self._exchange.delivered = None
         elif saved is not None and self._hook is not None:
@@ -471,18 +474,24 @@ class SparseOptimizer(torch.optim.Optimizer):
         for after in list(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def loadable(self, state_dict: dict[str, Any]) -> ErrorFeedback | None:
-        """Return the residual and method state in ``state_dict``, and raise if this rank cannot load it.
+    def loadable(self, state_dict: dict[str, Any]) -> list[ErrorFeedback]:
+        """Return the residual and method state of each vector in ``state_dict``. Raise if this rank cannot load them.
 
-        With a hook, this only raises, and returns None.
+        With a hook, this only raises, and returns nothing.
         """
         setup_checks.check_state_dict(state_dict, self.optimizer)
         saved = state_dict.get("tritoncomm")
-        if self._hook is None:
-            return self._vector.feedback if saved is None else exchange_state.loaded(self._exchange, saved)
-        if saved is not None:
-            self._hook.check_loadable(saved)
-        return None
+        if self._hook is not None:
+            if saved is not None:
+                self._hook.check_loadable(saved)
+            return []
+        if saved is None:
+            return [vector.feedback for vector in self._exchange.vectors]
+        return exchange_state.loaded(self._exchange, saved)
+
+    def _restore_vectors(self, feedbacks: list[ErrorFeedback]) -> None:
+        for vector, feedback in zip(self._exchange.vectors, feedbacks, strict=True):
+            vector.feedback = feedback
 
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
@@ -510,7 +519,11 @@ class SparseOptimizer(torch.optim.Optimizer):
                 else verdict_of_all(options, local(parameters[0]).device)
             )
         exchange = GradientExchange(options, verdict=verdict)
-        exchange.vectors = [VectorExchange(parameters, [name for _, name in trained], options)]
+        # Selection within a vector depends on all of it. Parameters that tensor parallelism replicates have a vector of
+        # their own, so that the ranks with copies of them select the same entries.
+        for positions in alike(parameters) or [[]]:
+            names = [trained[position][1] for position in positions]
+            exchange.vectors.append(VectorExchange([parameters[i] for i in positions], names, options))
         exchange.numeric_options = partial(setup_checks.numeric_options, self.optimizer)
         return exchange
 
@@ -543,10 +556,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             return error
         return None
 
-    def _check_not_reduced(self, delivered: Delivered) -> None:
-        vector = self._vector
+    def _check_not_reduced(self, vector: VectorExchange, mean: SparseVector) -> None:
         compare = vector.equal_on_all_ranks if vector.rounds else None
-        setup_checks.check_not_reduced(delivered.mean, delivered.layout, self.process_group, compare)
+        setup_checks.check_not_reduced(mean, vector.layout, self.process_group, compare)
 
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""

@@ -282,7 +282,7 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, reshar
     state = exchange_state.saved(optimizer._exchange)
     if resharded:
         (state,) = reshard([state], 1)
-    feedback = exchange_state.loaded(loaded._exchange, state)
+    (feedback,) = exchange_state.loaded(loaded._exchange, state)
     loaded._vector.feedback = feedback
     assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
     inner = without_scale(feedback.algorithm.state_dict())

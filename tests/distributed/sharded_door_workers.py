@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import ConfigurationError, NonFiniteError, fsdp
-from tritoncomm.checkpoint import ResidualState, save
+from tritoncomm.checkpoint import ResidualState, reshard, save
 
 import laws
 
@@ -78,6 +78,22 @@ def hook_equals_step(rank: int, world_size: int, send) -> None:
         tritoncomm.wrap(adamw(fully_shard(Net(), mesh=grid["shard"])))
     with pytest.raises(ConfigurationError, match=r"is a DTensor over ranks.*pass process_group="):
         tritoncomm.wrap(adamw(fully_shard(Net(), mesh=grid)), process_group=group)  # FSDP averages over replicas itself
+
+
+def warning_of_plain_adam(rank: int, world_size: int, send) -> None:
+    """One warning names the fix for AdamW that is not wrapped. SGD and a wrapped optimizer get none."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    with log_lines() as lines:
+        for make, wrapped in ((torch.optim.AdamW, False), (torch.optim.SGD, False), (torch.optim.AdamW, True)):
+            model = sharded(Net(), grid["shard"])
+            fsdp.register(model, group, **SETTINGS)
+            optimizer = make(model.parameters(), lr=0.01)
+            optimizer = tritoncomm.wrap(optimizer, model=model) if wrapped else optimizer
+            train(model, optimizer, rank, 0, 2)
+    warnings = [line for line in lines if "tritoncomm.wrap(optimizer, model=model)" in line]
+    assert len(warnings) == (rank == 0)
+    assert all(line.startswith("AdamW treats") for line in warnings)
 
 
 def groups_of_parameters(rank: int, world_size: int, send) -> None:
@@ -239,12 +255,14 @@ class Block(nn.Module):
 
 
 def tensor_parallel(rank: int, world_size: int, send) -> None:
-    """Tensor-parallel DTensors train with a data-parallel group, like the same block on one device."""
+    """Tensor-parallel DTensors train with a data-parallel group, clipped, like the same block on one device."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model, reference = Block(), Block()
     parallelize_module(model, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data = grid["data"].get_group()
-    optimizer = tritoncomm.wrap(adamw(model), process_group=data, algo="topk_allgather", density=1.0)
+    optimizer = tritoncomm.wrap(
+        adamw(model), process_group=data, algo="topk_allgather", density=1.0, max_grad_norm=0.01
+    )
     plain = adamw(reference)
     for step in range(5):
         optimizer.zero_grad()
@@ -255,6 +273,9 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
             if replica == grid["data"].get_local_rank():
                 model(x).square().mean().backward()
         optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        assert norm > 0.02
+        assert optimizer.metrics()["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         plain.step()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         full = p.full_tensor() if isinstance(p, DTensor) else p
@@ -265,3 +286,82 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
     assert agree(data, whole(model))
     with pytest.raises(ConfigurationError, match=r"model has no sharded module.*tritoncomm\.wrap\(.*process_group"):
         fsdp.register(model, data)
+    both = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    model = Block()
+    parallelize_module(model, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=both["shard"])
+    with pytest.raises(ConfigurationError, match=r"Block is tensor-parallel, too.*without model="):
+        fsdp.register(model, both["replicate"].get_group())
+    wrapped = tritoncomm.wrap(adamw(model), process_group=both["replicate"].get_group())
+    assert len(wrapped._exchange.vectors) == 2
+
+
+class Embedded(nn.Module):
+    """An embedding, which tensor parallelism replicates, before a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 8)
+        self.block = Block()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the embedding and the block."""
+        found = self.embedding(tokens)
+        return found + self.block(found)
+
+
+def replicated_parameters(rank: int, world_size: int, send) -> None:
+    """Parameters that tensor parallelism replicates stay equal on all of its ranks, to the bit."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = grid["data"], grid["tensor"].get_group()
+
+    def built() -> nn.Module:
+        model = Embedded()
+        parallelize_module(model.block, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    def steps(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(100 * step + data.get_local_rank())
+            optimizer.zero_grad()
+            (model(torch.randint(64, (8,), generator=generator)) - 1).square().mean().backward()
+            optimizer.step()
+            assert agree(data.get_group(), whole(model))
+            copies = [p for p in model.parameters() if not isinstance(p, DTensor) or p.placements[0].is_replicate()]
+            assert len(copies) == 4  # the embedding, the norm, and the bias of the second linear layer
+            assert agree(tensor, whole(nn.ParameterList(copies))), step
+
+    clipped = {"dense_below": 64, "max_grad_norm": 0.5}
+    for fields in (clipped, {"density": 0.1, "dense_below": 0, "values": "4bit", "warmup_steps": 1}):
+        model = built()
+        optimizer = tritoncomm.wrap(adamw(model), process_group=data.get_group(), **fields)
+        steps(model, optimizer, 0, 25)
+        assert optimizer.metrics()["density_delivered"] < 0.9
+    again = built()
+    again.load_state_dict(model.state_dict())
+    resumed = tritoncomm.wrap(adamw(again), process_group=data.get_group(), **fields)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(model, optimizer, 25, 28)
+    steps(again, resumed, 25, 28)
+    assert whole(again) == whole(model)
+    states = [None] * 2
+    dist.all_gather_object(states, optimizer.state_dict()["tritoncomm"], group=data.get_group())
+    moved, other = reshard(states, 2)[data.get_local_rank()], built()
+    other.load_state_dict(model.state_dict())
+    continued = tritoncomm.wrap(adamw(other), process_group=data.get_group(), **fields)
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()) | {"tritoncomm": moved})
+    assert continued.metrics()["residual_norm"] == optimizer.metrics()["residual_norm"]
+    steps(other, continued, 28, 30)
+    for each in (optimizer, resumed):
+        each.set_density(0.3)
+    steps(model, optimizer, 28, 30)
+    steps(again, resumed, 28, 30)
+    assert whole(again) == whole(model)
+    assert optimizer.metrics()["residual_norm"] > 0
+    optimizer.flush()
+    assert optimizer.metrics()["residual_norm"] == 0
+    steps(model, optimizer, 30, 32)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(3)
+    steps(model, optimizer, 32, 34)

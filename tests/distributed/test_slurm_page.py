@@ -70,8 +70,8 @@ def test_job_trains_and_resumes(tmp_path: Path) -> None:
         done = _submit(tmp_path, restarts)
         assert done.returncode == 0, done.stderr
         reported = dict(
-            re.findall(rf"rank (\d) from step {first}: loss ([\d.]+, [1-9]\d*) bytes per step", done.stdout)
-        )
+            re.findall(rf"rank (\d) from step {first}: loss ([\d.]+), rate 0.00010, [1-9]\d* bytes", done.stdout)
+        )  # the schedule has reached its end
         assert sorted(reported) == ["0", "1", "2", "3"], done.stdout
     assert len(list((tmp_path / "checkpoints/step-000009").glob("rank-*-of-4.pt"))) == 4
     assert not (tmp_path / "requeued").exists()

@@ -127,17 +127,19 @@ class GradientExchange:
         """Rank in the group of the exchange."""
         return self.vectors[0].rank
 
-    def replace_vector(self, recipe: Recipe, group: dist.ProcessGroup | None) -> tuple[VectorExchange, VectorExchange]:
-        """Exchange by ``recipe`` in ``group`` from now on, and return the new vector and the old one. There is one.
+    def replace_vectors(
+        self, recipe: Recipe, group: dist.ProcessGroup | None
+    ) -> list[tuple[VectorExchange, VectorExchange]]:
+        """Exchange by ``recipe`` in ``group`` from now on, and return each new vector with the old one.
 
-        All ranks of ``group`` call this. The new vector has no residual yet. If this raises, nothing has changed.
+        All ranks of ``group`` call this. New vectors have no residual yet. If this raises, nothing has changed.
         """
-        (before,) = self.vectors
-        options = replace(self.options, recipe=recipe, group=group)
-        vector = VectorExchange(before.parameters, before.names, options)
-        vector.agree_on_exchange_id()
-        self.options, self.vectors = options, [vector]
-        return vector, before
+        before, options = self.vectors, replace(self.options, recipe=recipe, group=group)
+        vectors = [VectorExchange(old.parameters, old.names, options) for old in before]
+        for vector in vectors:
+            vector.agree_on_exchange_id()
+        self.options, self.vectors = options, vectors
+        return list(zip(vectors, before, strict=True))
 
     def continue_from(self, before: GradientExchange) -> None:
         """Take over the counters of ``before``, which this exchange replaces."""
@@ -162,7 +164,7 @@ class GradientExchange:
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
-        inspect: Callable[[Delivered], None] | None = None,
+        inspect: Callable[[VectorExchange, SparseVector], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks, for a door that exchanges after the backward pass.
 
@@ -174,8 +176,8 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
-            inspect: Called with the mean while every ``.grad`` is still this rank's gradient. What it raises rejects
-                the step. Default: None.
+            inspect: Called with each vector and its mean while every ``.grad`` is still this rank's gradient. What it
+                raises rejects the step. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -185,18 +187,19 @@ class GradientExchange:
         if not self._distributed and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
         self.reset()
-        (vector,) = self.vectors
-        span = Span(vector.device)
+        vectors = self.vectors
+        span = Span(vectors[0].device)
         try:
-            local_error = self._gather(vector, scale) or local_error
-            zeroed = vector.zero_non_finite() if zero else 0
+            reasons = [self._gather(vector, scale) for vector in vectors]
+            local_error = next((reason for reason in reasons if reason is not None), local_error)
+            zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
+            self.zeroed += sum(zeroed)
             if local_error is not None or overflowed:
-                self._at_fault = str(local_error or "all, because the scaled loss overflowed")
-                vector.flat.fill_(math.nan)
-            self.zeroed += zeroed
-            kept = not zeroed and vector.keeps_gradient()
-            if self.deliver(vector, into_flat=False) and inspect is not None:
-                inspect(Delivered(self._begun[0].mean, vector.layout))
+                self._spoil(str(local_error or "all, because the scaled loss overflowed"))
+            kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
+            if self.deliver(*vectors, into_flat=False) and inspect is not None:
+                for begun in self._begun:
+                    inspect(begun.vector, begun.mean)
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
@@ -206,9 +209,17 @@ class GradientExchange:
         except BaseException as error:
             self.fail(error)
             raise
-        for delivered in self.delivered or ():  # one
-            self._write_gradients(vector, delivered, scale if kept else None)
-            vector.measure(delivered.mean, span.end())
+        for vector, delivered, keeps in zip(vectors, self.delivered or (), kept, strict=True):
+            self._write_gradients(vector, delivered, scale if keeps else None)
+        whole = span.end()
+        for vector, delivered in zip(vectors, self.delivered or (), strict=True):
+            vector.measure(delivered.mean, whole if vector is vectors[0] else None)
+
+    def _spoil(self, reason: str) -> None:
+        """Let this rank take part with NaN, because of ``reason``."""
+        self._at_fault = reason
+        for vector in self.vectors:
+            vector.flat.fill_(math.nan)
 
     @staticmethod
     def _gather(vector: VectorExchange, scale: float) -> ConfigurationError | None:

@@ -23,37 +23,69 @@ logger = logging.getLogger("tritoncomm")
 
 
 def saved(exchange: GradientExchange) -> dict[str, Any]:
-    """Return this rank's state of an exchange with one vector: residuals in the order of its parameters."""
-    (vector,) = exchange.vectors
+    """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method."""
+    first = exchange.vectors[0]
     return checkpoint_format.with_checksum(
-        rank=vector.rank,
-        world_size=vector.world_size,
-        recipe=vector.recipe.name,
-        settings=vector.settings,
-        residuals=[residual.clone() for residual in vector.residuals_by_parameter().values()],
-        algorithm=vector.feedback.algorithm.state_dict(),
+        rank=first.rank,
+        world_size=first.world_size,
+        recipe=first.recipe.name,
+        settings=first.settings,
+        residuals=[
+            residual.clone() for vector in exchange.vectors for residual in vector.residuals_by_parameter().values()
+        ],
+        algorithm=_joined([vector.feedback.algorithm.state_dict() for vector in exchange.vectors]),
         steps=exchange.steps,
     )
 
 
-def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> ErrorFeedback:
-    """Return an error feedback with the content of ``state``, which :func:`saved` returned. Nothing changes.
+def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
+    """Return error feedbacks with the content of ``state``, which :func:`saved` returned. Nothing changes.
 
     Raises:
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
-    (vector,) = exchange.vectors
-    checkpoint_format.check(state, rank=vector.rank, world_size=vector.world_size, recipe=vector.recipe.name)
+    vectors = exchange.vectors
+    first = vectors[0]
+    checkpoint_format.check(state, rank=first.rank, world_size=first.world_size, recipe=first.recipe.name)
     if isinstance(state["residuals"], Mapping):
         raise ConfigurationError(
             "this checkpoint was saved by the hook of a model: wrap the optimizer with model=, or load only the state "
             "of the original optimizer"
         )
-    if [len(residual) for residual in state["residuals"]] != [vector.layout.length(p) for p in vector.parameters]:
+    expected = [vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters]
+    if [len(residual) for residual in state["residuals"]] != expected:
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-    residuals = dict(zip(vector.parameters, state["residuals"], strict=True))
-    same = state["settings"] == vector.settings
-    return restored(vector, residuals, state["algorithm"], state.get("migrated"), "" if same else state["settings"])
+    residuals, same = iter(state["residuals"]), state["settings"] == first.settings
+    feedbacks = []
+    for number, vector in enumerate(vectors):
+        own = {parameter: next(residuals) for parameter in vector.parameters}
+        method, migrated = state["algorithm"], state.get("migrated")
+        if len(vectors) > 1:
+            method, migrated = _of_vector(method, number), _migrated_vector(migrated, number)
+        feedbacks.append(restored(vector, own, method, migrated, "" if same else state["settings"]))
+    return feedbacks
+
+
+def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the states of the methods of all vectors. With one vector, this is its state."""
+    return states[0] if len(states) == 1 else {"vectors": states}
+
+
+def _of_vector(method: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """Return the part of :func:`_joined` of one of several vectors. A state that was converted has none."""
+    found: Mapping[str, Any] = method["vectors"][number] if method else method
+    return found
+
+
+def _migrated_vector(migrated: Mapping[str, Any] | None, number: int) -> Mapping[str, Any] | None:
+    """Return what was converted to another world size of one of several vectors."""
+    if migrated is None:
+        return None
+    return {
+        "states": [_of_vector(state, number) for state in migrated["states"]],
+        "share": migrated["share"],
+        "common": _of_vector(migrated["common"], number),
+    }
 
 
 def restored(
@@ -201,13 +233,7 @@ def restored_by_name(exchange: GradientExchange, vectors: Sequence[VectorExchang
             common = states[0] if states else {}
             vector.feedback = restored(vector, residuals, {}, {"states": [], "share": 1.0, "common": common})
             continue
-        moved = None
-        if migrated is not None:
-            moved = {
-                "states": [other["vectors"][number] for other in migrated["states"]],
-                "share": migrated["share"],
-                "common": migrated["common"]["vectors"][number],
-            }
+        moved = _migrated_vector(migrated, number)
         vector.feedback = restored(vector, residuals, states[number], moved, "" if same else state["settings"])
 
 

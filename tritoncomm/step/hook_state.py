@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import carry_over, checkpoint_format, setup_checks
+from tritoncomm.step.aware import is_linear
 from tritoncomm.step.exchange import Delivered, GradientExchange
 from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
-from tritoncomm.step.options import one_of, with_density
+from tritoncomm.step.options import is_dense, one_of, with_density
 from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -246,6 +248,34 @@ class HookState(ABC):
                     f"{name}={value!r}: the model was registered with {name}={registered[name]!r}; pass it to "
                     "register()"
                 )
+
+    def watch_optimizers(self, model: str) -> None:
+        """Log a warning when an optimizer that is not wrapped takes its first step over what the hook delivers.
+
+        It calls the module ``model``. Nothing is logged if every entry is delivered.
+        """
+        if is_dense(self.recipe) or self.recipe.density == 1:
+            return
+        owner, seen = weakref.ref(self), False
+
+        def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nonlocal seen
+            state = owner()
+            if seen or state is None or state.connected:
+                return
+            exchanged = {id(parameter) for parameter in state.parameters.values()}
+            if any(id(parameter) in exchanged for group in optimizer.param_groups for parameter in group["params"]):
+                seen = True
+                if not is_linear(optimizer) and dist.get_rank(state.process_group) == 0:
+                    logger.warning(
+                        "%s treats entries that are delivered late as one large gradient, and ends with a higher loss "
+                        "than with a dense exchange (AdamW at density 0.01: 22 %% higher). Wrap it: optimizer = "
+                        "tritoncomm.wrap(optimizer, model=%s)",
+                        type(optimizer).__name__,
+                        model,
+                    )
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def _replace_vectors(self) -> list[VectorExchange]:
         """Build the vectors again with the present options, and return the old ones."""

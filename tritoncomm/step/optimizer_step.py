@@ -18,6 +18,7 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
 
 
@@ -162,8 +163,18 @@ class OptimizerStep:
     def _clip(self, max_norm: float) -> float:
         """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        by_mesh: dict[Any, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+        if len(by_mesh) <= 1:
+            return float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+        # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
+        norms = [_whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        shards = [local(gradient) for gradients in by_mesh.values() for gradient in gradients]
+        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return float(norm)
 
     def unscale(self, scale: torch.Tensor) -> bool:
         """Divide the gradients by the loss ``scale``, and return whether they are finite.
@@ -255,6 +266,12 @@ def _is_synthetic(optimizer: torch.optim.Optimizer) -> bool:
     while frame is not None and frame.f_code is not maker:
         frame = frame.f_back
     return frame is not None
+
+
+def _whole(norm: Any) -> torch.Tensor:
+    """Return the ``norm`` of all shards of a DTensor."""
+    found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return found
 
 
 def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.exchange import Delivered, GradientExchange
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState
 from tritoncomm.step.shards import local
+from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 
@@ -36,7 +38,7 @@ class PlainStep:
         found: torch.Tensor | None,
         *,
         local_error: Callable[[], ConfigurationError | None],
-        inspect: Callable[[Delivered], None] | None,
+        inspect: Callable[[VectorExchange, SparseVector], None] | None,
     ) -> None:
         """Exchange the gradients. Nothing is delivered if the step is skipped because of a NaN or Inf.
 

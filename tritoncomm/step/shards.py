@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -27,6 +28,26 @@ def local_gradient(parameter: Any) -> torch.Tensor:
     if type(gradient) not in _PLAIN and getattr(gradient, "placements", ()) != getattr(parameter, "placements", ()):
         gradient = gradient.redistribute(placements=parameter.placements)  # sequence parallelism leaves partial sums
     return local(gradient)
+
+
+def alike(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of ``parameters`` in groups, in each of which all are split over the same ranks.
+
+    The ranks that hold copies of one parameter of a group hold copies of all, and have equal gradients for them.
+    """
+    groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for position, parameter in enumerate(parameters):
+        groups.setdefault(_split_over(parameter), []).append(position)
+    return list(groups.values())
+
+
+def _split_over(parameter: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each dimension of its mesh that splits ``parameter``. Empty if this rank has all of it."""
+    if not hasattr(parameter, "device_mesh"):
+        return ()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    split = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
+    return tuple(sorted(tuple(dist.get_process_group_ranks(mesh.get_group(dimension))) for dimension in split))
 
 
 def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
