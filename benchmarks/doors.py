@@ -10,7 +10,8 @@ doors:
 * ``transformers``: the ``Trainer`` of Transformers. Skipped if Transformers is not installed.
 
 All doors see the same batches and learning rates. All sparse doors begin with the same number of dense steps (2 %, as
-in the demo). Times leave these steps out. Compare times only if nothing else ran on the machine.
+in the demo, or ``--warmup``). ``--max-norm`` clips averaged gradients behind all doors, dense too. Times leave the
+dense steps out. Compare times only if nothing else ran on the machine.
 
 Columns:
 
@@ -86,13 +87,15 @@ TASKS: dict[str, tuple[Callable[[int | None, int], Task], Callable[[int, int], f
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. The density of a dense run is 1."""
+    """One run. The density of a dense run is 1. ``max_norm`` is the limit of the averaged gradient's norm, or 0."""
 
     task: str
     door: str
     density: float
     seed: int
     steps: int
+    warmup_steps: int
+    max_norm: float = 0.0
 
     def __str__(self) -> str:
         density = "" if self.door == "dense" else f"{self.density:.2%}"
@@ -121,11 +124,12 @@ class Row:
     seconds_exchange: float
     hidden: float
     machine: str
+    max_norm: float = 0.0
 
     @property
     def cell(self) -> Cell:
         """The run."""
-        return Cell(self.task, self.door, self.density, self.seed, self.steps)
+        return Cell(self.task, self.door, self.density, self.seed, self.steps, self.warmup_steps, self.max_norm)
 
 
 class Timer(Protocol):
@@ -198,8 +202,7 @@ class Run:
         self.cell, self.rank, self._send = cell, rank, send
         make, self._rate = TASKS[cell.task]
         self.task = make(cell.steps, batches)
-        self.warmup = int(self.task.steps * demo_run.WARMUP_SHARE)
-        self.settings: dict[str, Any] = {"density": cell.density, "warmup_steps": self.warmup}
+        self.settings: dict[str, Any] = {"density": cell.density, "warmup_steps": cell.warmup_steps}
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.exchanges: list[tuple[float, float]] = []
@@ -246,7 +249,7 @@ def run_cell(rank: int, world_size: int, send: Send, cell: Cell, batches: int) -
     else:
         sent = train_wrapped(run, plain)
     if run.exchanges:
-        busy, waited = map(statistics.fmean, zip(*run.exchanges[run.warmup :], strict=True))
+        busy, waited = map(statistics.fmean, zip(*run.exchanges[cell.warmup_steps :], strict=True))
         exchange = busy, 1 - waited / busy
     with torch.no_grad():
         loss = run.task.score(plain)
@@ -254,14 +257,14 @@ def run_cell(rank: int, world_size: int, send: Send, cell: Cell, batches: int) -
         "loss": loss,
         "training_loss": statistics.fmean(run.losses[-LAST:]),
         "kilobytes": sent / run.task.steps / 1e3,
-        "seconds_per_step": statistics.median(run.seconds[run.warmup :]),
+        "seconds_per_step": statistics.median(run.seconds[cell.warmup_steps :]),
         "seconds_exchange": exchange[0],
         "hidden": exchange[1],
     }
     totals = torch.tensor(list(measured.values()), dtype=torch.float64)
     dist.all_reduce(totals)
     means = dict(zip(measured, (totals / world_size).tolist(), strict=True))
-    return means | {"warmup_steps": run.warmup, "dense_kilobytes": dense / 1e3}
+    return means | {"dense_kilobytes": dense / 1e3}
 
 
 def train_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, timer: Timer | None) -> None:
@@ -273,6 +276,8 @@ def train_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ti
         optimizer.zero_grad()
         loss = run.loss(model, step)
         loss.backward()
+        if run.cell.door == "dense" and run.cell.max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), run.cell.max_norm)
         optimizer.step()
         run.add(loss.item(), time.perf_counter() - started, timer)
 
@@ -291,7 +296,7 @@ def train_wrapped(run: Run, plain: nn.Module) -> float:
     """Train with a wrapped optimizer, and return the bytes that this worker has sent."""
     door = run.cell.door
     model, arguments = demo_run.opened(door, plain, WORKERS, run.settings)
-    optimizer = tritoncomm.wrap(run.optimizer(model), **arguments)
+    optimizer = tritoncomm.wrap(run.optimizer(model), **arguments, max_grad_norm=run.cell.max_norm or None)
     timer: Timer
     if isinstance(model, DistributedDataParallel):
         state = ddp.state_of(model)
@@ -320,10 +325,11 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield the runs that ``options`` describe, the dense run of each seed first."""
     for task in options.task:
         steps = options.steps or TASKS[task][0](None, 1).steps
+        warmup = int(steps * demo_run.WARMUP_SHARE) if options.warmup is None else options.warmup
         for seed in options.seeds:
             for door in options.doors:
                 for density in [1.0] if door == "dense" else options.density:
-                    yield Cell(task, door, density, seed, steps)
+                    yield Cell(task, door, density, seed, steps, warmup, options.max_norm)
 
 
 def load(path: Path | None) -> dict[Cell, Row]:
@@ -402,6 +408,8 @@ def main() -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.05])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="steps, instead of the default of the task")
+    parser.add_argument("--warmup", type=int, help="dense steps at the start, instead of 2 %% of the steps")
+    parser.add_argument("--max-norm", type=float, default=0.0, help="norm to which averaged gradients are clipped")
     parser.add_argument("--again", action="store_true", help="measure rows again that are in the file of --json")
     parser.add_argument("--json", type=Path, help="add the rows to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG of all rows to this file")

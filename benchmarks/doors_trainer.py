@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 import time
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from tritoncomm import ddp
+from tritoncomm.integrations.transformers import SparseGradients
 
 if TYPE_CHECKING:
     from doors import Run, Timer
@@ -60,31 +60,6 @@ class Trainer(transformers.Trainer):
         return self.last_loss
 
 
-class RegistersHook(transformers.TrainerCallback):
-    """The callback of docs/how-to/transformers.md. AdamW is not aware of delayed deliveries under it."""
-
-    trainer: Trainer
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-        self.registered = False
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Register the hook at the first step."""
-        if not self.registered:
-            ddp.register(self.trainer.model_wrapped, **self.settings)
-            self.registered = True
-
-
-def sparse_callback(settings: dict[str, Any]) -> transformers.TrainerCallback:
-    """Return the callback that exchanges gradients: that of the integration, if the library has it."""
-    if importlib.util.find_spec("tritoncomm.integrations") is None:
-        return RegistersHook(**settings)
-    from tritoncomm.integrations.transformers import SparseGradients
-
-    return SparseGradients(**settings)
-
-
 class Watch(transformers.TrainerCallback):
     """Records every step. Its clock is put on the hook before the first exchange."""
 
@@ -118,18 +93,18 @@ def train_with_trainer(run: Run, plain: nn.Module, timer_of: Callable[[ddp.CommS
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    sparse, watch = sparse_callback(run.settings), Watch(run, timer_of)
+    sparse, watch = SparseGradients(**run.settings), Watch(run, timer_of)
     optimizer = run.optimizer(plain)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=run.task.steps, use_cpu=True, ddp_backend="gloo", max_grad_norm=0.0,
-            ddp_find_unused_parameters=False, report_to=[], save_strategy="no", logging_strategy="no",
-            disable_tqdm=True, seed=run.cell.seed,
+            output_dir=folder, max_steps=run.task.steps, use_cpu=True, ddp_backend="gloo",
+            max_grad_norm=run.cell.max_norm, ddp_find_unused_parameters=False, report_to=[], save_strategy="no",
+            logging_strategy="no", disable_tqdm=True, seed=run.cell.seed,
         )  # fmt: skip
         trainer = Trainer(
             ReturnsLoss(plain), arguments, train_dataset=Batches(run), callbacks=[sparse, watch],
             optimizers=(optimizer, LambdaLR(optimizer, run.rate)),
         )  # fmt: skip
-        sparse.trainer = watch.trainer = trainer
+        watch.trainer = trainer
         trainer.train()
     return watch.state.metrics()["bytes_sent_total"]
