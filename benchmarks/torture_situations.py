@@ -145,7 +145,7 @@ def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
             left = [r for r in range(WORKERS) if r != VICTIM]
             group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
             if trainer.library == WRAP_DDP:
-                trainer.net = DistributedDataParallel(trainer.model, process_group=group)
+                trainer.net = DistributedDataParallel(trainer.model, process_group=group, init_sync=False)
                 trainer.optimizer.reset_process_group(model=trainer.net)
             else:
                 trainer.optimizer.reset_process_group(group)

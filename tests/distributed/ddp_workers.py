@@ -263,10 +263,13 @@ def half_precision_buckets(rank: int, world_size: int, send) -> None:
 
 
 def killed(rank: int, world_size: int, send) -> None:
-    """If a rank dies in the exchange of a bucket, backward() raises on the others, and residuals do not change."""
+    """If a rank dies in the exchange of a bucket, backward() raises on the others, and residuals do not change.
+
+    The others continue in a new group, with a new DDP module around the same module.
+    """
     model = ddp(net())
     state = register(model, density=0.1, dense_below=0, timeout=timedelta(seconds=5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.01))
     for step in range(2):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
@@ -285,6 +288,18 @@ def killed(rank: int, world_size: int, send) -> None:
     with pytest.raises(PeerLostError):  # the next pass raises as well, instead of a hang
         loss_of(model, rank, 3).backward()
     send((rank, "named"))
+    group = dist.new_group([0, 2], timeout=timedelta(seconds=20), use_local_synchronization=True)
+    model = DistributedDataParallel(model.module, process_group=group, init_sync=False)
+    optimizer.reset_process_group(model=model)
+    kept = residuals(state)
+    assert all(torch.allclose(kept[name], pending[name] * 2 / 3) for name in pending)
+    for step in range(2, 5):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    everybody = [None, None]
+    dist.all_gather_object(everybody, flat(model), group=group)
+    send((rank, "continued" if everybody[0] == everybody[1] != before else "diverged"))
     os._exit(0)
 
 

@@ -48,8 +48,8 @@ def test_nodes() -> None:
 
 
 def test_killed_rank() -> None:
-    """backward() of the survivors raises an error that names the killed rank."""
+    """backward() of the survivors raises an error that names the killed rank. They continue in a new group."""
     heard: list[tuple[int, str]] = []
     with suppress(WorkerError):
         run_workers(ddp_workers.killed, 3, listen=heard.append, grace=timedelta(seconds=30))
-    assert sorted(heard) == [(0, "named"), (2, "named")]
+    assert sorted(heard) == [(0, "continued"), (0, "named"), (2, "continued"), (2, "named")]
