@@ -16,39 +16,12 @@ from tritoncomm import ProtocolMismatchError
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding, Section, Sections
 
 from depth import examples, trials
+from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
 from tritoncomm_kernels import Selection, quantize, sections
 from tritoncomm_kernels.sections import VALUE_BITS
 
 FORMATS = tuple(VALUE_BITS)
 ROUNDED = tuple(name for name in FORMATS if name != "fp32")
-NAN = math.nan
-
-# Section (low, high, room), indices, values, and the words in hex by format.
-A = (0, 400, 8), [3, 17, 18, 40, 99, 255, 256, 300], [1, -1.25, 1.5, -2, 1.0625, 1, -3, 1.125]
-B = (1000, 1100, 5), [1003, 1064, 1090], [0.5, -0.75, 0.5]
-C = (0, 8, 5), [0, 1, 2, 5, 7], [4, -4, 4, 5, 6]
-_HIGH = "00015097 00000033 00000035 000000a0 000000a8 00000026"
-GOLDEN = {
-    ("A", "fp32"): f"00000008 {_HIGH} 3f800000 bfa00000 3fc00000 c0000000 3f880000 3f800000 c0400000 3f900000",
-    ("A", "bf16"): f"00000008 {_HIGH} bfa03f80 c0003fc0 3f803f88 3f90c040",
-    ("A", "8bit"): f"00000008 3f800001 {_HIGH} 00000010 00000080 00000002 00000044 00000048 00000000 00000000 0000004a",
-    ("A", "4bit"): f"00000008 3f800001 {_HIGH} 00000082 00000044 00000048 0000004a",
-    ("A", "2bit"): f"00000008 3f800001 {_HIGH} 00000048 0000004a",
-    ("A", "1bit"): f"00000008 3f800002 {_HIGH} 0000004a",
-    ("B", "4bit"): "00000003 3f000000 000000a1 00000001 00000005 00000000 00000004 00000002 00000000 00000002 00000002",
-    ("C", "4bit"): "00000005 40800000 000000a7 00000018 00000008 00000010 00000002",
-    ("C", "fp32"): "00000005 000000a7 40800000 c0800000 40800000 40a00000 40c00000",
-    ("E", "4bit"): "00000005 7fc00000 000000a7 00000000 00000000 00000000 00000000",
-}
-INPUTS = {"A": A, "B": B, "C": C, "E": (C[0], C[1], [4, NAN, 4, 5, 6])}
-DELIVERED = {
-    ("A", "4bit"): [1.046875, -1.203125, 1.421875, -2.09375, 1.046875, 1.046875, -3.375, 1.203125],
-    ("A", "2bit"): [1.203125, -1.203125, 1.203125, -2.5, 1.203125, 1.203125, -2.5, 1.203125],
-    ("A", "1bit"): [1.5, -1.5, 1.5, -1.5, 1.5, 1.5, -1.5, 1.5],
-    ("B", "4bit"): [0.5078125, -0.765625, 0.5078125],
-    ("C", "4bit"): [4.0625, -4.0625, 4.0625, 5, 6.125],
-    ("E", "4bit"): [NAN] * 5,
-}
 
 
 def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,11 +35,6 @@ def packed(section: Section, indices: list[int], values: object) -> tuple[torch.
     expected = delivered.values / section.divisor  # exact if values are rounded
     assert torch.equal(found.values.nan_to_num(nan=7e33), expected.nan_to_num(nan=7e33))
     return message, delivered.indices, delivered.values
-
-
-def in_hex(message: torch.Tensor) -> str:
-    """Return the words of a message as the specification writes them."""
-    return " ".join(f"{word & 0xFFFFFFFF:08x}" for word in message.tolist())
 
 
 @pytest.mark.parametrize(("name", "values"), GOLDEN)

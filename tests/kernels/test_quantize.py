@@ -1,0 +1,125 @@
+"""What both ends of a section must agree on: the form of indices, the tables of levels, and the bits of a scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tritoncomm_kernels import quantize
+from tritoncomm_kernels.sections import Layout, write_section
+
+# The menu of the format by bits, in 64ths of the scale.
+NUMERATORS = {
+    1: [[70], [80], [96], [126], [64]],
+    2: [[69, 90], [77, 160], [83, 384], [80, 4096], [80, 1024]],
+    3: [[67, 77, 88, 106], [70, 96, 134, 205], [77, 141, 288, 640], [64, 1024, 16384, 262144], [64, 256, 1024, 4096]],
+    4: [
+        [65, 69, 74, 80, 88, 98, 112, 136],
+        [67, 77, 91, 109, 134, 168, 216, 288],
+        [68, 88, 120, 168, 248, 384, 600, 1000],
+        [64, 256, 1024, 4096, 16384, 65536, 262144, 1048576],
+        [64, 128, 256, 512, 1024, 2048, 4096, 8192],
+    ],
+}
+# With 8 bits, level (e, m) of a table is (1 + m / unit) * 2^e: unit, number of m, number of e.
+FLOATS = [(64, 128, 1), (16, 16, 8), (8, 8, 16), (4, 4, 32), (32, 32, 4)]
+MENU = {bits: [np.array(table) / 64 for table in tables] for bits, tables in NUMERATORS.items()} | {
+    8: [np.array([(1 + m / unit) * 2.0**e for e in range(high) for m in range(low)]) for unit, low, high in FLOATS]
+}
+ONE = 0x3F800000  # the bits of the scale 1.0
+# Significant bits of the scale by the number of workers that a mean is taken over.
+SCALE_BITS = {1: 8, 8: 8, 9: 7, 16: 7, 17: 6, 64: 5, 65: 4, 256: 3, 512: 2, 513: 1, 1024: 1, 5000: 1}
+
+
+def switches_form() -> None:
+    """Check the words of two indices in the longest range with a bitmap, and in the shortest one without."""
+    for span, indices, words in ((8, [3, 7], [2, 0b10001000]), (9, [3, 8], [2, 0b1001, 1, 1])):
+        layout = Layout.of(2, span, 0)
+        out = torch.empty(layout.words, dtype=torch.int32)
+        write_section(layout, 0, torch.tensor(indices, dtype=torch.int32), torch.empty(0), out)
+        assert out.tolist() == words
+    assert [Layout.of(33, span, 0).words for span in (132, 133)] == [6, 8]
+
+
+def has_the_menu(bits: int) -> None:
+    """Check all levels of all tables, and what a receiver makes of their codes."""
+    assert quantize.menu(bits) == tuple(tuple(table) for table in MENU[bits])
+    for number, table in enumerate(MENU[bits]):
+        decoded = quantize.dequantize(np.arange(1 << bits), ONE | number, bits)
+        assert np.array_equal(decoded, np.concatenate([table, -table]))
+
+
+def keeps_to_its_reach(bits: int) -> None:
+    """Check that a table is taken up to 32 times its top level, however well it fits the other values.
+
+    No section has a larger ratio than the cover. Some tables reach further than that.
+    """
+    cover = MENU[bits][3][-1] * (16 if bits < 3 else 1)
+    assert [quantize.range_of(np.float32([1, ratio]), bits).scale for ratio in (cover, 2 * cover)] == [1, 2]
+    for number, table in enumerate(MENU[bits]):
+        edge = np.float32(32 * table[-1])
+        assert chosen(bits, table, min(edge, cover)) == number
+        if edge < cover:
+            assert chosen(bits, table, np.nextafter(edge, np.float32(np.inf))) != number
+
+
+def chosen(bits: int, levels: np.ndarray, largest: float) -> int:
+    """Return the table for values of which every second one is a level, and one of the others is the ``largest``.
+
+    Only every second of so many values is in the sample that decides which table has the least error.
+    """
+    values = np.ones(quantize.SAMPLE + 2, np.float32)
+    values[::2] = np.resize(levels, len(values[::2]))
+    values[1] = largest
+    header = quantize.quantize(values, bits).header
+    assert header - header % 2**16 == ONE
+    return header % 2**16
+
+
+def leaves_an_exact_rest(world_size: int) -> None:
+    """Check the values whose rest needs the most bits: up to 32 times the top level, when all bits of a scale are set.
+
+    What is subtracted, the decoded mean times the number of workers, must be exact too.
+    """
+    scale = 2 - 2.0 ** (1 - quantize.scale_bits(world_size))
+    table = world_size * scale * MENU[8][0]
+    values = np.empty(quantize.SAMPLE + 2, np.float32)
+    values[::2] = np.resize(table, len(values[::2]))
+    values[1::2] = np.linspace(28, 31.9, len(values[1::2])) * table[-1]
+    codes, header = quantize.quantize(values, 8, world_size)
+    assert header == int(np.float32(scale).view(np.uint32))
+    sent = world_size * quantize.dequantize(codes, header, 8, world_size).astype(np.float64)
+    for exact in (sent, values - sent):
+        assert np.array_equal(exact.astype(np.float32), exact)
+
+
+def test_form_switches() -> None:
+    """Indices are a bitmap up to four coordinates per entry, and then have low bits."""
+    switches_form()
+
+
+@pytest.mark.parametrize("bits", MENU)
+def test_menu(bits: int) -> None:
+    """The tables of levels are those of the format, literally."""
+    has_the_menu(bits)
+
+
+@pytest.mark.parametrize("bits", MENU)
+def test_reach_of_tables(bits: int) -> None:
+    """A table that fits best is taken if the largest ratio is at most 32 times its top level, and not above."""
+    keeps_to_its_reach(bits)
+
+
+@pytest.mark.parametrize("world_size", SCALE_BITS)
+def test_bits_of_a_scale(world_size: int) -> None:
+    """The scale of a mean has so few bits that its product with the number of workers stays exact."""
+    values = np.float32([world_size * 255 / 128])
+    scale = np.float32(2 - 2.0 ** (1 - SCALE_BITS[world_size]))
+    assert quantize.quantize(values, 8, world_size).header // 2**16 == int(scale.view(np.uint32)) // 2**16
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 8, 9, 15, 31, 63, 64, 100, 127, 255, 500, 511, 1000, 1023, 1024])
+def test_rest_of_a_mean_is_exact(world_size: int) -> None:
+    """With 8 bits, the rest of a value at the last hop is exact for up to 1024 workers, in the worst case too."""
+    leaves_an_exact_rest(world_size)
