@@ -2,63 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from test_rounded_values import method, sparse_floats
+from test_quantize import MENU, has_the_menu, keeps_to_its_reach, leaves_an_exact_rest, switches_form
+from test_rounded_values import ROUNDED, method, sparse_floats
 from tritoncomm import SimulatedWorld
 from tritoncomm.algorithms import spardl
 from tritoncomm.algorithms.ok_topk import OkTopkAlgorithm
 from tritoncomm.primitives import collectives
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.selection import rest_of
-from tritoncomm.scheduler.wire import Section
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+from tritoncomm.scheduler.wire import Encoding, Section
 
 import laws
-from tritoncomm_kernels import quantize, sections
+from golden_sections import GOLDEN, A, in_hex
+from tritoncomm_kernels import Selection, quantize, sections
+from tritoncomm_kernels.sections import VALUE_BITS
 
 Patch = pytest.MonkeyPatch
-A = [3, 17, 18, 40, 99, 255, 256, 300], [1, -1.25, 1.5, -2, 1.0625, 1, -3, 1.125]
-A_4BIT = [8, 0x3F800001, 0x15097, 0x33, 0x35, 0xA0, 0xA8, 0x26, 0x82, 0x44, 0x48, 0x4A]
+QUANTIZED = [name for name in ROUNDED if name != "bf16"]
 
 
-def conserves(name: str, **fields: object) -> None:
-    """Check that one step on exact gradients loses nothing, with three workers."""
-    case = laws.Case(3, 120, ("random",), seed=5)
-    laws.conservation(method(name, density=0.1, values="4bit", packed="always", **fields), case, tolerance=0.0)
+class LongerIntegers(laws.Case):
+    """Gradients with more bits than bf16 has, whose sums are still exact."""
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """See :meth:`laws.Case.gradients`."""
+        for gradient in super().gradients():
+            yield 37 * gradient
 
 
-def ok_topk_conserves() -> None:
+def conserves(name: str, values: str, **fields: object) -> None:
+    """Check that one step on exact gradients loses nothing. Few levels are multiples of the number of workers."""
+    case = LongerIntegers(5, 120, ("random",), seed=5)
+    laws.conservation(method(name, density=0.1, values=values, packed="always", **fields), case, tolerance=0.0)
+
+
+def ok_topk_conserves(values: str) -> None:
     """Check Ok-Topk, whose owners round sums."""
-    conserves("oktopk", exact_select="histogram")
+    conserves("oktopk", values, exact_select="histogram")
 
 
-def spardl_conserves() -> None:
+def spardl_conserves(values: str) -> None:
     """Check SparDL, whose ranks round whatever they send on."""
-    conserves("spardl")
+    conserves("spardl", values)
 
 
-def is_golden() -> None:
+def is_golden(values: str) -> None:
     """Check the words of a section."""
-    section = Section(0, 400, 8, "4bit", packed="always")
-    message, _ = section.pack(torch.tensor(A[0], dtype=torch.int32), torch.tensor(A[1]))
-    assert message.tolist() == A_4BIT
+    bounds, indices, numbers = A
+    section = Section(*bounds, values, packed="always")
+    message, _ = section.pack(torch.tensor(indices, dtype=torch.int32), torch.tensor(numbers))
+    assert in_hex(message) == GOLDEN["A", values]
 
 
-def at_most_twice() -> None:
+def at_most_twice(values: str) -> None:
     """Check that no delivered value is more than twice its entry."""
-    values = torch.linspace(1, 3, 64)
-    _, sent = Section(0, 5000, 64, "1bit").pack(torch.arange(64, dtype=torch.int32), values)
-    assert (sent.values <= 2 * values[sent.indices.long()]).all()
+    numbers = torch.linspace(1, 3, 64)
+    _, sent = Section(0, 5000, 64, values).pack(torch.arange(64, dtype=torch.int32), numbers)
+    assert (sent.values <= 2 * numbers[sent.indices.long()]).all()
 
 
-def counts_stay() -> None:
-    """Check that Ok-Topk delivers about k entries in every step, with values of one bit."""
-    world = SimulatedWorld(method("oktopk", density=0.02, values="1bit"), 4, 20_000)
+def counts_stay(values: str) -> None:
+    """Check that Ok-Topk delivers about k entries in every step."""
+    world = SimulatedWorld(method("oktopk", density=0.02, values=values), 4, 20_000)
     found = [len(world.step(sparse_floats(4, 20_000, step))[0]) for step in range(24)]
     assert min(found[8:]) > 300
+
+
+def least_is_exact(values: str) -> None:
+    """Check that ranks learn the smallest magnitude of what was sent before it is rounded."""
+    blocks = [Selection.of(torch.tensor([at, at + 9]).int(), torch.tensor([1.001, -3.7]) * (at + 1)) for at in (2, 60)]
+    regions = collectives.Regions((0, 50, 100), [2, 2], Encoding(values, "always"), 2)
+    patterns = [
+        collectives.gather_regions(block, regions, rank, 2, trigger=math.inf, width=1, phase="all-gather")
+        for rank, block in enumerate(blocks)
+    ]
+    for gathered in SimulatedScheduler(2).run(patterns):
+        assert gathered.least == blocks[0].values[0]
 
 
 def low_bits_off_by_one(patch: Patch) -> None:
@@ -141,9 +168,8 @@ def last_hop_in_units_of_the_sum(patch: Patch) -> None:
 
 def lowest_level_too_high(patch: Patch) -> None:
     """Use a lowest level of 2.1 times the scale."""
-    menu = {**quantize._MENU, 1: ((134,),) * 5}
+    menu = {bits: (tuple(range(134, 134 + len(tables[0]))),) * 5 for bits, tables in quantize._MENU.items()}
     patch.setattr(quantize, "_MENU", menu)
-    quantize.lookup.cache_clear()
 
 
 def threshold_of_rounded_sums(patch: Patch) -> None:
@@ -155,29 +181,110 @@ def threshold_of_rounded_sums(patch: Patch) -> None:
     patch.setattr(collectives, "sent_magnitudes", wrong)
 
 
-@pytest.mark.parametrize(
-    ("check", "mutation"),
-    [
-        (is_golden, low_bits_off_by_one),
-        (is_golden, planes_in_the_wrong_order),
-        (ok_topk_conserves, error_is_dropped),
-        (ok_topk_conserves, error_is_returned_twice),
-        (ok_topk_conserves, sender_keeps_half_of_what_it_sent),
-        (spardl_conserves, sender_drops_its_error),
-        (spardl_conserves, sender_returns_its_error_twice),
-        (ok_topk_conserves, last_hop_in_units_of_the_sum),
-        (spardl_conserves, last_hop_in_units_of_the_sum),
-        (at_most_twice, lowest_level_too_high),
-        (counts_stay, threshold_of_rounded_sums),
-    ],
-    ids=lambda part: part.__name__,
-)
-def test_a_broken_rounding_is_caught(check: Callable[[], None], mutation: Callable[[Patch], None]) -> None:
-    """The check passes on the code as it is, and fails on the mutation."""
-    check()
+def form_switches_one_early(patch: Patch) -> None:
+    """Give low bits to the longest range that has a bitmap."""
+    with_form(patch, lambda room: 4 * room, lambda room, span, bits: (room, span, bits, False, 2, 2 * room))
+
+
+def form_switches_one_late(patch: Patch) -> None:
+    """Use a bitmap for the shortest range that has low bits."""
+    with_form(patch, lambda room: 4 * room + 1, lambda room, span, bits: (room, span, bits, True, 0, span))
+
+
+def with_form(patch: Patch, edge: Callable[[int], int], wrong: Callable[[int, int, int], tuple]) -> None:
+    """Replace the layout of ranges as long as ``edge(room)``."""
+    right = sections.Layout.of.__func__
+
+    def of(cls: type, room: int, span: int, bits: int) -> sections.Layout:
+        return cls(*wrong(room, span, bits)) if span == edge(room) else right(cls, room, span, bits)
+
+    patch.setattr(sections.Layout, "of", classmethod(of))
+
+
+def shorter_reach(patch: Patch) -> None:
+    """Allow a table up to 24 times its top level."""
+    patch.setattr(quantize, "REACH", 24.0)
+
+
+def longer_reach(patch: Patch) -> None:
+    """Allow a table up to 512 times its top level."""
+    patch.setattr(quantize, "REACH", 512.0)
+
+
+def reach_without_its_end(patch: Patch) -> None:
+    """Exclude a table at 32 times its top level."""
+    patch.setattr(quantize, "REACH", float(np.nextafter(np.float32(32), np.float32(0))))
+
+
+def one_more_bit_in_a_scale(patch: Patch) -> None:
+    """Keep one bit more in the scale of a mean."""
+    patch.setattr(quantize, "scale_bits", lambda divisor: max(1, min(8, 12 - (divisor - 1).bit_length())))
+
+
+# Every one of these checks finds the mutation in each of the formats beside it.
+CAUGHT = [
+    (is_golden, low_bits_off_by_one, VALUE_BITS),
+    (is_golden, planes_in_the_wrong_order, VALUE_BITS),
+    (ok_topk_conserves, error_is_dropped, ROUNDED),
+    (ok_topk_conserves, error_is_returned_twice, ROUNDED),
+    (ok_topk_conserves, sender_keeps_half_of_what_it_sent, ROUNDED),
+    (spardl_conserves, sender_drops_its_error, ROUNDED),
+    (spardl_conserves, sender_returns_its_error_twice, ROUNDED),
+    (ok_topk_conserves, last_hop_in_units_of_the_sum, ROUNDED),
+    (spardl_conserves, last_hop_in_units_of_the_sum, ROUNDED),
+    (at_most_twice, lowest_level_too_high, QUANTIZED),
+    (counts_stay, threshold_of_rounded_sums, ["1bit"]),  # with more levels, counts hardly change
+    (least_is_exact, threshold_of_rounded_sums, ROUNDED),
+    (keeps_to_its_reach, shorter_reach, [1, 2, 3, 4, 8]),
+    (keeps_to_its_reach, longer_reach, [2, 3, 4, 8]),
+    (keeps_to_its_reach, reach_without_its_end, [2, 3, 4, 8]),
+    (leaves_an_exact_rest, one_more_bit_in_a_scale, [15, 127, 1023]),
+]
+
+
+def fails(check: Callable[[], None], mutation: Callable[[Patch], None]) -> None:
+    """Assert that ``check`` fails on the mutation."""
     with pytest.MonkeyPatch.context() as patch:
         mutation(patch)
+        forget()
         with pytest.raises(AssertionError):
             check()
+    forget()
+
+
+def forget() -> None:
+    """Let lookups and masks be computed anew."""
     quantize.lookup.cache_clear()
-    check()
+    quantize._scale_mask.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("check", "mutation", "argument"),
+    [pytest.param(c, m, a, id=f"{c.__name__}-{m.__name__}-{a}") for c, m, found_in in CAUGHT for a in found_in],
+)
+def test_a_broken_rounding_is_caught(
+    check: Callable[[object], None], mutation: Callable[[Patch], None], argument: object
+) -> None:
+    """The check fails on the mutation, and passes on the code as it is."""
+    fails(lambda: check(argument), mutation)
+    check(argument)
+
+
+@pytest.mark.parametrize("mutation", [form_switches_one_early, form_switches_one_late], ids=lambda m: m.__name__)
+def test_a_form_that_switches_elsewhere_is_caught(mutation: Callable[[Patch], None]) -> None:
+    """The check fails on the mutation, and passes on the code as it is."""
+    fails(switches_form, mutation)
+    switches_form()
+
+
+@pytest.mark.parametrize("bits", MENU)
+def test_a_broken_menu_is_caught(bits: int) -> None:
+    """A level at either end of a table that is 1/64 too low or too high is found."""
+    tables = quantize._MENU[bits]
+    for number, table in enumerate(tables):
+        for place in {0, len(table) - 1}:
+            for by in (-1, 1):
+                wrong = (*table[:place], table[place] + by, *table[place + 1 :])
+                menu = {bits: (*tables[:number], wrong, *tables[number + 1 :])}
+                fails(partial(has_the_menu, bits), lambda patch, menu=menu: patch.setattr(quantize, "_MENU", menu))
+    has_the_menu(bits)
