@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import fmean
 
 import pytest
 import torch
-from tritoncomm import OkTopk, Recipe, SimulatedWorld, SparDL, algorithms, recipe
+from tritoncomm import OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, algorithms, recipe
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Traffic
@@ -74,6 +75,30 @@ def test_forecasts_of_ordinary_steps(chosen: Recipe) -> None:
         moved = received.plus(sent) if method.name == "gtopk" else received
         assert formula.low / CLOSE <= moved.bytes / WORD <= CLOSE * formula.high + HEADER_WORDS * moved.messages
         assert formula.high <= 3.5 * formula.low or method.name == "topk_dsa"  # or the range would say nothing
+
+
+@pytest.mark.parametrize("encoding", [{}, {"packed": True}, {"values": "8bit"}, {"values": "4bit"}, {"values": "1bit"}])
+@pytest.mark.parametrize(
+    "method", [TopkAllgather(density=0.05), SparDL(density=0.05), SparDL(density=0.05, teams=2)], ids=repr
+)
+def test_forecasts_of_known_lengths_are_exact(method: Recipe, encoding: dict[str, object]) -> None:
+    """Each rank sends and receives what is forecast, to the byte and phase by phase, where all blocks are alike.
+
+    Blocks of SparDL differ unless the size of a team divides the number of values and that of entries. The forecast
+    then counts the longest block for all. It has one entry more than the shortest.
+    """
+    for world_size, numel in itertools.product((2, 4, 6), (2_400, 2_500)):
+        members = world_size // getattr(method, "teams", world_size)
+        alike = numel % members == 0 and numel // 20 % members == 0
+        world = SimulatedWorld(replace(method, **encoding), world_size, numel)
+        expected = world.predicted_traffic
+        world.step(torch.randn(world_size, numel, generator=torch.Generator().manual_seed(0)))
+        for meter, forecast in zip(world.scheduler.meters, expected, strict=True):
+            for phase, flow in forecast.phases.items():
+                for by_phase, most in ((meter.sent_by_phase, flow.sent), (meter.received_by_phase, flow.received)):
+                    moved = by_phase.get(phase, Traffic())
+                    assert moved.messages == most.messages
+                    assert moved.bytes == most.bytes or (not alike and 0.95 * most.bytes < moved.bytes < most.bytes)
 
 
 def test_forecast_of_oktopk_is_not_its_bound() -> None:
