@@ -241,6 +241,8 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("algorithm", lambda: wrap(algo="topk_allgather" if odd else "oktopk"))
     attempt("recipe", lambda: wrap(repartition_every=7 if odd else 8))
     attempt("recipe", lambda: wrap(warmup_steps=7 if odd else 8))
+    attempt("values='4bit'", lambda: wrap(values="4bit" if odd else "fp32"))
+    attempt("packed='always'", lambda: wrap(packed="always" if odd else True))
     attempt("options", lambda: wrap(staleness="off" if odd else "aware"))
     attempt("small='8bit'", lambda: wrap(small="8bit" if odd else "fp32"))
     attempt("optimizer", lambda: sparse_wrap((torch.optim.SGD if odd else torch.optim.Adam)(tiny_model().parameters())))
