@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from tritoncomm.__main__ import main
+from tritoncomm.demo import train
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
+from tritoncomm.scheduler.local_workers import WorkerError
 
 from depth import DEEP
 from prepared_launcher import PreparedLauncher
@@ -66,6 +68,34 @@ def test_demo(launcher: PreparedLauncher, tmp_path: Path, capsys: pytest.Capture
     assert not torch.equal(recording["gradients"][:, 0], recording["gradients"][:, 1])
     main(["simulate", "--algo", "oktopk", "--workers", "3", "--numel", "5e4", "--gradients", str(path)])
     assert "oktopk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--algo", "spardl", "--values", "1bit"], {"algo": "spardl", "values": "1bit"}),
+        (["--values", "4bit", "--density", "0.02"], {"algo": "oktopk", "values": "4bit", "density": 0.02}),
+        (["--algo", "exdyna", "--small", "fp32"], {"algo": "exdyna", "small": "fp32"}),  # its values are not rounded
+    ],
+)
+def test_options_reach_wrap(
+    arguments: list[str], fields: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The options of the command are the arguments of ``wrap`` in the second run of a worker."""
+    given: list[dict[str, object]] = []
+
+    def in_this_process(function, workers, settings, listen) -> None:
+        function(0, workers, listen, settings)
+        raise WorkerError("nothing was trained")
+
+    monkeypatch.setattr("tritoncomm.__main__.run_workers", in_this_process)
+    monkeypatch.setattr(train, "standard_library", lambda: None)
+    monkeypatch.setattr(train, "_train", lambda *arguments: given.append(arguments[6]))
+    assert main(["demo", *arguments]) == 1
+    assert "nothing was trained" in capsys.readouterr().err
+    assert given[0] == {"algo": "dense"}
+    assert given[1].items() >= fields.items()
+    assert ("values" in given[1]) == ("values" in fields)
 
 
 @pytest.mark.parametrize(

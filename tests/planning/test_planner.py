@@ -25,6 +25,7 @@ from tritoncomm.planning.synthetic_gradients import (
     load_recording,
 )
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
+from tritoncomm.scheduler.wire import Encoding
 
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
@@ -98,9 +99,17 @@ def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_names_the_format(capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed code names the format that was planned for, fp32 too, because it is not the default of ``wrap``."""
-    assert main([*PLAN, "--values", "fp32"]) == 0
-    assert re.search(r"wrap\(optimizer, algo='\w+', density=0.03, values='fp32'", capsys.readouterr().out)
+    """The printed code names the format that was planned for, fp32 too, because it is not the default of ``wrap``.
+
+    Shorter formats make the exchange shorter.
+    """
+    milliseconds = {}
+    for values in ("fp32", "8bit", "2bit"):
+        assert main([*PLAN, "--values", values]) == 0
+        out = capsys.readouterr().out
+        assert re.search(rf"wrap\(optimizer, algo='\w+', density=0.03, values='{values}'", out)
+        milliseconds[values] = _times(out, "spardl")[0]
+    assert milliseconds["fp32"] > milliseconds["8bit"] > milliseconds["2bit"]
 
 
 def test_plan_counts_the_dense_steps_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +180,17 @@ def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     spardl = next(row for row in rows if row["method"] == "spardl" and row["workers"] == 5)
     frames = HEADER_WORDS * spardl["messages"]
     assert spardl["words"] - frames == spardl["formula_low"] == spardl["formula_high"]
+
+
+def test_simulate_in_a_format(tmp_path: Path) -> None:
+    """``simulate --values`` sends the format: the words of a message are those of its layout."""
+    figures = tmp_path / "rows.json"
+    arguments = ["--workers", "2", "--numel", "4e3", "--density", "0.05", "--steps", "1", "--json", str(figures)]
+    for values in ("4bit", "1bit"):
+        assert main(["simulate", "--algo", "topk_allgather", "random_k", "--values", values, *arguments]) == 0
+        row, other = json.loads(figures.read_text())
+        assert row["words"] == Encoding(values, True).words(4_000, 200) + HEADER_WORDS
+        assert other["words"] == 200  # indices do not travel, and the format is one of entries
 
 
 @pytest.mark.parametrize(
