@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tritoncomm import NonFiniteError, ProtocolMismatchError, Recipe, SimulatedWorld, SparseVector
-from tritoncomm.scheduler.rounds import AllGather, AllReduce, AllToAll, Op, Pattern, Post, Round, Ticket, Wait
+from tritoncomm.scheduler.rounds import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    InSubgroup,
+    Op,
+    Pattern,
+    Post,
+    Round,
+    Ticket,
+    Wait,
+)
 from tritoncomm.step.error_feedback import ErrorFeedback
 
 import laws
@@ -68,22 +79,54 @@ def record(recipe: Recipe, numel: int) -> list[Recording]:
 
 
 def _listening(pattern: Pattern[SparseVector], replies: list[tuple[Op, Any]]) -> Pattern[SparseVector]:
-    """Run ``pattern`` and record each operation with its reply."""
+    """Run ``pattern`` and record each operation with its reply, those in subgroups too."""
     try:
         op = next(pattern)
         while True:
-            reply = yield op
-            replies.append((op, copy.deepcopy(reply)))
+            if isinstance(op, InSubgroup):
+                reply = yield replace(op, pattern=_listening(op.pattern, replies))
+            else:
+                reply = yield op
+                replies.append((op, copy.deepcopy(reply)))
             op = pattern.send(reply)
     except StopIteration as stop:
         return stop.value
+
+
+class Asked(NamedTuple):
+    """An operation of a replay, and the rank and the number of ranks in the group that runs it."""
+
+    op: Op
+    rank: int
+    world_size: int
+
+
+def _flat(pattern: Pattern[Any], rank: int, world_size: int) -> Generator[Asked, Any, Any]:
+    """Run ``pattern``, and what it runs in subgroups, as one sequence of operations."""
+    reply, error = None, None
+    try:
+        while True:
+            op = pattern.send(reply) if error is None else pattern.throw(error)
+            reply, error = None, None
+            if isinstance(op, InSubgroup):
+                try:
+                    reply = yield from _flat(op.pattern, op.ranks.index(rank), len(op.ranks))
+                except (ProtocolMismatchError, NonFiniteError) as raised:
+                    error = raised
+            else:
+                reply = yield Asked(op, rank, world_size)
+    except StopIteration as stop:
+        return stop.value
+    finally:
+        pattern.close()
 
 
 def fuzz(recipe: Recipe, trials: int, *, numel: int = 80, seed: int = 0) -> Counter[str]:
     """Replay recorded steps ``trials`` times, each with one damaged reply. Return how often each outcome occurred.
 
     Every replay is rejected by name, or gives ascending indices inside the vector. It asks for a bounded number of
-    words, in a bounded number of operations. Undamaged replays in between give the recorded mean.
+    words, in a bounded number of operations. Undamaged replays in between give the recorded mean. The count "accepted"
+    includes those with NaN or Inf in the mean, which are "not finite".
     """
     generator = np.random.default_rng(seed)
     recordings, outcomes = record(recipe, numel), Counter()
@@ -100,28 +143,30 @@ def fuzz(recipe: Recipe, trials: int, *, numel: int = 80, seed: int = 0) -> Coun
         outcomes["accepted"] += 1
         assert (mean.indices[1:] > mean.indices[:-1]).all(), trial
         assert ((mean.indices >= 0) & (mean.indices < mean.numel)).all(), trial
+        outcomes["not finite"] += not mean.values.isfinite().all()
     return outcomes
 
 
 def _replay(recording: Recording, place: int, generator: np.random.Generator) -> SparseVector:
     """Run the recorded step with a damaged reply at ``place``, or with none if ``place`` is negative."""
     worker = recording.worker
-    pattern = worker.begin(recording.gradient, recording.rank, recording.world_size)
+    begun = worker.begin(recording.gradient, recording.rank, recording.world_size)
+    pattern = _flat(begun, recording.rank, recording.world_size)
     most = 10 * len(recording.replies) + 50
     posted: dict[int, Round] = {}
     reply: Any = None
     try:
         for number in range(most):
-            op = pattern.send(reply)
+            op, *group = pattern.send(reply)
             if isinstance(op, Post):
                 posted[number], reply = op.round, Ticket(op.phase, number)
                 continue
-            asked = posted[op.ticket.token] if isinstance(op, Wait) else op
+            asked = Asked(posted[op.ticket.token] if isinstance(op, Wait) else op, *group)
             reply = _recorded(recording, number, op, asked)
             if reply is None:
                 reply = _words(recording, asked, generator)
             if number == place:
-                _damage(recording, reply, asked, generator)
+                _damage(reply, asked, generator)
     except StopIteration as stop:
         return stop.value
     finally:
@@ -130,41 +175,42 @@ def _replay(recording: Recording, place: int, generator: np.random.Generator) ->
     raise AssertionError(f"more than {most} operations")
 
 
-def _recorded(recording: Recording, number: int, op: Op, asked: Op) -> Any:
+def _recorded(recording: Recording, number: int, op: Op, asked: Asked) -> Any:
     """Return a copy of the recorded reply, or None if the operation is another one."""
     if number >= len(recording.replies):
         return None
     known, reply = recording.replies[number]
     if type(known) is not type(op) or known.phase != op.phase:
         return None
-    if isinstance(asked, Round):
-        if {source: part.numel() for source, part in reply.items()} != dict(asked.receives):
+    if isinstance(asked.op, Round):
+        if {source: part.numel() for source, part in reply.items()} != dict(asked.op.receives):
             return None
         return {source: part.clone() for source, part in reply.items()}
-    if known.tensor.shape != asked.tensor.shape:
+    if known.tensor.shape != asked.op.tensor.shape:
         return None
-    return _with_own_part(reply.clone(), asked, recording.rank)
+    return _with_own_part(reply.clone(), asked)
 
 
-def _words(recording: Recording, asked: Op, generator: np.random.Generator) -> Any:
+def _words(recording: Recording, asked: Asked, generator: np.random.Generator) -> Any:
     """Return random words of the length that the rank asks for."""
-    if isinstance(asked, Round):
-        words = sum(asked.receives.values())
-        assert words <= 4 * recording.world_size * (recording.worker.algorithm.numel + 100), asked.phase
-        return {source: _random(torch.int32, (length,), generator) for source, length in asked.receives.items()}
-    assert isinstance(asked, AllGather | AllToAll | AllReduce)
-    shape = tuple(asked.tensor.shape)
-    if isinstance(asked, AllGather):
-        shape = (recording.world_size, *shape)
-    return _with_own_part(_random(asked.tensor.dtype, shape, generator), asked, recording.rank)
+    op = asked.op
+    if isinstance(op, Round):
+        words = sum(op.receives.values())
+        assert words <= 4 * recording.world_size * (recording.worker.algorithm.numel + 100), op.phase
+        return {source: _random(torch.int32, (length,), generator) for source, length in op.receives.items()}
+    assert isinstance(op, AllGather | AllToAll | AllReduce)
+    shape = tuple(op.tensor.shape)
+    if isinstance(op, AllGather):
+        shape = (asked.world_size, *shape)
+    return _with_own_part(_random(op.tensor.dtype, shape, generator), asked)
 
 
-def _with_own_part(reply: torch.Tensor, asked: Op, rank: int) -> torch.Tensor:
+def _with_own_part(reply: torch.Tensor, asked: Asked) -> torch.Tensor:
     """Return ``reply``, in which the rank's own part is what it has sent now. A sum has no such part."""
-    if isinstance(asked, AllGather):
-        reply[rank] = asked.tensor
-    elif isinstance(asked, AllToAll):
-        reply[rank] = asked.tensor[rank]
+    if isinstance(asked.op, AllGather):
+        reply[asked.rank] = asked.op.tensor
+    elif isinstance(asked.op, AllToAll):
+        reply[asked.rank] = asked.op.tensor[asked.rank]
     return reply
 
 
@@ -176,14 +222,14 @@ def _random(dtype: torch.dtype, shape: Sequence[int], generator: np.random.Gener
     return found % 50 if dtype in _INTEGERS and generator.integers(2) else found
 
 
-def _damage(recording: Recording, reply: Any, asked: Op, generator: np.random.Generator) -> None:
+def _damage(reply: Any, asked: Asked, generator: np.random.Generator) -> None:
     """Damage words of another rank in ``reply``, in place."""
-    if isinstance(asked, Round):
+    if isinstance(asked.op, Round):
         target = reply[sorted(reply)[generator.integers(len(reply))]]
-    elif isinstance(asked, AllReduce):
+    elif isinstance(asked.op, AllReduce):
         target = reply
     else:
-        others = [rank for rank in range(recording.world_size) if rank != recording.rank]
+        others = [rank for rank in range(asked.world_size) if rank != asked.rank]
         at = others[generator.integers(len(others))]
         target = reply[at : at + 1]
     if not target.numel():

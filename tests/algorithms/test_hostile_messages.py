@@ -19,6 +19,7 @@ from tritoncomm import (
     algorithms,
 )
 from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.primitives import quantized_mean
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.scheduler import wire
 from tritoncomm.scheduler.rounds import AllGather, AllToAll, Op, Post, Round, Ticket
@@ -36,6 +37,15 @@ NAMES = [
     for name, recipe in under_test(0.1).items()
     if isinstance(recipe, IndexRecipe) and not name.startswith("spardl-auto")
 ]
+
+# Wrappers, and methods whose indices do not travel. A deep run has all of them.
+OTHERS = [
+    "warmup-8bit", "warmup-8bit-hierarchical", "dense-tail-8bit", "dense-tail-8bit-static", "hierarchical-2-4bit",
+    "preconditioned-warmup-8bit", "random-k-8bit", "random-k-4bit", "random-block-8bit", "random-block-4bit",
+]  # fmt: skip
+if DEEP:
+    OTHERS = [name for name in under_test(0.1) if name not in NAMES and not name.startswith(("dense", "spardl-auto"))]
+    OTHERS += [name for name in under_test(0.1) if name.startswith("dense-tail")]
 
 
 def damaged(tensor: torch.Tensor, generator: np.random.Generator) -> None:
@@ -114,12 +124,32 @@ def test_replayed_messages(name: str) -> None:
     assert outcomes["accepted"] > 0
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_replayed_messages_of_wrappers(name: str) -> None:
+    """Replays of wrappers, and of methods whose indices do not travel, are rejected by name, or harmless.
+
+    Any words are values in 8 or 4 bits, except those that say that a block is not finite.
+    """
+    outcomes = replay.fuzz(under_test(0.2)[name], trials(40, 100_000))
+    assert outcomes["accepted"] > 0
+    if name.startswith("random"):
+        assert outcomes["not finite"] == 0
+    else:
+        assert outcomes["ProtocolMismatchError"] > 0
+
+
 @pytest.mark.parametrize("name", ["topk_allgather", "oktopk"])
 def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays fail for a receiver that does not check indices."""
     monkeypatch.setattr(wire, "check_indices", lambda *_: None)
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         replay.fuzz(under_test(0.2)[name], 250)
+
+
+def test_replays_find_a_mean_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays count the NaN of a receiver that does not look for them in a mean of few bits."""
+    monkeypatch.setattr(quantized_mean, "_checked", lambda mean, verdict: mean)
+    assert replay.fuzz(under_test(0.2)["random-k-4bit"], 80)["not finite"] > 0
 
 
 def answer(pattern: object, reply: torch.Tensor) -> None:
