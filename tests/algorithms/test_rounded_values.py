@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import tritoncomm
 from tritoncomm import ConfigurationError, SimulatedWorld
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
+from tritoncomm.scheduler.rounds import Op, Post
 from tritoncomm.scheduler.wire import Encoding
 
 import laws
@@ -127,6 +130,34 @@ def test_bits_per_entry_on_the_wire(values: str, density: float, numel: int) -> 
     world.step(sparse_floats(2, numel))
     bits = BITS_PER_ENTRY[density][list(VALUE_BITS).index(values)]
     assert 8 * world.traffic[0].bytes / (numel * density) == pytest.approx(bits, rel=0.02)
+
+
+@pytest.mark.parametrize(("density", "numel"), [(0.01, 1_000_000), (0.05, 200_000)])
+def test_bits_per_entry_of_oktopk(density: float, numel: int) -> None:
+    """A step of Ok-Topk that reuses its thresholds sends within 2 % of the format's bits per entry in both phases.
+
+    Message headers are included. What depends on no entry, counts and sizes, is 96 bytes per rank.
+    """
+    world = SimulatedWorld(method("oktopk", density=density, values="4bit"), 4, numel)
+    generator = torch.Generator().manual_seed(0)
+    world.step(torch.randn(4, numel, generator=generator))
+    for worker in world.workers:  # the first steps determine thresholds again
+        worker.algorithm.state = dataclasses.replace(worker.algorithm.state, step=3)
+    entries: Counter[str] = Counter()
+
+    def count(_: int, ops: Sequence[Op]) -> None:
+        for op in ops:
+            if isinstance(op, Post):  # the first word of a section is its number of entries
+                entries[op.phase] += sum(int(message[0]) for message in op.round.sends.values())
+
+    mean = world.step(torch.randn(4, numel, generator=generator), before_round=count)[0]
+    assert world.workers[0].algorithm.report["reevaluated"] == 0
+    entries["all-gather"] = 3 * len(mean)  # each block arrives at three ranks
+    moved = [meter.received_by_phase for meter in world.scheduler.meters]
+    for phase in ("split-and-reduce", "all-gather"):
+        bits = 8 * sum(by_phase[phase].bytes for by_phase in moved) / entries[phase]
+        assert bits == pytest.approx(BITS_PER_ENTRY[density][list(VALUE_BITS).index("4bit")], rel=0.02)
+    assert all(by_phase["counts"].bytes + by_phase["sizes"].bytes == 96 for by_phase in moved)
 
 
 def test_thresholds_come_from_exact_sums() -> None:
