@@ -84,6 +84,26 @@ def test_sections(
     agree(call, device)
 
 
+@pytest.mark.parametrize("beyond", [False, True])
+def test_reach_of_a_table(device: str, beyond: bool) -> None:
+    """The best table is taken at 32 times its top level, and another one above, as in the reference."""
+    levels = quantize.menu(2)[0]
+    edge = np.float32(32 * levels[-1])
+    values = torch.ones(quantize.SAMPLE + 2)
+    values[::2] = torch.tensor(levels).repeat(len(values) // 2)[: len(values) // 2]  # only these are in the sample
+    values[1] = float(np.nextafter(edge, np.float32(np.inf)) if beyond else edge)
+    layout = Layout.of(len(values), len(values), 2)
+
+    def call(guarded: Guarded) -> object:
+        at, x = guarded.of(torch.arange(len(values), dtype=torch.int32)), guarded.of(values)
+        out = guarded.poison(layout.words, torch.int32)
+        write_section(layout, 0, at, x, out, workspace=Workspace())
+        assert (int(out[1]) % 2**16 > 0) == beyond
+        return bits(out)
+
+    agree(call, device)
+
+
 @given(st.sampled_from([(40, 4000), (5, 8), (33, 2**31 - 1), (1100, 60_000)]), formats, seeds, st.integers(0, 6))
 @cases(120)
 def test_hostile_words(device: str, shape: tuple[int, int], width: int, seed: int, flips: int) -> None:
