@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/di
 from hypothesis import settings
 from tritoncomm import optim
 from tritoncomm.step import options
+
+from prepared_launcher import PreparedLauncher
 
 settings.register_profile("ci", deadline=None, max_examples=100)
 settings.register_profile("deep", deadline=None, max_examples=1000)
@@ -24,9 +27,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # belongs to the first group with a part of its name.
 GROUPS = {
     "failures": ("distributed/test_failures.py", "test_bad_network.py", "test_checkpoints.py"),
-    "pages": ("_page.py", "_pages.py", "tests/demo/", "test_pinned.py", "test_integrations.py"),
+    "scripts": (
+        *("tests/test_benchmarks.py", "tests/test_race.py", "tests/test_prepared_launcher.py", "tests/demo/"),
+        *("test_doctor_fails_under_torchrun", "test_subclass_is_found"),
+    ),
+    "pages": ("_page.py", "_pages.py", "test_pinned.py", "test_integrations.py"),
     "processes": ("tests/distributed/", "test_doctor_under_torchrun", "of_processes"),
-    "benchmarks": ("tests/test_benchmarks.py", "tests/test_race.py"),
 }
 
 
@@ -40,6 +46,16 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[PreparedLauncher]:
+    """A process that has imported what scripts need. The tests that use it are the group ``scripts``, which has one."""
+    from depth import DEEP  # which reads the profile, so not before it is chosen
+
+    prepared = PreparedLauncher("matplotlib.pyplot", "sklearn.datasets", "transformers.trainer", real=DEEP)
+    yield prepared
+    prepared.close()
 
 
 def pytest_collection_finish() -> None:

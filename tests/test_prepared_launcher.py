@@ -15,8 +15,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each 
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[PreparedLauncher]:
-    """A prepared process."""
+def launcher(launcher: PreparedLauncher) -> Iterator[PreparedLauncher]:
+    """A prepared process, also in a deep run, in which the scripts of other tests have their own interpreter."""
+    if launcher.process is not None:
+        yield launcher
+        return
     prepared = PreparedLauncher()
     yield prepared
     prepared.close()

@@ -15,9 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-from depth import DEEP
 from pages import ROOT
-from prepared_launcher import PreparedLauncher
 
 FOLDER = str(ROOT / "benchmarks")
 RESULTS = ROOT / "benchmarks/results"
@@ -244,7 +242,7 @@ def test_nothing_is_left_after_a_kill(namespaces) -> None:
     assert not any(map(is_running, holders))
 
 
-def test_continues_a_file(tmp_path, request) -> None:
+def test_continues_a_file(tmp_path, launcher) -> None:
     """A second race with the same file runs only what is missing. A run whose losses are known takes fewer steps."""
     file = tmp_path / "race.json"
     arguments = [
@@ -258,8 +256,6 @@ def test_continues_a_file(tmp_path, request) -> None:
         "--json",
         str(file),
     ]
-    launcher = PreparedLauncher("matplotlib.pyplot", real=DEEP)
-    request.addfinalizer(launcher.close)
 
     def rows(*more: str) -> list[dict]:
         done = launcher.run(ROOT / "benchmarks" / "race.py", *arguments, *more, folder=tmp_path)

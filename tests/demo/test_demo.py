@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import batch, standard_library, validation_batches
 from tritoncomm.scheduler.local_workers import WorkerError
 
-from depth import DEEP
 from prepared_launcher import PreparedLauncher
 
 KEYS = {
@@ -32,14 +30,6 @@ train.VALIDATION_BATCHES = 2
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def launcher() -> Iterator[PreparedLauncher]:
-    """Starts scripts, whose workers have imported what they need. In a deep run they import it themselves."""
-    prepared = PreparedLauncher(real=DEEP)
-    yield prepared
-    prepared.close()
 
 
 def test_demo(launcher: PreparedLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

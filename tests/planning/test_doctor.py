@@ -12,6 +12,7 @@ from tritoncomm.__main__ import main
 from tritoncomm.planning.doctor import break_even
 
 from depth import DEEP, TORCHRUN
+from prepared_launcher import PreparedLauncher
 
 
 def test_doctor_in_one_process(
@@ -69,9 +70,12 @@ def test_doctor_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--exit-code", "--step-ms", "1e6"], *([["--density", "2"]] if DEEP else [])])
-def test_doctor_fails_under_torchrun(arguments: list[str]) -> None:
+def test_doctor_fails_under_torchrun(arguments: list[str], launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A bad argument is a failure under torchrun, and so is the result if ``--exit-code`` asks for it."""
-    assert _torchrun(*arguments).returncode != 0
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfrom tritoncomm.__main__ import main\nsys.exit(main(sys.argv[1:]))")
+    done = launcher.run(script, "doctor", "--numel", "1e5", *arguments, folder=tmp_path, world_size=2)
+    assert done.returncode != 0
 
 
 @pytest.mark.parametrize("arguments", [["--numel", "1e15"], []])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,8 @@ from torch import nn
 from tritoncomm.step import aware
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.aware import RULES, find_rule
+
+from prepared_launcher import PreparedLauncher
 
 
 class Renamed(torch.optim.AdamW):
@@ -61,9 +62,10 @@ def test_other_steps_have_no_rule(kind: type[torch.optim.Optimizer]) -> None:
     assert find_rule(kind(parameters(), lr=0.1)) is None
 
 
-def test_subclass_is_found_before_and_after_torch_wraps_its_step() -> None:
+def test_subclass_is_found_before_and_after_torch_wraps_its_step(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """torch wraps the ``step`` of the class that is instantiated first. A scheduler wraps that of the instance."""
-    script = """
+    script = tmp_path / "script.py"
+    script.write_text("""
 import os
 import torch
 from tritoncomm.step.aware import find_rule
@@ -71,6 +73,7 @@ class Renamed(torch.optim.AdamW): pass
 class Overriding(torch.optim.AdamW):
     def step(self, closure=None): return super().step(closure)
 parameters = [torch.nn.Parameter(torch.ones(2))]
+assert not hasattr(torch.optim.AdamW.step, "hooked")
 for order in ([Renamed, torch.optim.AdamW, Overriding], [Overriding, torch.optim.AdamW, Renamed]):
     if os.fork():
         assert os.wait()[1] == 0
@@ -82,8 +85,9 @@ for order in ([Renamed, torch.optim.AdamW, Overriding], [Overriding, torch.optim
         assert "step" in vars(optimizer)
         assert (find_rule(optimizer) is None) == (kind is Overriding), kind
     os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)  # noqa: S603
+""")
+    done = launcher.run(script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_profiled_and_scheduled_optimizers_take_the_aware_step() -> None:
