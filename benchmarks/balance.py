@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small and quick: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.numel, options.workers = 12, 4e3, 4
+        options.steps, options.numel, options.workers = 3, 4e3, 4
     numel, world_size = int(options.numel), options.workers
     sources: dict[str, Source] = {"layered": LayeredGradients, "adversarial": AdversarialGradients}
     if options.recording:
