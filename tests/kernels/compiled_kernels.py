@@ -1,7 +1,12 @@
-"""Every kernel in the configurations that are launched, compiled for GPUs that need not be present."""
+"""Every kernel in the configurations that are launched, compiled for GPUs that need not be present.
+
+All cases are compiled for sm_90. Each other target has the first case of every kernel, and every third of the others:
+each case is compiled for two targets at least. A deep run compiles all cases for all targets.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -15,6 +20,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from depth import DEEP
 from tritoncomm_kernels import (
     accumulate_triton,
     adam_flat_triton,
@@ -468,6 +474,29 @@ def cases() -> list[Case]:
         *root_mean_squares(),
         *others(),
     ]
+
+
+def launched_cases() -> list[Case]:
+    """Return the cases without those that end in "whole", which are reduced to count instructions."""
+    return [case for case in cases() if not case.name.endswith(", whole")]
+
+
+@cache
+def compiled_for(target: str) -> list[str]:
+    """Return the names of the launched cases that are compiled for ``target``.
+
+    With fewer cases of all kernels than usual, those for sm_90 are as few as those for another target.
+    """
+    names = [case.name for case in launched_cases()]
+    if DEEP or (target == "sm_90" and float(os.environ.get("KERNEL_CASES", "1")) >= 1):
+        return names
+    first: dict[str, str] = {}
+    for case in launched_cases():
+        first.setdefault(case.kernel.__name__, case.name)
+    others = [name for name in names if name not in first.values()]
+    turn = {"sm_80": 0, "sm_90": 0, "sm_100": 1, "gfx942": 2}[target]
+    # Cases often follow each other in threes, of which no target should have the same one each time.
+    return [*first.values(), *(name for i, name in enumerate(others) if (i + i // 3) % 3 == turn)]
 
 
 @cache

@@ -16,24 +16,29 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
-from compiled_kernels import TARGETS, Case, cases, compiled, find
+from compiled_kernels import TARGETS, Case, cases, compiled, compiled_for, find, launched_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncomm_kernels as kernels
+from depth import DEEP
 from tritoncomm_kernels import accumulate_triton, sections_triton
 from tritoncomm_kernels.section_rows import read_rows, write_rows
 from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
 
-# The "whole" cases are reduced to count instructions, and are never launched.
-NAMES = [case.name for case in cases() if not case.name.endswith(", whole")]
-NVIDIA = [target for target in TARGETS if target.startswith("sm_")]
+NAMES = [case.name for case in launched_cases()]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
 WIDE = {"accumulate fp32, whole": (8, 4), "mark fp32, whole": (8, 4), "mark bf16, whole": (6, 4)}
 WIDE |= {"mark fp16, whole": (6, 4), "momentum fp32, whole": (12, 8), "mark only, whole": (4, 0)}
+# Outside of a deep run, other GPUs than Hopper have the case with most accesses, and one of two bytes per element.
+WIDE_ON = [(name, "sm_90") for name in WIDE]
+WIDE_ON += [
+    (name, target)
+    for name in (WIDE if DEEP else ("momentum fp32, whole", "mark bf16, whole"))
+    for target in ("sm_80", "sm_100")
+]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "target"), [(name, target) for target in TARGETS for name in compiled_for(target)])
 def test_compiles_without_spills(name: str, target: str) -> None:
     """Every launched kernel compiles for every target without spills."""
     result = compiled(name, target)
@@ -214,12 +219,12 @@ def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", [case.name for case in cases() if case.budget is not None])
 def test_instruction_budgets(name: str) -> None:
     """Instructions stay within a budget far below the 7 per byte that an H200 can issue at full memory speed."""
-    case = find(name)
-    assert per_element(len(compiled(name, "sm_90").sass), case) <= case.budget
+    case, result = find(name), compiled(name, "sm_90")
+    if per_element(result.instructions, case) > case.budget:  # padding is among them
+        assert per_element(len(result.sass), case) <= case.budget
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(("name", "target"), WIDE_ON)
 def test_wide_accesses(name: str, target: str) -> None:
     """Aligned tensors of any length are read and written 16 bytes at a time."""
     sass = compiled(name, target).sass
@@ -246,10 +251,10 @@ def test_no_inferred_fusion(name: str) -> None:
 
 @pytest.mark.parametrize("name", [case.name for case in cases()])
 def test_compilation_report(name: str, record_property: pytest.RecordProperty) -> None:
-    """The table that the run prints at its end has a row per case."""
-    case, results = find(name), [compiled(name, target) for target in TARGETS]
-    registers = " ".join(f"{result.registers:4}" for result in results)
-    hopper = results[list(TARGETS).index("sm_90")]
+    """The table that the run prints at its end has a row per case, with a dash where it is not compiled."""
+    case, hopper = find(name), compiled(name, "sm_90")
+    targets = [target for target in TARGETS if DEEP or target == "sm_90" or name in compiled_for(target)]
+    registers = " ".join(f"{compiled(name, target).registers if target in targets else '-':>4}" for target in TARGETS)
     each = f"{per_element(hopper.instructions, case):6.1f} per element" if case.elements else ""
     assert hopper.instructions > 0
     record_property("compiled", f"{name:26}{registers}  {hopper.shared:6} B {hopper.instructions:5} {each}")
