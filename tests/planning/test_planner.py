@@ -27,6 +27,8 @@ from tritoncomm.planning.synthetic_gradients import (
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Link
 from tritoncomm.scheduler.wire import Encoding
 
+from depth import trials
+
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
 
@@ -252,7 +254,7 @@ def test_simulated_traffic_matches_spardl_table(world_size: int, teams: int) -> 
         if least is None:
             continue
         method = SparDL(density=0.01, teams=teams, sag=sag)
-        (row,) = compare_methods([method], [world_size], 200_000, SLOW, LayeredGradients)
+        (row,) = compare_methods([method], [world_size], trials(50_000, 200_000), SLOW, LayeredGradients)
         assert row.messages == latencies
         # Headers of 8 words, the counts of B-SAG, and budgets in whole entries.
         assert least - 0.01 <= row.words / row.k <= most + 0.01 + 12 * latencies * 4 / row.k
