@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
@@ -45,11 +46,20 @@ class Padded(NamedTuple):
     @classmethod
     def of(cls, entries: Selection, room: int) -> Padded:
         """Return ``entries`` (at most ``room``) with padding, ``[room]``."""
+        if entries.indices.device.type == "cpu":
+            return cls.of_arrays(entries.indices.numpy(), entries.values.numpy(), room)
         indices = entries.indices.new_full((room,), PADDING)
         values = entries.values.new_zeros(room)
         indices[: entries.indices.numel()] = entries.indices
         values[: entries.values.numel()] = entries.values
         return cls(indices, values)
+
+    @classmethod
+    def of_arrays(cls, indices: npt.NDArray[np.int32], values: npt.NDArray[np.float32], room: int) -> Padded:
+        """Return these entries (at most ``room``) on the CPU, with padding. Calls of numpy cost less than torch's."""
+        padded = np.full(room, PADDING, np.int32), np.zeros(room, np.float32)
+        padded[0][: indices.size], padded[1][: values.size] = indices, values
+        return cls(torch.from_numpy(padded[0]), torch.from_numpy(padded[1]))
 
     def row(self, number: int) -> Padded:
         """Return one row, ``[room]``, as views."""
@@ -57,7 +67,10 @@ class Padded(NamedTuple):
 
     def trimmed(self) -> Selection:
         """Return the entries of a single row without padding. On a GPU the host waits for their number."""
-        used = int(torch.count_nonzero(self.indices != PADDING))
+        if self.indices.device.type == "cpu":
+            used = int(np.count_nonzero(self.indices.numpy() != PADDING))
+        else:
+            used = int(torch.count_nonzero(self.indices != PADDING))
         return Selection.of(self.indices[:used], self.values[:used])
 
 
@@ -169,6 +182,9 @@ def joined(rows: Padded, *, workspace: Workspace) -> Padded:
     if triton_runs(values):
         padded: Padded = _on_gpu().joined(indices, values, workspace)
         return padded
+    if values.device.type == "cpu":
+        used = indices.numpy() != PADDING
+        return Padded.of_arrays(indices.numpy()[used], values.numpy()[used], indices.numel())
     keep = indices != PADDING
     return Padded.of(Selection.of(indices[keep], values[keep]), indices.numel())
 
@@ -211,6 +227,13 @@ def add_rows(out: torch.Tensor, rows: Padded, *, offset: int = 0, scale: float =
     if triton_runs(out):
         _on_gpu(rows.indices.shape[0]).add_rows(out, rows, offset, float(scale), workspace)
         return
+    if out.device.type == "cpu":
+        sums, indices, terms = out.numpy(), rows.indices.numpy(), rows.values.numpy()
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+            for places, row in zip(indices, terms if scale == 1.0 else terms * np.float32(scale), strict=True):
+                used = places != PADDING
+                sums[places[used] - offset] += row[used]
+        return
     for number in range(rows.indices.shape[0]):
         entries = rows.row(number).trimmed()
         scatter_add(out, entries.indices - offset, entries.values * scale if scale != 1.0 else entries.values)
@@ -226,6 +249,10 @@ def set_at(out: torch.Tensor, entries: Padded | torch.Tensor) -> None:
     if triton_runs(out):
         _on_gpu().set_at(out, indices, None if values is None else values.reshape(-1))
         return
+    if out.device.type == "cpu":
+        used = indices.numpy() != PADDING
+        out.numpy()[indices.numpy()[used]] = 0.0 if values is None else values.reshape(-1).numpy()[used]
+        return
     keep = indices != PADDING
     out[indices[keep].long()] = 0.0 if values is None else values.reshape(-1)[keep]
 
@@ -238,6 +265,9 @@ def values_at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if triton_runs(values):
         picked: torch.Tensor = _on_gpu().values_at(values, indices)
         return picked
+    if values.device.type == "cpu":
+        places = indices.numpy()
+        return torch.from_numpy(np.where(places != PADDING, values.numpy()[places], np.float32(0.0)))
     keep = indices != PADDING
     found = values.new_zeros(indices.shape)
     found[keep] = values[indices[keep].long()]
