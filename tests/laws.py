@@ -316,18 +316,18 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
         _same_step(world, gradient, expected, control)
 
 
-def faults(recipe: Recipe, case: Case, *, every_round: bool = False) -> int:
+def faults(recipe: Recipe, case: Case, *, rounds: float = 2) -> int:
     """A message that is dropped, delayed, duplicated, reordered or corrupted causes a named error or no difference.
 
     After the error nothing has changed, and the step can be repeated. Return the number of injected faults. Each kind
-    of fault meets two rounds of each step, drawn with the seed of the case. With ``every_round``, it meets all.
+    of fault meets at most ``rounds`` rounds of each step, drawn with the seed of the case.
     """
     world, control, injected = world_of(recipe, case), world_of(recipe, case), 0
     generator = random.Random(case.seed)  # noqa: S311 - not for secrets
     for gradient in case.gradients():
         quiet = Faults(KINDS[0], -1, 0)
         expected = control.step(gradient, faults=quiet)
-        met = len(quiet.seen) if every_round else min(2, len(quiet.seen))
+        met = int(min(rounds, len(quiet.seen)))
         for kind in KINDS:
             for number in generator.sample(sorted(quiet.seen), met):
                 trial, network = copy.deepcopy(world), Faults(kind, number, case.seed, quiet.seen[number])
