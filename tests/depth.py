@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import settings
+
+Setting = TypeVar("Setting")
 
 # Read here: inside of a test the default settings are those of the test.
 _CASES = settings.default.max_examples
@@ -23,6 +26,6 @@ def examples(number: int) -> settings:
     return settings(max_examples=max(1, number * _CASES // 100))
 
 
-def trials(number: int, deep: int) -> int:
-    """Return ``number`` on every commit, and ``deep`` in a deep run."""
+def trials(number: Setting, deep: Setting) -> Setting:
+    """Return ``number``, or the like, on every commit, and ``deep`` in a deep run."""
     return deep if DEEP else number

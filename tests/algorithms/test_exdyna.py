@@ -15,7 +15,7 @@ from tritoncomm import ConfigurationError, ExDyna, MiCRO, SimulatedWorld
 from tritoncomm.algorithms.exdyna import ExDynaState, Layout
 
 import laws
-from depth import DEEP, examples
+from depth import DEEP, examples, trials
 from tritoncomm_kernels import rebalance
 
 
@@ -122,7 +122,7 @@ def test_threshold_control_without_residuals(rule: str, low: float, high: float)
     for worker in world.workers:  # start near the result, because the paper's rules are slow
         worker.algorithm.state = replace(worker.algorithm.state, threshold=3.0)
     noise = torch.empty(2, 24_000).exponential_(generator=generator)
-    for step in range(1500):
+    for step in range(trials(1000, 1500)):
         for worker in world.workers:
             worker.residual.zero_()
         world.step(noise.roll(step * 7919 % 24_000, 1))
@@ -130,7 +130,10 @@ def test_threshold_control_without_residuals(rule: str, low: float, high: float)
     assert low < sum(passed[-500:]) / 500 < high
 
 
-@pytest.mark.parametrize(("density", "steps", "window", "off"), [(0.01, 3000, 500, 0.1), (0.001, 4000, 1500, 0.15)])
+@pytest.mark.parametrize(
+    ("density", "steps", "window", "off"),
+    [(0.01, trials(1500, 3000), 500, 0.1), (0.001, trials(2500, 4000), 1500, 0.15)],
+)
 def test_threshold_control_with_residuals(density: float, steps: int, window: int, off: float) -> None:
     """The count stays near k although residuals grow."""
     passed, _ = run(ExDyna(density=density), 2, 24_000, steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from statistics import fmean
 
 import pytest
@@ -14,9 +15,11 @@ from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Traffic
 
+from depth import trials
+
 STEPS = 6
 CLOSE = 1.5  # the factor by which forecasts may differ from a step
-SIZES = [(20_000, 4, 0.01), (20_000, 16, 0.02), (20_000, 3, 0.05)]  # values, workers, density
+SIZES = [(20_000, 4, 0.01), (20_000, trials(8, 16), 0.02), (20_000, 3, 0.05)]  # values, workers, density
 # Their number of entries is not k: it follows from a fit, from a constant threshold, or from one that adapts.
 FLOATING = ("gaussiank", "sidco", "hard_threshold", "exdyna", "micro")
 
@@ -35,13 +38,19 @@ def recipes() -> Iterator[Recipe]:
     yield SparDL(teams=2, values="4bit")
 
 
+@cache
+def gradients(world_size: int, numel: int) -> list[torch.Tensor]:
+    """Return the gradients of each step, which all recipes share, ``[world_size, numel]``."""
+    sources = [LayeredGradients(numel, rank) for rank in range(world_size)]
+    return [torch.stack([source.at(step) for source in sources]) for step in range(STEPS)]
+
+
 def busiest(recipe: Recipe, world_size: int, numel: int) -> tuple[Traffic, Traffic, float]:
     """Return what the busiest rank sends and receives in ordinary steps, and the entries of a step."""
     world = SimulatedWorld(recipe, world_size, numel)
-    sources = [LayeredGradients(numel, rank) for rank in range(world_size)]
     sent, received, entries = [], [], []
     for step in range(STEPS):
-        means = world.step(torch.stack([gradients.at(step) for gradients in sources]))
+        means = world.step(gradients(world_size, numel)[step])
         report = world.workers[0].algorithm.report
         if step > 2 and not (report.get("reevaluated") or report.get("repartitioned")):
             sent.append(max(world.traffic, key=lambda traffic: traffic.bytes))

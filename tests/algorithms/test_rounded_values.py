@@ -73,7 +73,7 @@ def test_nothing_is_lost_to_the_bit(name: str, values: str) -> None:
 
     The sums of later steps may round, because the rest of a rounded value has more bits than the gradients.
     """
-    for world_size in range(1, 18) if DEEP else (1, 2, 3, 5, 7, 9, 16):
+    for world_size in range(1, 18) if DEEP else (2, 3, 7, 16):
         for packed in ("auto", "always"):
             recipe = method(name, density=0.1, values=values, packed=packed)
             case = laws.fitted(laws.Case(world_size, 120, ("random",), seed=world_size), recipe)
@@ -84,7 +84,10 @@ def test_nothing_is_lost_to_the_bit(name: str, values: str) -> None:
 @pytest.mark.parametrize("values", ROUNDED)
 @pytest.mark.parametrize("name", ENTRY)
 def test_laws_of_every_format(name: str, values: str, *, static: bool) -> None:
-    """The laws of recorded runs, and those of rejected and failed steps, hold for every format in both forms."""
+    """The laws of recorded runs, and those of rejected and failed steps, hold for every format in both forms.
+
+    What a failed step leaves behind does not depend on the format, so only a deep run fails steps of every format.
+    """
     more = SHORT if name == "oktopk" else {}
     recipe = method(name, density=0.1, values=values, packed="always", static=static, **more)
     run = laws.recorded(recipe, laws.FOUR_STEPS)
@@ -93,7 +96,8 @@ def test_laws_of_every_format(name: str, values: str, *, static: bool) -> None:
     two_steps = dataclasses.replace(laws.FOUR_STEPS, world_size=3, families=laws.FOUR_STEPS.families[:2])
     laws.refusal(recipe, two_steps, math.inf)
     laws.overflow(recipe, two_steps)
-    laws.atomicity(recipe, two_steps)
+    if DEEP or values == "4bit":
+        laws.atomicity(recipe, two_steps)
 
 
 @pytest.mark.parametrize("name", ENTRY)
