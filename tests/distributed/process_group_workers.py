@@ -59,16 +59,15 @@ class Seen(NamedTuple):
         return cls(mean.indices.tolist(), values, residual, feedback.algorithm.state, sent, received)
 
 
-def case_of(recipe: Recipe, world_size: int) -> laws.Case:
+def case_of(recipe: Recipe, world_size: int, steps: int) -> laws.Case:
     """Return the case on which processes and simulation are compared."""
-    return laws.Case(world_size, laws.length(recipe, 211), FAMILIES, seed=world_size)
+    return laws.Case(world_size, laws.length(recipe, 211), FAMILIES[:steps], seed=world_size)
 
 
-def exchanges(rank: int, world_size: int, send, recipes: dict[str, Recipe]) -> dict[str, list[Seen]]:
-    """Run ``recipes`` between real processes and return the results of every step."""
+def exchanges(rank: int, world_size: int, send, runs: dict[str, tuple[Recipe, laws.Case]]) -> dict[str, list[Seen]]:
+    """Run recipes between real processes and return the results of every step."""
     seen: dict[str, list[Seen]] = {}
-    for name, recipe in recipes.items():
-        case = case_of(recipe, world_size)
+    for name, (recipe, case) in runs.items():
         scheduler = ProcessGroupScheduler(subgroups=recipe.subgroups(world_size))
         feedback = ErrorFeedback(recipe.build(case.numel))
         seen[name] = []

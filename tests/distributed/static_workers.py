@@ -42,15 +42,15 @@ def trained(rank: int, recipe: Recipe, make: object, *, door: str = "wrap", **op
 
 def equals_exact_form(rank: int, world_size: int, send) -> None:
     """Both forms of a recipe train alike to the bit, with both steps of Adam, with clipping, and through a state."""
-    recipes = [partial(TopkAllgather, density=0.1), partial(TopkAllgather, density=0.1, values="4bit")]
     makes = [
         lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
         lambda p: torch.optim.Adam([{"params": p[:2]}, {"params": p[2:], "lr": 1e-3}], lr=1e-2, amsgrad=True),
         lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     ]
-    for recipe in recipes:
+    for values, all_options in (("fp32", ({}, {"max_grad_norm": 0.2})), ("4bit", ({},))):
+        recipe = partial(TopkAllgather, density=0.1, values=values)
         for make in makes:
-            for options in ({}, {"max_grad_norm": 0.2}):
+            for options in all_options:
                 for door in ("wrap", "ddp"):
                     static, metrics = trained(
                         rank, recipe(static=True), make, door=door, select_by="gradient", **options

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import integration_workers
@@ -13,6 +15,21 @@ import torch
 import tritoncomm
 from helpers import run_workers
 from tritoncomm import checkpoint
+from tritoncomm.scheduler import local_workers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trainers_are_imported_once() -> Iterator[None]:
+    """Fork workers from a server that has imported the trainers, because that takes longer than what they do.
+
+    A server that runs already has not imported them, so another one is started, and again one without them afterwards.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        trainers = ["accelerate", "transformers.trainer", "lightning"]
+        patch.setattr(local_workers, "PRELOADED", [*local_workers.PRELOADED, *trainers])
+        forkserver._forkserver._stop()
+        yield
+    forkserver._forkserver._stop()
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "transformers", "lightning"])

@@ -29,15 +29,7 @@ atexit.register(lambda: print(f"{len(steps)} steps here"))
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[PreparedLauncher]:
-    """A stand-in for torchrun, which has imported this package and what that imports."""
-    prepared = PreparedLauncher(real=DEEP)
-    yield prepared
-    prepared.close()
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[PreparedLauncher]:
-    """A stand-in for torchrun, which has imported the trainers too."""
+    """A stand-in for torchrun, which has imported this package and the trainers."""
     prepared = PreparedLauncher("transformers.trainer", "lightning", "accelerate", real=DEEP)
     yield prepared
     prepared.close()
@@ -66,16 +58,16 @@ def test_page_runs_as_printed(
     ],
 )
 def test_trainer_page_trains_and_resumes(
-    framework: str, world_size: int, last: str | None, trainers: PreparedLauncher, tmp_path: Path
+    framework: str, world_size: int, last: str | None, launcher: PreparedLauncher, tmp_path: Path
 ) -> None:
     """A second run resumes from the checkpoint half way, and reports what the first run did, to the bit."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     script = _script(framework, tmp_path)
-    reported, steps = _reported(trainers.run(script, folder=tmp_path, world_size=world_size))
+    reported, steps = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
     if last is not None:
         shutil.rmtree(tmp_path / last)
-    resumed, steps_after = _reported(trainers.run(script, folder=tmp_path, world_size=world_size))
+    resumed, steps_after = _reported(launcher.run(script, folder=tmp_path, world_size=world_size))
     assert resumed == reported
     assert steps_after == [count // 2 for count in steps]
     assert min(steps_after) > 0
