@@ -180,7 +180,8 @@ class CudaTensor(torch.Tensor):
         return False
 
     def record_stream(self, stream: Stream) -> None:
-        """Nothing: the caching allocator is not emulated."""
+        """Keep the memory from being allocated again before the work that is on ``stream`` when it is freed."""
+        self.memory.recorded.add(stream)
 
     def _read(self, kind: str) -> torch.Tensor:
         _touch(self, False, kind)

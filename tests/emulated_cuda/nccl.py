@@ -302,7 +302,7 @@ class EmulatedNCCL(dist.ProcessGroup):
         with self.network.lock:
             self.network.mail[key].append(values[0])
             self.network.wake(key)
-        return self._deliver([], at, lambda timeout: [])
+        return self._deliver(tensors, [], at, lambda timeout: [])
 
     def recv(self, tensors: list[Any], source: int, tag: int) -> Any:
         """Receive the next message of ``source``. See :meth:`send`."""
@@ -326,7 +326,7 @@ class EmulatedNCCL(dist.ProcessGroup):
                 )
             return [message]
 
-        return self._deliver(tensors, at, take)
+        return self._deliver([], tensors, at, take)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -356,7 +356,7 @@ class EmulatedNCCL(dist.ProcessGroup):
             found = finish(timeout)
             return compute(found) if found else []
 
-        return self._deliver(outputs, at, arrived)
+        return self._deliver(inputs, outputs, at, arrived)
 
     def _enqueue(self, kind: str, inputs: list[Any], outputs: list[Any]) -> tuple[list[torch.Tensor], int]:
         """Check the tensors, and enqueue on NCCL's stream, after the current one. Return the inputs' values, and when.
@@ -424,11 +424,18 @@ class EmulatedNCCL(dist.ProcessGroup):
         raise dist.DistBackendError(ABORTED.format(self._rank))
 
     def _deliver(
-        self, outputs: list[Any], at: int, arrived: Callable[[timedelta], Sequence[torch.Tensor]]
+        self,
+        inputs: list[Any],
+        outputs: list[Any],
+        at: int,
+        arrived: Callable[[timedelta], Sequence[torch.Tensor]],
     ) -> PythonCallbackWork:
-        """Return the work that was enqueued at the time ``at``. Its ``wait()`` fills ``outputs``."""
+        """Return the work that was enqueued at the time ``at``. Its ``wait()`` fills ``outputs``.
+
+        Until then, it keeps all tensors, as NCCL's does.
+        """
         assert self.stream is not None
-        stream, seen, done = self.stream, {**self.stream.seen, self.stream: at}, []
+        stream, seen, done, kept = self.stream, {**self.stream.seen, self.stream: at}, [], [*inputs, *outputs]
 
         def wait(timeout: timedelta) -> bool:
             self.network.delay(self._random)
@@ -437,6 +444,7 @@ class EmulatedNCCL(dist.ProcessGroup):
                     tensor.inner.view(-1).copy_(values.reshape(-1))
                 done.append(True)
             current_stream().wait_for(seen)
+            kept.clear()
             if timeout:  # it polls until the work is complete
                 stream.gpu.synchronized("wait with a time-out", stream, seen)
             return True

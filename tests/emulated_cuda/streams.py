@@ -43,6 +43,7 @@ class Stream:
         self.clock = 0
         self.seen: dict[Stream, int] = {}
         self._host = -1
+        self._freed: list[dict[Stream, int]] = []  # memory that other streams use, and until when
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +62,28 @@ class Stream:
             self._host = self.gpu.host_version
             self.wait_for(self.gpu.host_seen)
         return self.clock
+
+    def free(self, used: dict[Stream, int]) -> None:
+        """Take back memory that this stream has allocated, and that other streams use until these times."""
+        if used:
+            self._freed.append(used)
+
+    def allocate(self) -> None:
+        """Allocate memory, or raise :class:`RaceError` if it may be memory that another stream uses.
+
+        The caching allocator gives memory that was freed to the stream that had allocated it, at once. Here, any size
+        fits any other.
+        """
+        if not self._freed:
+            return
+        self.enqueue()
+        freed, self._freed = self._freed, []
+        for other, at in (item for used in freed for item in used.items()):
+            if self.seen.get(other, 0) < at:
+                raise RaceError(
+                    f"memory that was freed while {other} uses it is allocated again on {self}: keep it until {self} "
+                    "waits for that work, or call record_stream"
+                )
 
     def wait_for(self, seen: dict[Stream, int]) -> None:
         """Let work that is enqueued from now on run after these times of other streams."""
@@ -146,14 +169,24 @@ _EVERYTHING = (0, 1 << 62)  # the bytes of an access, as long as only one stream
 
 
 class Memory:
-    """The memory of a tensor and its views: which stream wrote and read it, and when."""
+    """The memory of a tensor and its views: which stream wrote and read it, and when.
 
-    __slots__ = ("reads", "writes")
+    The current stream allocates it. Those in ``recorded`` may use it when it is freed.
+    """
+
+    __slots__ = ("_home", "reads", "recorded", "writes")
 
     def __init__(self) -> None:
+        self._home = current_stream()
+        self.recorded: set[Stream] = set()
         # By stream: time, first byte and end of what it touched. Several accesses are joined into one range.
         self.writes: dict[Stream, tuple[int, int, int]] = {}
         self.reads: dict[Stream, tuple[int, int, int]] = {}
+        self._home.allocate()
+
+    def __del__(self) -> None:
+        others = [*self.writes.items(), *self.reads.items()]
+        self._home.free({s: at for s, (at, *_) in others if s is not self._home and s not in self.recorded})
 
     def touch(self, stream: Stream, at: int, extent: Callable[[], tuple[int, int]], what: str, *, write: bool) -> None:
         """Note an access of ``stream`` at time ``at``, or raise :class:`RaceError`.

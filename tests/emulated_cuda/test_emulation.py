@@ -186,6 +186,29 @@ def test_streams_order_work() -> None:
         assert y.sum().item() == 8.0
 
 
+def test_memory_is_freed_after_its_last_use() -> None:
+    """Memory that another stream uses must not be freed before its own stream waits, unless the use is recorded."""
+    with ranks.alone():
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+        def free(*, recorded: bool) -> None:
+            x = torch.ones(4, device="cuda")
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                x.add_(1)
+                if recorded:
+                    x.record_stream(side)
+
+        free(recorded=True)
+        torch.ones(1, device="cuda")
+        free(recorded=False)
+        main.wait_stream(side)
+        torch.ones(1, device="cuda")
+        free(recorded=False)
+        with pytest.raises(RaceError, match="freed while <stream 1 of GPU of this thread> uses it"):
+            torch.ones(1, device="cuda")
+
+
 def test_wait_of_the_host_orders_streams() -> None:
     """After the host has waited for a stream, what it enqueues anywhere comes later."""
     with ranks.alone():
