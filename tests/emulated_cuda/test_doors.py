@@ -326,6 +326,31 @@ def test_fsdp_hook_of_a_gradient() -> None:
     assert early_gpu == early_cpu == late_gpu == late_cpu
 
 
+def test_fsdp_hook_of_micro_batches() -> None:
+    """Two passes add up, also where FSDP2 orders nothing: before the last pass, and between passes on two streams."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        model, _, state = doors.sharded(device, **METHODS["oktopk-static"])
+        main, side, seen = torch.cuda.current_stream(), torch.cuda.Stream(), []
+        for step in range(3):
+            side.wait_stream(main)
+            apart = step == 1  # the first pass is on another stream, for which the second one does not wait
+            for last in (False, True):
+                model.set_is_last_backward(last)  # otherwise, no stream waits for the gradients
+                with torch.cuda.stream(side if apart and not last else main):
+                    loss = doors.loss_of(model, rank, 2 * step + last, device)
+                    rejected = apart and not last and rank == 1  # NaN is written behind the last wait of the host
+                    (loss * float("nan") if rejected else loss).backward()
+                    if last or not apart:
+                        seen.append(doors.bits([each.grad.to_local().clone() for each in model.parameters()]))
+            for parameter in model.parameters():
+                parameter.grad = None
+        return [*seen, doors.bits([vector.feedback.residual for vector in state.exchange.vectors])]
+
+    on_gpu, on_cpu = doors.on_both(train, 2)
+    assert on_gpu == on_cpu
+
+
 @pytest.mark.parametrize("world_size", SIZES if DEEP else [2])
 @pytest.mark.parametrize(
     ("method", "optimizer"),

@@ -95,7 +95,7 @@ class ShardHook:
         If something uses the gradient before the end of the backward pass, leave the mean.
         """
         self._check(shard)
-        if shard.is_cuda:  # pragma: no cover - needs a GPU
+        if shard.is_cuda:  # FSDP may free it on the stream that has reduced it, which does not wait for this one
             shard.record_stream(torch.cuda.current_stream(shard.device))
         self.discard(
             {id(parameter) for parameter in self.parameters if parameter.grad is None}
@@ -397,13 +397,13 @@ class FSDPState(HookState):
         """
         entered, self._entered, self._pass = self._entered, [], None
         streams, self._streams = self._streams, set()
-        for stream in streams:  # where FSDP writes gradients
+        for stream in streams:  # FSDP writes gradients there, and waits for them only after its last backward pass
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         try:
             self._average_ready()
             self._finish(entered)
         finally:
-            for stream in streams:  # the next pass adds to gradients there
+            for stream in streams:  # the next pass adds to gradients there, and may begin on another stream than this
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     @torch.no_grad()
