@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from tritoncomm.__main__ import main
+from tritoncomm.planning import doctor
 from tritoncomm.planning.doctor import break_even
 
 from depth import DEEP, TORCHRUN
+from emulated_cuda import ranks
 from prepared_launcher import PreparedLauncher
 
 
@@ -76,6 +78,13 @@ def test_doctor_fails_under_torchrun(arguments: list[str], launcher: PreparedLau
     script.write_text("import sys\nfrom tritoncomm.__main__ import main\nsys.exit(main(sys.argv[1:]))")
     done = launcher.run(script, "doctor", "--numel", "1e5", *arguments, folder=tmp_path, world_size=2)
     assert done.returncode != 0
+
+
+def test_doctor_waits_for_a_gpu() -> None:
+    """On a GPU, a time is that of the work, not that of enqueuing it, whatever the current device."""
+    with ranks.alone() as gpu:
+        assert doctor._best(lambda: gpu.keep_busy(0.02), "cuda:1") >= 0.02
+        assert gpu.devices[1] == doctor._REPEATS
 
 
 @pytest.mark.parametrize("arguments", [["--numel", "1e15"], []])
