@@ -58,6 +58,11 @@ def test_packing_costs_few_launches(key: tuple[str, str, str]) -> None:
         assert packed.launches <= plain.launches + 12
 
 
+def test_static_forms_have_no_loop_over_workers() -> None:
+    """No count of a static form grows with the number of workers faster than with its logarithm."""
+    assert not {key: row for key, row in gpu_cost.TABLE.items() if key[1] == "static" and any(b for _, b, _ in row)}
+
+
 @pytest.mark.parametrize("name", sorted({name for name, form, _ in gpu_cost.TABLE if form == "static"}))
 def test_static_forms_wait_twice_with_more_workers(name: str) -> None:
     """With 16 workers a static form waits twice, too, and launches are those of the table."""
