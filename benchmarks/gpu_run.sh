@@ -51,7 +51,7 @@ else
   note "pytest or hypothesis is missing: only the benchmark compares results with the reference"
   failed=1
 fi
-# The static forms in simulation, against the CPU. All methods and wrap() in a process group of one worker over NCCL.
+# The static forms in simulation, against the CPU, and how often the host waits in them. All methods and wrap() in a process group of one worker over NCCL.
 stage one-gpu 40 "$python" benchmarks/one_gpu.py --json "$out/one-gpu.json"
 picture=()
 has matplotlib && picture=(--plot "$out/selection.png")

@@ -1,8 +1,10 @@
 """Check on one GPU that static forms deliver what they deliver on the CPU, and that exchanges and ``wrap`` run on NCCL.
 
 A simulation of several workers is compared bit for bit with the same on the CPU. Gradients are integers, so that sums
-do not depend on their order. The process group has one worker, to which methods send no messages: over NCCL go the
-comparison of settings, the set-up and the confirmation. The rest needs two GPUs and multi_gpu.py.
+do not depend on their order. In an ordinary step, the host waits at most twice for each worker.
+
+The process group has one worker, to which methods send no messages: over NCCL go the comparison of settings, the set-up
+and the confirmation. The rest needs two GPUs and multi_gpu.py.
 """
 
 from __future__ import annotations
@@ -51,14 +53,21 @@ def gradients(step: int) -> torch.Tensor:
     return (torch.stack(rows) * signs).float()
 
 
-def compare(recipe: tritoncomm.Recipe, device: torch.device) -> int:
-    """Raise if means or residuals differ between ``device`` and the CPU. Return the entries of the last mean."""
+def compare(recipe: tritoncomm.Recipe, device: torch.device) -> dict[str, float]:
+    """Raise if means or residuals differ between ``device`` and the CPU, or if the host waits too often for a GPU.
+
+    Return the entries of the last mean, and how often the host waits for each worker.
+    """
     own, expected = (SimulatedWorld(recipe, WORKERS, NUMEL, device=each) for each in (device, torch.device("cpu")))
-    entries = 0
+    entries, waits = 0, []
     for step in range(STEPS):
         assert own.workers[0].algorithm.is_static, f"step {step} does not use the static form"
         given = gradients(step)
-        means = zip(own.step(given.to(device)), expected.step(given), strict=True)
+        on_device = given.to(device)
+        with multi_gpu.counted_synchronizations(device) as caught:
+            delivered = own.step(on_device)
+        waits.append(len(caught) / WORKERS)
+        means = zip(delivered, expected.step(given), strict=True)
         for rank, (found, wanted) in enumerate((a.trimmed(), b.trimmed()) for a, b in means):
             where = f"step {step}, rank {rank}"
             assert found.indices.tolist() == wanted.indices.tolist(), f"{where}: other indices than on the CPU"
@@ -66,7 +75,9 @@ def compare(recipe: tritoncomm.Recipe, device: torch.device) -> int:
             entries = wanted.indices.numel()
         residuals = (multi_gpu.bits(worker.residual for worker in world.workers) for world in (own, expected))
         assert next(residuals) == next(residuals), f"step {step}: other residuals than on the CPU"
-    return entries
+    fewest = min(waits)  # steps that determine thresholds or partitions again have more
+    assert fewest <= multi_gpu.MOST_WAITS, f"{fewest} host synchronizations of each worker in every step"
+    return {"entries": entries, "synchronizations": fewest}
 
 
 def wrapped(device: torch.device) -> dict[str, Any]:

@@ -6,12 +6,16 @@ import importlib
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from tritoncomm.step.error_feedback import ErrorFeedback
 
 from depth import DEEP
+from emulated_cuda import ranks
 from pages import ROOT
 from prepared_launcher import PreparedLauncher
 
@@ -159,6 +163,28 @@ def test_limits_of_the_gpu_run() -> None:
         lines = file.read_text().splitlines()
         skipped = [i for i, line in enumerate(lines) if line.startswith("@pytest.mark.skipif(not torch.cuda")]
         assert all(lines[i - 1] == "@pytest.mark.gpu" for i in skipped), file
+
+
+def test_one_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes on an emulated GPU, where a further wait of the host in each exchange fails it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    one_gpu, multi_gpu = importlib.import_module("one_gpu"), importlib.import_module("multi_gpu")
+    commit = ErrorFeedback.commit
+
+    @contextmanager
+    def counted(device: torch.device) -> Iterator[list[object]]:
+        gpu.reset()
+        caught: list[object] = []
+        yield caught
+        caught += gpu.syncs.elements()
+
+    monkeypatch.setattr(multi_gpu, "counted_synchronizations", counted)
+    recipe, device = one_gpu.RECIPES["oktopk"], torch.device("cuda", 0)
+    with ranks.alone() as gpu:
+        assert one_gpu.compare(recipe, device)["synchronizations"] == 2
+        monkeypatch.setattr(ErrorFeedback, "commit", lambda feedback: (feedback.residual[0].item(), commit(feedback)))
+        with pytest.raises(AssertionError, match=r"3.0 host synchronizations of each worker in every step"):
+            one_gpu.compare(recipe, device)
 
 
 def test_multi_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
