@@ -71,11 +71,16 @@ stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #                     without a deadlock
 #   offloaded-shards  FSDP2 with CPUOffloadPolicy
 #   link              the doctor's latency and bandwidth
-#   raises            a rank raises in the middle of a step: named on all others within seconds, who go on without it
-#   dies              a rank is killed: named after the time-out, an abort ends the wait of the others
+#   raises, raises-in-messages
+#                     a rank raises in the middle of a step, in a collective or between messages: named on all others
+#                     within seconds, who go on without it
+#   dies, dies-in-messages
+#                     a rank is killed: named after the time-out, an abort ends the wait of the others
 #   hangs             a rank does something else: named after the time-out, also on itself
-#   raises-behind-hook, dies-behind-hook
+#   raises-behind-ddp, dies-behind-ddp, hangs-behind-ddp
 #                     the same in backward(), with several buckets
+#   dies-behind-fsdp  the same with several groups of FSDP2, which cannot go on without the rank
+# A single one: torchrun --nproc-per-node=2 benchmarks/multi_gpu.py --only NAME
 gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$gpus" -ge 2 ]; then
   stage multi-gpu 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$((gpus < 8 ? gpus : 8))" \

@@ -39,6 +39,7 @@ from tritoncomm.planning import planner
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.shards import local
 
 VICTIM = 1
 TIMEOUT = timedelta(seconds=4)  # of the exchanges in which a rank fails
@@ -244,28 +245,44 @@ def hangs() -> None:
     time.sleep(TIMEOUT.total_seconds() + LATER)
 
 
-def sparse(
-    algo: str, device: torch.device, *, behind_hook: bool, **fields: Any
-) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
-    """Return a model and its wrapped optimizer. It has taken two steps, which compile the kernels."""
+def sparse(algo: str, device: torch.device, door: str, **fields: Any) -> tuple[nn.Module, tritoncomm.SparseOptimizer]:
+    """Return a model, behind a hook if ``door`` names one, and its wrapped optimizer.
+
+    It has taken two steps, which compile the kernels.
+    """
     model = network(nn.LayerNorm).to(device)
-    if behind_hook:
+    if door == "ddp":
         fields["model"] = model = in_buckets(model, device)
+    if door == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        grid = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+        for part in (*(each for each in model if isinstance(each, nn.Linear)), model):
+            fully_shard(part, mesh=grid["shard"])
+        fields |= {"model": model, "process_group": grid["replicate"].get_group()}
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = tritoncomm.wrap(inner, algo, density=0.05, warmup_steps=0, dense_below=0, **fields)
     train(model, optimizer, device, 2)
     return model, optimizer
 
 
-def failure(fault: Callable[[], None], algo: str, device: torch.device, *, behind_hook: bool = False) -> Figures:
-    """A rank fails in the middle of a step. All others name it in time, and go on in a new group."""
-    sparse(algo, device, behind_hook=behind_hook)  # to compile takes longer than the time-out
-    model, optimizer = sparse(algo, device, behind_hook=behind_hook, timeout=TIMEOUT)
-    assert (len(vectors_of(optimizer)) > 1) == behind_hook
+def held(model: nn.Module) -> list[list[int]]:
+    """Return the bits of the parameters that this rank holds."""
+    return bits(local(parameter) for parameter in model.parameters())
+
+
+def failure(fault: Callable[[], None], algo: str, device: torch.device, *, door: str = "wrap") -> Figures:
+    """A rank fails in the middle of a step. All others name it in time, and go on in a new group.
+
+    With FSDP2 they do not go on: a sharded model cannot change its groups.
+    """
+    sparse(algo, device, door)  # to compile takes longer than the time-out
+    model, optimizer = sparse(algo, device, door, timeout=TIMEOUT)
+    assert (len(vectors_of(optimizer)) > 1) == (door != "wrap")
     same(None, device, "steps behind them")  # a rank that fails early would end the step before on a slow one
     if dist.get_rank() == VICTIM:
         _fail_at(vectors_of(optimizer)[-1].scheduler, 1, fault)
-    before, started = bits(model.parameters()), time.monotonic()
+    before, started = held(model), time.monotonic()
     try:
         train(model, optimizer, device, 1)
     except tritoncomm.ExchangeError as error:
@@ -274,13 +291,15 @@ def failure(fault: Callable[[], None], algo: str, device: torch.device, *, behin
         raise AssertionError("no error was raised")
     figures = {"error": type(caught).__name__, "seconds": round(seconds, 2), "text": str(caught)}
     assert caught.peers == (VICTIM,), figures
-    assert bits(model.parameters()) == before, "the failed step has changed parameters"
+    assert held(model) == before, "the failed step has changed parameters"
     if dist.get_rank() == VICTIM:
         return figures
     assert seconds < (AT_ONCE if fault is raises else TIMEOUT.total_seconds() + LATER), figures
+    if door == "fsdp":
+        return figures
     left = [rank for rank in range(dist.get_world_size()) if rank != VICTIM]
     group = dist.new_group(left, use_local_synchronization=True)
-    if behind_hook:
+    if door == "ddp":
         model = in_buckets(model.module, device, process_group=group, init_sync=False)
         optimizer.reset_process_group(model=model)
     else:
@@ -308,12 +327,16 @@ CHECKS: dict[str, Callable[[torch.device], Figures]] = {
 }
 FAULTS: dict[str, Callable[[torch.device], Figures]] = {
     "raises": partial(failure, raises, "oktopk"),
+    "raises-in-messages": partial(failure, raises, "spardl"),
     "dies": partial(failure, dies, "oktopk"),
+    "dies-in-messages": partial(failure, dies, "spardl"),
     "hangs": partial(failure, hangs, "topk_allgather"),
-    "raises-behind-hook": partial(failure, raises, "oktopk", behind_hook=True),
-    "dies-behind-hook": partial(failure, dies, "topk_allgather", behind_hook=True),
+    "raises-behind-ddp": partial(failure, raises, "oktopk", door="ddp"),
+    "dies-behind-ddp": partial(failure, dies, "topk_allgather", door="ddp"),
+    "hangs-behind-ddp": partial(failure, hangs, "topk_allgather", door="ddp"),
+    "dies-behind-fsdp": partial(failure, dies, "oktopk", door="fsdp"),
 }
-DEADLY = ("dies", "dies-behind-hook")  # the rank that fails writes no result
+DEADLY = tuple(name for name in FAULTS if name.startswith("dies"))  # the rank that fails writes no result
 
 
 def run_checks(names: list[str], file: Path, backend: str) -> None:
@@ -369,15 +392,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_all(backend: str, *, smoke: bool) -> dict[str, Any]:
-    """Run all checks, and return what all ranks found. Every process of torchrun calls this."""
+def check_all(backend: str, groups: list[list[str]], limit: float) -> dict[str, Any]:
+    """Run each group of checks in a process of its own, and return what all ranks found.
+
+    Every process of torchrun calls this.
+    """
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))  # of the supervisors
     found: dict[str, Any] = {}
-    for names in [[*CHECKS, "raises"], ["dies-behind-hook"]] if smoke else [[name] for name in (*CHECKS, *FAULTS)]:
+    for names in groups:
         port = [free_port()]
         dist.broadcast_object_list(port)
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, supervise(names, port[0], backend, 120.0 if smoke else 90.0))
+        dist.all_gather_object(ranks, supervise(names, port[0], backend, limit))
         for name in names:
             found[name] = {
                 "passed": all(rank[name]["passed"] for rank in ranks),
@@ -394,7 +420,8 @@ def main() -> int:
     """Parse the arguments, run, and return 1 if a check has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file to write the results to")
-    parser.add_argument("--smoke", action="store_true", help="two CPU processes over gloo, and fewer of them")
+    parser.add_argument("--smoke", action="store_true", help="two CPU processes over gloo, and fewer checks")
+    parser.add_argument("--only", nargs="+", choices=[*CHECKS, *FAULTS], metavar="NAME", help="run these checks alone")
     parser.add_argument("--check", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
@@ -409,7 +436,10 @@ def main() -> int:
         return subprocess.call([*launcher, *sys.argv])
     if int(os.environ["WORLD_SIZE"]) < LEAST:
         parser.error(f"start it with at least {LEAST} processes")
-    found = check_all(backend, smoke=arguments.smoke)
+    groups = [[name] for name in arguments.only or (*CHECKS, *FAULTS)]
+    if arguments.smoke and not arguments.only:  # a process takes longer to start than these checks
+        groups = [[*CHECKS, "dies-behind-ddp"]]
+    found = check_all(backend, groups, 120.0 if arguments.smoke else 90.0)
     failed = [name for name, each in found.items() if not each["passed"]]
     if int(os.environ["RANK"]) == 0:
         about: dict[str, Any] = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}

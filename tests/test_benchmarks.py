@@ -187,6 +187,25 @@ def test_one_gpu_counts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             one_gpu.compare(recipe, device)
 
 
+def test_gpu_run_says_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists exactly the checks on several GPUs."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    multi_gpu = importlib.import_module("multi_gpu")
+    text = (ROOT / "benchmarks" / "gpu_run.sh").read_text().partition("a check of multi_gpu.py")[2]
+    lines = re.findall(r"^#   ([a-z][a-z-]+(?:, [a-z-]+)*)(?: |$)", text, re.MULTILINE)
+    assert [name for line in lines for name in line.split(", ")] == [*multi_gpu.CHECKS, *multi_gpu.FAULTS]
+
+
+@pytest.mark.skipif(not DEEP, reason="waits for many time-outs")
+def test_every_fault_over_gloo(monkeypatch: pytest.MonkeyPatch, launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """The checks in which a rank fails pass on two CPU processes. The smoke test has one of them."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    faults = importlib.import_module("multi_gpu").FAULTS
+    done = launcher.run(ROOT / "benchmarks" / "multi_gpu.py", "--smoke", "--only", *faults, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": passed") == len(faults)
+
+
 def test_multi_gpu_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods with a static form, which ``wrap`` uses on GPUs, exchange in both. ``static="auto"`` would be one."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
