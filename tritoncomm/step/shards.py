@@ -61,13 +61,14 @@ def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     if not sharded:
         return value.clone()
     # Imported with the first DTensor: importing it takes as long as the rest of this package.
-    from torch.distributed.tensor import zeros  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     placements = [_renumbered(placement, sharded) for placement in parameter.placements]
-    shape = [parameter.shape[dim] for dim in sharded]
-    held = zeros(shape, dtype=value.dtype, device_mesh=parameter.device_mesh, placements=placements)
-    held.to_local().fill_(value)
-    return held
+    shape = torch.Size(parameter.shape[dim] for dim in sharded)
+    # Not by zeros() for DTensors, which allocates on the current GPU instead of that of the parameter.
+    own = value.expand([local(parameter).shape[dim] for dim in sharded]).clone()
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, parameter.device_mesh, placements, shape=shape, stride=stride)
 
 
 def _renumbered(placement: Any, sharded: list[int]) -> Any:
