@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from tritoncomm import fsdp
 
 from emulated_cuda import ranks
@@ -57,18 +57,27 @@ def on_both(train: Callable[[int, str], Any], world_size: int, *, seed: int = 0)
     yield ranks.run(lambda rank: train(rank, "cpu"), world_size, backend="gloo")
 
 
-def sharded(device: str, **fields: Any) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
-    """Return a model with a parameter group for each layer, the replicas of this rank, and the state of the hook."""
+def sharded(
+    device: str, *, offload: bool = False, **fields: Any
+) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
+    """Return a registered model (see :func:`grouped`), the replicas of this rank, and the state of the hook."""
+    model, replicas = grouped(device, offload=offload)
+    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+
+
+def grouped(device: str, *, offload: bool = False) -> tuple[nn.Module, dist.ProcessGroup]:
+    """Return a model with a parameter group of FSDP2 for each layer, and the replicas of this rank.
+
+    With ``offload``, parameters and gradients of a GPU are on the CPU.
+    """
     world_size = dist.get_world_size()
     shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
     mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    model = model_on(device)
+    model, policy = model_on(device), {"offload_policy": CPUOffloadPolicy()} if offload and device == "cuda" else {}
     for layer in model:
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    replicas = mesh["replicate"].get_group()
-    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
+            fully_shard(layer, mesh=mesh["shard"], **policy)
+    return fully_shard(model, mesh=mesh["shard"], **policy), mesh["replicate"].get_group()
 
 
 class Bucket:

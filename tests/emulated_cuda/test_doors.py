@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.ddp_hook import CommState, comm_hook
+from tritoncomm.step.shards import local
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -135,6 +137,36 @@ def test_wrap_without_set_device(method: str) -> None:
     found = ranks.run(train, 2, network=Network(2, several_gpus=True))
     on_cpu = ranks.run(lambda rank: _train(rank, "cpu", "adamw", **METHODS[method])[-1], 2, backend="gloo")
     assert found == on_cpu
+
+
+@pytest.mark.parametrize("door", ["ddp", "fsdp"])
+def test_hooks_without_set_device(door: str) -> None:
+    """The same behind hooks. FSDP2 itself needs its GPU as the current device, ``wrap`` and ``step`` do not."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        fields = {"density": 0.1, "warmup_steps": 1, "dense_below": 5, **METHODS["oktopk-static"]}
+        near = torch.cuda.device(rank)
+        with near:
+            model, replicas = doors.grouped(device) if door == "fsdp" else (doors.model_on(device), None)
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        if door == "fsdp":
+            optimizer = tritoncomm.wrap(inner, fields.pop("algo"), model=model, process_group=replicas, **fields)
+        else:
+            state = CommState(None, fields.pop("algo"), **fields)
+            state.name(dict(model.named_parameters()))
+            state.reducer = doors.PythonReducer(model, state, comm_hook)
+            optimizer = tritoncomm.wrap(inner)
+        for step in range(3):
+            optimizer.zero_grad()
+            with near:
+                loss = doors.loss_of(model, rank, step, device)
+            with near if door == "fsdp" else nullcontext():
+                loss.backward()
+            optimizer.step()
+        return doors.bits([local(parameter) for parameter in model.parameters()])
+
+    on_gpu = ranks.run(lambda rank: train(rank, "cuda"), 2, network=Network(2, several_gpus=True))
+    assert on_gpu == ranks.run(lambda rank: train(rank, "cpu"), 2, backend="gloo")
 
 
 def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> list[Any]:
@@ -346,6 +378,29 @@ def test_fsdp_hook_of_micro_batches() -> None:
             for parameter in model.parameters():
                 parameter.grad = None
         return [*seen, doors.bits([vector.feedback.residual for vector in state.exchange.vectors])]
+
+    on_gpu, on_cpu = doors.on_both(train, 2)
+    assert on_gpu == on_cpu
+
+
+def test_fsdp_hook_with_offloaded_parameters() -> None:
+    """With CPUOffloadPolicy, means are added to gradients on the CPU, which FSDP2 may not have copied there yet."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        model, replicas, state = doors.sharded(device, offload=True, **METHODS["oktopk-static"])
+        inner, seen = OPTIMIZERS["adamw"](model.parameters()), []
+        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
+        for step in range(4):
+            optimizer.zero_grad()
+            for last in (False, True):
+                model.set_is_last_backward(last)  # otherwise, the host waits for no copy
+                doors.loss_of(model, rank, 2 * step + last, device).backward()
+                seen.append(doors.bits([each.grad.to_local() for each in model.parameters()]))
+            optimizer.step()
+            seen.append(doors.bits([each.to_local() for each in model.parameters()]))
+        assert all(each.device.type == "cpu" for each in model.parameters())
+        assert {each.feedback.residual.device.type for each in state.exchange.vectors} == {device}
+        return seen
 
     on_gpu, on_cpu = doors.on_both(train, 2)
     assert on_gpu == on_cpu
