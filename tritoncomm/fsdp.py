@@ -200,7 +200,7 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
         )
     if all_reduce_hook(group) is not None:
         raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")
-    if len(alike([each.sharded_param for each in group.fsdp_params])) > 1:
+    if len(alike([each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad])) > 1:
         raise ConfigurationError(
             f"{name} is tensor-parallel, too, and some of its parameters are replicated there: a hook would select "
             "other entries of them on each rank. Do not register the model, and pass the process group to "

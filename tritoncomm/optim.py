@@ -139,6 +139,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange.options.group if self._hook is None else self._hook.process_group
 
     @property
+    def _everybody(self) -> dist.ProcessGroup | None:
+        """The ranks that must change alike: those of the exchange, or those of all shards."""
+        verdict = self._exchange.verdict if self._hook is None else None
+        return self.process_group if verdict is None else verdict.group
+
+    @property
     def has_shards(self) -> bool:
         """True if this optimizer exchanges shards of DTensors in :meth:`step`, within several groups of ranks."""
         return self._hook is None and self._exchange.verdict is not None
@@ -223,10 +229,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._hook.set_density(density)
             self.recipe = self._hook.recipe
             return
-        with setup_checks.propagate_errors(self.process_group, self._device):
+        with setup_checks.propagate_errors(self._everybody, self._device):
             recipe = with_density(self.recipe, density)
         if is_distributed():
-            setup_checks.compare({"density": density}, self.process_group, self._device)
+            setup_checks.compare({"density": density}, self._everybody, self._device)
         for vector, before in self._exchange.replace_vectors(recipe, self.process_group):
             carry_over.across_density(vector, before)
         self.recipe = recipe
@@ -446,14 +452,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        with setup_checks.propagate_errors(self.process_group, self._device):
+        with setup_checks.propagate_errors(self._everybody, self._device):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedbacks = self.loadable(state_dict)
         saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            common = {"steps": saved["steps"] if saved else None}
+            common: dict[str, Any] = {"steps": saved["steps"] if saved else None}
+            if self.has_shards:  # methods of other shards have other states
+                setup_checks.compare(common, self._everybody, self._device)
             if feedbacks:
                 common = {"loaded state": repr([feedback.algorithm.common_state() for feedback in feedbacks])}
             setup_checks.compare(common, self.process_group, self._device)
@@ -507,6 +515,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             dense_below=self._options.dense_below,
             small=self._options.small,
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
+            flattened=all(parameter.dim() <= 1 for parameter in parameters),
             alone=_ALONE,
         )
         before: GradientExchange | None = vars(self).get("_exchange")
@@ -519,13 +528,28 @@ class SparseOptimizer(torch.optim.Optimizer):
                 else verdict_of_all(options, local(parameters[0]).device)
             )
         exchange = GradientExchange(options, verdict=verdict)
+        exchange.trained = parameters
         # Selection within a vector depends on all of it. Parameters that tensor parallelism replicates have a vector of
         # their own, so that the ranks with copies of them select the same entries.
-        for positions in alike(parameters) or [[]]:
-            names = [trained[position][1] for position in positions]
-            exchange.vectors.append(VectorExchange([parameters[i] for i in positions], names, options))
+        groups = alike(parameters) or [[]]
+        self._check_copies(len(groups))
+        for positions in groups:
+            own, names = [parameters[i] for i in positions], [trained[i][1] for i in positions]
+            if len(groups) > 1:  # a vector alone would count its own parameters
+                shapes = [tuple(parameter.shape) for parameter in own]
+                named = zip(names, positions, shapes, strict=True)
+                names = [name or f"parameter {position} of shape {shape}" for name, position, shape in named]
+            exchange.vectors.append(VectorExchange(own, names, options))
         exchange.numeric_options = partial(setup_checks.numeric_options, self.optimizer)
         return exchange
+
+    def _check_copies(self, kinds: int) -> None:
+        """Raise if copies of a parameter on several ranks could differ, because parameters are of several ``kinds``."""
+        if kinds > 1 and self._options.on_nonfinite == "zero":
+            raise ConfigurationError(
+                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN on one of their "
+                "ranks would become zero there alone: choose 'skip' or 'raise'"
+            )
 
     def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
         """Return the parameters that require gradients, with their names, and remember the others."""
@@ -556,9 +580,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             return error
         return None
 
-    def _check_not_reduced(self, vector: VectorExchange, mean: SparseVector) -> None:
-        compare = vector.equal_on_all_ranks if vector.rounds else None
-        setup_checks.check_not_reduced(mean, vector.layout, self.process_group, compare)
+    def _check_not_reduced(self, means: list[tuple[VectorExchange, SparseVector]]) -> None:
+        first = [
+            setup_checks.FirstMean(mean, vector.layout, vector.equal_on_all_ranks if vector.rounds else None)
+            for vector, mean in means
+        ]
+        setup_checks.check_not_reduced(first, self.process_group)
 
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""

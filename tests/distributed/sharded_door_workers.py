@@ -17,12 +17,13 @@ from fsdp_workers import Net, loss_of, mesh, sharded
 from helpers import same_everywhere
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tritoncomm import ConfigurationError, NonFiniteError, fsdp
+from tritoncomm import ConfigMismatchError, ConfigurationError, NonFiniteError, fsdp
 from tritoncomm.checkpoint import ResidualState, reshard, save
+from tritoncomm.step.checkpoint_format import with_checksum
 
 import laws
 
@@ -311,57 +312,105 @@ class Embedded(nn.Module):
         return found + self.block(found)
 
 
-def replicated_parameters(rank: int, world_size: int, send) -> None:
-    """Parameters that tensor parallelism replicates stay equal on all of its ranks, to the bit."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    data, tensor = grid["data"], grid["tensor"].get_group()
+class TensorParallel:
+    """An :class:`Embedded` over two tensor ranks and two data ranks, with its wrapped optimizer.
 
-    def built() -> nn.Module:
-        model = Embedded()
-        parallelize_module(model.block, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return model
+    ``like`` is another one with the same parameters, whose optimizer begins from scratch.
+    """
 
-    def steps(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, first: int, last: int) -> None:
+    def __init__(self, grid: DeviceMesh, like: TensorParallel | None = None, **fields: object) -> None:
+        self.grid, self.fields = grid, fields
+        self.model = Embedded()
+        parallelize_module(self.model.block, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if like is not None:
+            self.fields = like.fields
+            self.model.load_state_dict(like.model.state_dict())
+        self.optimizer = tritoncomm.wrap(adamw(self.model), process_group=grid["data"].get_group(), **self.fields)
+
+    def train(self, first: int, last: int) -> None:
+        """Take some steps. Replicas stay equal, and so do all copies of replicated parameters, to the bit."""
         for step in range(first, last):
-            generator = torch.Generator().manual_seed(100 * step + data.get_local_rank())
-            optimizer.zero_grad()
-            (model(torch.randint(64, (8,), generator=generator)) - 1).square().mean().backward()
-            optimizer.step()
-            assert agree(data.get_group(), whole(model))
-            copies = [p for p in model.parameters() if not isinstance(p, DTensor) or p.placements[0].is_replicate()]
+            generator = torch.Generator().manual_seed(100 * step + self.grid["data"].get_local_rank())
+            self.optimizer.zero_grad()
+            (self.model(torch.randint(64, (8,), generator=generator)) - 1).square().mean().backward()
+            self.optimizer.step()
+            parameters = self.model.parameters()
+            copies = [p for p in parameters if not isinstance(p, DTensor) or p.placements[0].is_replicate()]
             assert len(copies) == 4  # the embedding, the norm, and the bias of the second linear layer
-            assert agree(tensor, whole(nn.ParameterList(copies))), step
+            assert agree(self.grid["tensor"].get_group(), whole(nn.ParameterList(copies))), step
+            assert agree(self.grid["data"].get_group(), whole(self.model)), step
 
-    clipped = {"dense_below": 64, "max_grad_norm": 0.5}
-    for fields in (clipped, {"density": 0.1, "dense_below": 0, "values": "4bit", "warmup_steps": 1}):
-        model = built()
-        optimizer = tritoncomm.wrap(adamw(model), process_group=data.get_group(), **fields)
-        steps(model, optimizer, 0, 25)
-        assert optimizer.metrics()["density_delivered"] < 0.9
-    again = built()
-    again.load_state_dict(model.state_dict())
-    resumed = tritoncomm.wrap(adamw(again), process_group=data.get_group(), **fields)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(model, optimizer, 25, 28)
-    steps(again, resumed, 25, 28)
-    assert whole(again) == whole(model)
+    def state(self) -> dict[str, object]:
+        """Return a copy of the optimizer's state."""
+        return copy.deepcopy(self.optimizer.state_dict())
+
+
+def tensor_grid() -> DeviceMesh:
+    """Return two data ranks of two tensor ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+ROUNDED = {"density": 0.1, "dense_below": 0, "values": "4bit", "warmup_steps": 1}
+
+
+def replicated_parameters(rank: int, world_size: int, send) -> None:
+    """Parameters that tensor parallelism replicates stay equal on all of its ranks, whatever changes."""
+    grid = tensor_grid()
+    clipped = TensorParallel(grid, dense_below=64, max_grad_norm=0.5)
+    clipped.train(0, 25)
+    assert clipped.optimizer.metrics()["density_delivered"] < 0.9
+    norms = tritoncomm.wrap(adamw(clipped.model.block), process_group=grid["data"].get_group(), dense_below=4)
+    assert norms._exchange.vectors[0].dense_numel == 24  # one-dimensional, in a vector of their own
+    with pytest.raises(ConfigurationError, match="choose 'skip' or 'raise'"):
+        TensorParallel(grid, on_nonfinite="zero")
+    run = TensorParallel(grid, **ROUNDED)
+    run.train(0, 5)
+    run.optimizer.set_density(0.3)
+    run.train(5, 7)
+    assert run.optimizer.metrics()["residual_norm"] > 0
+    run.optimizer.flush()
+    assert run.optimizer.metrics()["residual_norm"] == 0
+    run.train(7, 9)
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    run.train(9, 11)
+    run.model(torch.arange(8)).sum().backward()
+    if rank == 1:
+        run.model.block.up.weight.grad.to_local()[0] = torch.nan
+    before = whole(run.model)
+    with log_lines() as lines:
+        run.optimizer.step()
+    assert whole(run.model) == before
+    assert rank not in (0, 1) or any("rank 1: parameter 3 of shape (16, 8)" in line for line in lines)
+
+
+def states_of_replicated_parameters(rank: int, world_size: int, send) -> None:
+    """States of several vectors continue to the bit, move to other ranks, and are loaded on all ranks or none."""
+    grid = tensor_grid()
+    run = TensorParallel(grid, **ROUNDED)
+    run.train(0, 5)
+    state, norm = run.state(), run.optimizer.metrics()["residual_norm"]
+    resumed, moved = TensorParallel(grid, run), TensorParallel(grid, run)
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters()]
+    assert [len(each) for each in state["tritoncomm"]["residuals"]] == [shard.numel() for shard in shards]
+    damaged = copy.deepcopy(state)
+    damaged["tritoncomm"]["steps"] += rank == 1
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="corrupt"):
+        resumed.optimizer.load_state_dict(damaged)
+    assert resumed.optimizer.metrics()["residual_norm"] == 0
+    resumed.optimizer.load_state_dict(state)
+
     states = [None] * 2
-    dist.all_gather_object(states, optimizer.state_dict()["tritoncomm"], group=data.get_group())
-    moved, other = reshard(states, 2)[data.get_local_rank()], built()
-    other.load_state_dict(model.state_dict())
-    continued = tritoncomm.wrap(adamw(other), process_group=data.get_group(), **fields)
-    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()) | {"tritoncomm": moved})
-    assert continued.metrics()["residual_norm"] == optimizer.metrics()["residual_norm"]
-    steps(other, continued, 28, 30)
-    for each in (optimizer, resumed):
-        each.set_density(0.3)
-    steps(model, optimizer, 28, 30)
-    steps(again, resumed, 28, 30)
-    assert whole(again) == whole(model)
-    assert optimizer.metrics()["residual_norm"] > 0
-    optimizer.flush()
-    assert optimizer.metrics()["residual_norm"] == 0
-    steps(model, optimizer, 30, 32)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    optimizer.param_groups[1]["params"][0].grad = torch.ones(3)
-    steps(model, optimizer, 32, 34)
+    dist.all_gather_object(states, state["tritoncomm"], group=grid["data"].get_group())
+    converted = reshard(states, 2)[grid["data"].get_local_rank()]
+    moved.optimizer.load_state_dict(copy.deepcopy(state) | {"tritoncomm": converted})
+    assert moved.optimizer.metrics()["residual_norm"] == norm
+    moved.train(5, 7)
+    fields = {key: value for key, value in state["tritoncomm"].items() if key not in ("schema", "checksum")}
+    fields["algorithm"] = fields["algorithm"]["vectors"][0]  # as if all parameters had been in one vector
+    moved.optimizer.load_state_dict(copy.deepcopy(state) | {"tritoncomm": with_checksum(**fields)})
+    assert moved.optimizer.metrics()["residual_norm"] == norm
+    moved.train(7, 9)
+
+    run.train(5, 8)
+    resumed.train(5, 8)
+    assert whole(resumed.model) == whole(run.model)

@@ -42,7 +42,11 @@ def test_one_worker() -> None:
         [sharded_door_workers.hook_equals_step, sharded_door_workers.groups_of_parameters],
         [sharded_door_workers.rejected_steps, sharded_door_workers.distributed_checkpoint],
         [sharded_door_workers.deliveries, sharded_door_workers.mixed_precision, sharded_door_workers.tensor_parallel],
-        [sharded_door_workers.replicated_parameters, sharded_door_workers.warning_of_plain_adam],
+        [
+            sharded_door_workers.replicated_parameters,
+            sharded_door_workers.states_of_replicated_parameters,
+            sharded_door_workers.warning_of_plain_adam,
+        ],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

@@ -62,7 +62,21 @@ class Meter:
         return sum(self.seconds.values(), 0.0)
 
 
-def summed(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sum of each named figure. A figure that a mapping lacks counts as 0."""
+# Figures of a vector that are no amounts.
+_RATIOS = (
+    "density",
+    "h",
+    "imbalance",
+    "quantisation_error",
+    "reevaluated",
+    "region_imbalance",
+    "repartitioned",
+    "threshold",
+)
+
+
+def of_all(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sum of each named amount, and the maximum of each ratio. What a mapping lacks counts as 0."""
     names = dict.fromkeys(name for one in figures for name in one)
-    return {name: sum(one.get(name, 0.0) for one in figures) for name in names}
+    joined = {name: max if name in _RATIOS else sum for name in names}
+    return {name: join(one.get(name, 0.0) for one in figures) for name, join in joined.items()}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.meter import Meter, summed
+from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
@@ -89,6 +89,7 @@ class GradientExchange:
     Attributes:
         verdict: See above.
         vectors: The flat vectors, in the order in which they are exchanged.
+        trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
         delivered: The means of the last committed step. Of several steps, if a hook exchanges and the optimizer has not
             used them yet. None if there are none.
         rejected: Whether one of these steps was rejected.
@@ -105,6 +106,7 @@ class GradientExchange:
     def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
         self.options = options
         self.vectors: list[VectorExchange] = []
+        self.trained: list[torch.Tensor] = []
         self.delivered: list[Delivered] | None = None
         self.pending: list[_Begun] = []
         self.steps = self.skipped = self.zeroed = self.deliveries = 0
@@ -119,8 +121,8 @@ class GradientExchange:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all vectors."""
-        return [parameter for vector in self.vectors for parameter in vector.parameters]
+        """The parameters of all vectors, in the order of :attr:`trained`."""
+        return self.trained or [parameter for vector in self.vectors for parameter in vector.parameters]
 
     @property
     def rank(self) -> int:
@@ -164,7 +166,7 @@ class GradientExchange:
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
-        inspect: Callable[[VectorExchange, SparseVector], None] | None = None,
+        inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks, for a door that exchanges after the backward pass.
 
@@ -176,8 +178,8 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
-            inspect: Called with each vector and its mean while every ``.grad`` is still this rank's gradient. What it
-                raises rejects the step. Default: None.
+            inspect: Called with the vectors and their means while every ``.grad`` is still this rank's gradient. What
+                it raises rejects the step. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -198,8 +200,7 @@ class GradientExchange:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
             if self.deliver(*vectors, into_flat=False) and inspect is not None:
-                for begun in self._begun:
-                    inspect(begun.vector, begun.mean)
+                inspect([(begun.vector, begun.mean) for begun in self._begun])
             self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
@@ -438,10 +439,10 @@ class GradientExchange:
         return math.hypot(*(_norm(vector.feedback.residual) for vector in self.vectors))
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last step and totals. Bytes, messages and seconds are sums over the vectors."""
+        """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
         numel = sum(vector.layout.numel for vector in self.vectors)
         delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
-        last = summed([vector.last for vector in self.vectors])
+        last = of_all([vector.last for vector in self.vectors])
         return last | {
             "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
             "density": self.options.recipe.density,

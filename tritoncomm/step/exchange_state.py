@@ -24,16 +24,17 @@ logger = logging.getLogger("tritoncomm")
 
 def saved(exchange: GradientExchange) -> dict[str, Any]:
     """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method."""
-    first = exchange.vectors[0]
+    first, states = exchange.vectors[0], [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
+    residuals: dict[torch.Tensor, torch.Tensor] = {}
+    for vector in exchange.vectors:
+        residuals |= vector.residuals_by_parameter()
     return checkpoint_format.with_checksum(
         rank=first.rank,
         world_size=first.world_size,
         recipe=first.recipe.name,
-        settings=first.settings,
-        residuals=[
-            residual.clone() for vector in exchange.vectors for residual in vector.residuals_by_parameter().values()
-        ],
-        algorithm=_joined([vector.feedback.algorithm.state_dict() for vector in exchange.vectors]),
+        settings=_settings_of_vectors(exchange),
+        residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
+        algorithm=states[0] if len(states) == 1 else {"vectors": states},
         steps=exchange.steps,
     )
 
@@ -52,39 +53,48 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
             "this checkpoint was saved by the hook of a model: wrap the optimizer with model=, or load only the state "
             "of the original optimizer"
         )
-    expected = [vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters]
-    if [len(residual) for residual in state["residuals"]] != expected:
+    lengths = {parameter: vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters}
+    if [len(residual) for residual in state["residuals"]] != [lengths[parameter] for parameter in exchange.parameters]:
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
-    residuals, same = iter(state["residuals"]), state["settings"] == first.settings
-    feedbacks = []
-    for number, vector in enumerate(vectors):
-        own = {parameter: next(residuals) for parameter in vector.parameters}
-        method, migrated = state["algorithm"], state.get("migrated")
-        if len(vectors) > 1:
-            method, migrated = _of_vector(method, number), _migrated_vector(migrated, number)
-        feedbacks.append(restored(vector, own, method, migrated, "" if same else state["settings"]))
-    return feedbacks
+    residuals = dict(zip(exchange.parameters, state["residuals"], strict=True))
+    same = state["settings"] == _settings_of_vectors(exchange)
+    methods, migrated = _by_vector(state["algorithm"], len(vectors)), state.get("migrated")
+    if migrated is None and methods is None:  # saved by other vectors: only what all vectors have in common fits
+        migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
+    return [
+        restored(
+            vector,
+            {parameter: residuals[parameter] for parameter in vector.parameters},
+            {} if methods is None else methods[number],
+            _migrated_vector(migrated, number, len(vectors)),
+            "" if same else state["settings"],
+        )
+        for number, vector in enumerate(vectors)
+    ]
 
 
-def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the states of the methods of all vectors. With one vector, this is its state."""
-    return states[0] if len(states) == 1 else {"vectors": states}
+def _settings_of_vectors(exchange: GradientExchange) -> str:
+    return "; ".join(vector.settings for vector in exchange.vectors)
 
 
-def _of_vector(method: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """Return the part of :func:`_joined` of one of several vectors. A state that was converted has none."""
-    found: Mapping[str, Any] = method["vectors"][number] if method else method
-    return found
+def _by_vector(method: Mapping[str, Any], count: int) -> list[Mapping[str, Any]] | None:
+    """Return the saved state of the method of each of ``count`` vectors, or None if there were more or fewer."""
+    states: list[Mapping[str, Any]] = method.get("vectors", [method])
+    return states if len(states) == count else None
 
 
-def _migrated_vector(migrated: Mapping[str, Any] | None, number: int) -> Mapping[str, Any] | None:
-    """Return what was converted to another world size of one of several vectors."""
+def _migrated_vector(migrated: Mapping[str, Any] | None, number: int, count: int) -> Mapping[str, Any] | None:
+    """Return what one of ``count`` vectors takes from the states of other ranks. See :func:`restored`."""
     if migrated is None:
         return None
+    states = [_by_vector(state, count) for state in migrated["states"]]
+    common = _by_vector(migrated["common"], count)
+    if common is None:
+        common = migrated["common"].get("vectors", [migrated["common"]])[:1] * count
     return {
-        "states": [_of_vector(state, number) for state in migrated["states"]],
+        "states": [state[number] for state in states if state is not None],
         "share": migrated["share"],
-        "common": _of_vector(migrated["common"], number),
+        "common": common[number],
     }
 
 
@@ -233,7 +243,7 @@ def restored_by_name(exchange: GradientExchange, vectors: Sequence[VectorExchang
             common = states[0] if states else {}
             vector.feedback = restored(vector, residuals, {}, {"states": [], "share": 1.0, "common": common})
             continue
-        moved = _migrated_vector(migrated, number)
+        moved = _migrated_vector(migrated, number, len(layout))
         vector.feedback = restored(vector, residuals, states[number], moved, "" if same else state["settings"])
 
 

@@ -160,6 +160,7 @@ class OptimizerStep:
 
         self._apply(aware, started)
 
+    @torch.no_grad()
     def _clip(self, max_norm: float) -> float:
         """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

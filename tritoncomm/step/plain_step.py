@@ -38,7 +38,7 @@ class PlainStep:
         found: torch.Tensor | None,
         *,
         local_error: Callable[[], ConfigurationError | None],
-        inspect: Callable[[VectorExchange, SparseVector], None] | None,
+        inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None,
     ) -> None:
         """Exchange the gradients. Nothing is delivered if the step is skipped because of a NaN or Inf.
 

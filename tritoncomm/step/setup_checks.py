@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -264,34 +264,42 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def check_not_reduced(
-    mean: SparseVector,
-    layout: BucketLayout,
-    group: dist.ProcessGroup | None,
-    equal_on_all_ranks: Callable[[int], bool] | None = None,
-) -> None:
+class FirstMean(NamedTuple):
+    """The mean of the first exchange of a vector, which is without residual. Every ``.grad`` is this rank's gradient.
+
+    Attributes:
+        mean: The mean.
+        layout: Position of each parameter in the flat vector.
+        equal_on_all_ranks: Function that returns True if all ranks pass the same number. It is needed if the exchange
+            rounds values, because a rounded mean differs from equal gradients. None if nothing is rounded.
+    """
+
+    mean: SparseVector
+    layout: BucketLayout
+    equal_on_all_ranks: Callable[[int], bool] | None = None
+
+    def is_own_gradient(self) -> bool:
+        """Return True if the gradients of all ranks are equal, so that the mean is this rank's gradient."""
+        mean = self.mean.trimmed()
+        own = self.layout.gather(torch.empty(self.layout.numel, dtype=torch.float32, device=mean.values.device))
+        if self.equal_on_all_ranks is not None:
+            return self.equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64)))
+        return torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0)
+
+
+def check_not_reduced(means: Iterable[FirstMean], group: dist.ProcessGroup | None) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
 
-    Averaged gradients are equal on all ranks, so their mean is this rank's gradient. Only then does this look for a DDP
-    module, which takes some 30 milliseconds: DDP does not mark its parameters, so the garbage collector is asked for
-    the objects that refer to the class, which all its instances do.
-
-    Args:
-        mean: The mean of the first exchange, which is without residual.
-        layout: Position of each parameter in the flat vector. Every ``.grad`` is the gradient of this rank.
-        group: Process group of the exchange.
-        equal_on_all_ranks: Function that returns True if all ranks pass the same number. It is needed if the exchange
-            rounds values, because a rounded mean differs from equal gradients. Default: None, nothing is rounded.
+    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module, which takes some
+    30 milliseconds: DDP does not mark its parameters, so the garbage collector is asked for the objects that refer to
+    the class, which all its instances do. ``means`` are those of all vectors. A vector of zeros says nothing.
     """
-    if not is_distributed() or dist.get_world_size(group) == 1 or not mean.values.any():
+    if not is_distributed() or dist.get_world_size(group) == 1:
         return
-    mean, own = mean.trimmed(), layout.gather(torch.empty(layout.numel, dtype=torch.float32, device=mean.values.device))
-    if equal_on_all_ranks is not None:
-        if not equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64))):
-            return
-    elif not torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0):
+    telling = [each for each in means if each.mean.values.any()]
+    if not telling or not all(each.is_own_gradient() for each in telling):
         return
-    wanted = {id(parameter) for parameter in layout.parameters}
+    wanted = {id(parameter) for each in telling for parameter in each.layout.parameters}
     found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
     for module in [each for each in found if issubclass(type(each), DistributedDataParallel)]:
         hooks = [hook for hook, _ in comm_hooks(module)]
