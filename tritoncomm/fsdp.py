@@ -68,7 +68,8 @@ def register(
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the replicas in this rank's node. The exchange is then dense within nodes and
-            sparse between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
+            sparse between them, see :class:`~tritoncomm.Hierarchical`. On a GPU, the host waits often: it has no static
+            form. Default: None, nodes are not treated separately.
         scaler: The ``GradScaler`` that scales the loss. Residuals are kept in unscaled units. Default: None.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Shards with fewer elements, or at most one dimension (biases, norms), are sent dense. 0 sends none

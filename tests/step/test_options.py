@@ -11,9 +11,12 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, Warmup, ddp, fsdp
-from tritoncomm.algorithms import algorithms
+from tritoncomm.algorithms import Hierarchical, algorithms
 from tritoncomm.step import options
 from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
+
+from emulated_cuda import ranks
+from emulated_cuda.device import to_gpu
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,37 @@ def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, cap
     assert record.levelno == level
     assert said in record.getMessage()
     assert "e+" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on_gpu", "waits"),
+    [
+        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), True, 48),
+        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), False, 0),
+        (OkTopk(density=0.01, static=True), True, 0),
+    ],
+)
+def test_waits_with_nodes_are_logged(
+    recipe: Recipe, on_gpu: bool, waits: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, the line says that ``node_group`` makes the host wait many times."""
+    caplog.set_level(logging.INFO, "tritoncomm")
+    log_choice(recipe, 0, 8, [(recipe.build(1_000_000), 0)], on_gpu=on_gpu)
+    (record,) = caplog.records
+    said = record.getMessage().partition("; node_group has no static form, ")[2]
+    assert said == (f"so the host waits for the GPU about {waits} times in a step" if waits else "")
+
+
+def test_wrap_says_that_it_is_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """The line of ``wrap`` has the waits for tensors on a GPU."""
+    caplog.set_level(logging.INFO, "tritoncomm")
+
+    def main(rank: int) -> None:
+        inner = torch.optim.SGD([torch.nn.Parameter(to_gpu(torch.ones(100)))], lr=0.1)
+        tritoncomm.wrap(inner, Hierarchical(recipe=OkTopk(density=0.1), node_size=2))
+
+    ranks.run(main, 2)
+    assert "so the host waits for the GPU about" in caplog.text
 
 
 def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:

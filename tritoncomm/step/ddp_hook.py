@@ -94,7 +94,8 @@ class CommState(HookState):
         warmup_steps: Number of dense exchanges before the first sparse one. Default: None, which is 20 for a method,
             and 0 for a dense one or a recipe that wraps another.
         node_group: Process group of the ranks of this rank's node. The exchange is then dense within nodes and sparse
-            between them, see :class:`~tritoncomm.Hierarchical`. Default: None, nodes are not treated separately.
+            between them, see :class:`~tritoncomm.Hierarchical`. On a GPU, the host waits often: it has no static form.
+            Default: None, nodes are not treated separately.
         on_nonfinite: Action when any rank has a NaN or Inf, or when the mean overflows in the dtype of the bucket, as
             it may with ``fp16_compress_wrapper``. ``"raise"``: ``backward()`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks. ``"propagate"``: gradients become NaN on all ranks, and a

@@ -157,7 +157,8 @@ class GradientExchange:
         if self.vectors:
             first = self.vectors[0]
             parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
-            log_choice(first.recipe, first.rank, first.world_size, parts, packings)
+            on_gpu = first.device.type == "cuda"
+            log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
 
     def average(
         self,

@@ -30,7 +30,7 @@ from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
-from tritoncomm.step import setup_checks
+from tritoncomm.step import gpu_cost, setup_checks
 from tritoncomm.step.packing import Packing, describe
 from tritoncomm.step.torch_internals import is_flattened
 
@@ -314,6 +314,8 @@ def log_choice(
     world_size: int,
     parts: Sequence[tuple[Algorithm, int]],
     packings: Sequence[Packing] = (),
+    *,
+    on_gpu: bool = False,
 ) -> None:
     """Log on rank 0 which method is used, and how many bytes it is predicted to save.
 
@@ -326,6 +328,7 @@ def log_choice(
         parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
             belong to small tensors, which are sent dense.
         packings: How the messages of these vectors travel. The line says whether they are packed, and why.
+        on_gpu: Whether the vectors are on a GPU. The line says how often the host waits for it with ``node_group``.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
@@ -343,6 +346,9 @@ def log_choice(
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
     if how := describe(packings):
         text += f"; {how}"
+    if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers) and gpu_cost.is_known(recipe):
+        waits = gpu_cost.counts(recipe, world_size).synchronizations
+        text += f"; node_group has no static form, so the host waits for the GPU about {waits:.0f} times in a step"
     logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
 
 
