@@ -42,10 +42,9 @@ def passes(rank: int, state: CommState, parameters: list[torch.Tensor], step: in
     def reduce() -> None:
         for index, (parameter, values) in enumerate(zip(parameters, gradient(rank, step), strict=True)):
             backward, buffer = torch.cuda.Stream(), torch.empty(values.numel(), device="cuda")
-            own = to_gpu(values.reshape(-1))
             backward.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(backward):
-                buffer.copy_(own)
+                buffer.copy_(to_gpu(values.reshape(-1)))
                 bucket = SimpleNamespace(
                     buffer=lambda buffer=buffer: buffer,
                     parameters=lambda parameter=parameter: [parameter],
