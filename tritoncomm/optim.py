@@ -528,28 +528,28 @@ class SparseOptimizer(torch.optim.Optimizer):
                 else verdict_of_all(options, local(parameters[0]).device)
             )
         exchange = GradientExchange(options, verdict=verdict)
-        exchange.trained = parameters
-        # Selection within a vector depends on all of it. Parameters that tensor parallelism replicates have a vector of
-        # their own, so that the ranks with copies of them select the same entries.
-        groups = alike(parameters) or [[]]
-        self._check_copies(len(groups))
-        for positions in groups:
-            own, names = [parameters[i] for i in positions], [trained[i][1] for i in positions]
-            if len(groups) > 1:  # a vector alone would count its own parameters
-                shapes = [tuple(parameter.shape) for parameter in own]
-                named = zip(names, positions, shapes, strict=True)
-                names = [name or f"parameter {position} of shape {shape}" for name, position, shape in named]
-            exchange.vectors.append(VectorExchange(own, names, options))
+        exchange.trained, exchange.vectors = parameters, self._vectors(trained, options)
         exchange.numeric_options = partial(setup_checks.numeric_options, self.optimizer)
         return exchange
 
-    def _check_copies(self, kinds: int) -> None:
-        """Raise if copies of a parameter on several ranks could differ, because parameters are of several ``kinds``."""
-        if kinds > 1 and self._options.on_nonfinite == "zero":
+    def _vectors(self, trained: list[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:
+        """Return the flat vectors of the parameters ``trained``, each given with its name.
+
+        Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own,
+        so that the ranks with copies of them select the same entries. Otherwise there is one vector.
+        """
+        parameters = [parameter for parameter, _ in trained]
+        groups = alike(parameters)
+        if len(groups) <= 1:
+            return [VectorExchange(parameters, [name for _, name in trained], options)]
+        if self._options.on_nonfinite == "zero":
             raise ConfigurationError(
-                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN on one of their "
-                "ranks would become zero there alone: choose 'skip' or 'raise'"
+                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy would "
+                "become zero in this copy alone: choose 'skip' or 'raise'"
             )
+        # A vector counts its own parameters. Errors count those of the optimizer.
+        names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
+        return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
 
     def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
         """Return the parameters that require gradients, with their names, and remember the others."""

@@ -276,7 +276,7 @@ class FirstMean(NamedTuple):
 
     mean: SparseVector
     layout: BucketLayout
-    equal_on_all_ranks: Callable[[int], bool] | None = None
+    equal_on_all_ranks: Callable[[int], bool] | None
 
     def is_own_gradient(self) -> bool:
         """Return True if the gradients of all ranks are equal, so that the mean is this rank's gradient."""
@@ -297,7 +297,9 @@ def check_not_reduced(means: Iterable[FirstMean], group: dist.ProcessGroup | Non
     if not is_distributed() or dist.get_world_size(group) == 1:
         return
     telling = [each for each in means if each.mean.values.any()]
-    if not telling or not all(each.is_own_gradient() for each in telling):
+    # All of them, because ranks may have different results, and some of these calls need all ranks.
+    equal = [each.is_own_gradient() for each in telling]
+    if not equal or not all(equal):
         return
     wanted = {id(parameter) for each in telling for parameter in each.layout.parameters}
     found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
