@@ -544,8 +544,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             return [VectorExchange(parameters, [name for _, name in trained], options)]
         if self._options.on_nonfinite == "zero":
             raise ConfigurationError(
-                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy would "
-                "become zero in this copy alone: choose 'skip' or 'raise'"
+                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy "
+                "would become zero in this copy alone: choose 'skip' or 'raise'"
             )
         # A vector counts its own parameters. Errors count those of the optimizer.
         names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
