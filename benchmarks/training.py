@@ -347,8 +347,8 @@ def node_size(recipe: Compressor, options: argparse.Namespace) -> int:
     return options.node_size if isinstance(recipe, tritoncomm.Recipe) and recipe.name != "dense" else 1
 
 
-def main() -> None:
-    """Train, print each row when it is done, and write the requested files."""
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--algo", nargs="+", default=tritoncomm.algorithms(), choices=tritoncomm.algorithms())
@@ -393,6 +393,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--plot", type=Path, help="write a PNG for each task, its name this one with the task added")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")
+    return parser
+
+
+def main() -> None:
+    """Train, print each row when it is done, and write the requested files."""
+    parser = arguments()
     options = parser.parse_args()
     if WORKERS % options.node_size:
         parser.error(f"--node-size {options.node_size}: must divide the {WORKERS} workers")

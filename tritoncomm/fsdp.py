@@ -28,7 +28,7 @@ from tritoncomm.step.options import (
     resolve_recipe,
     resolved_small,
 )
-from tritoncomm.step.shards import alike, local
+from tritoncomm.step.shards import by_split, local
 from tritoncomm.step.torch_internals import all_reduce_hook, fsdp_parameter_groups, take_over_parameters
 from tritoncomm.step.vector_exchange import ExchangeOptions
 from tritoncomm.version import __version__
@@ -201,11 +201,11 @@ def _check_group(module: nn.Module, group: Any, replicate_group: dist.ProcessGro
         )
     if all_reduce_hook(group) is not None:
         raise ConfigurationError(f"{name} has an all-reduce hook already: call register() once")
-    if len(alike([each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad])) > 1:
+    if len(by_split([each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad])) > 1:
         raise ConfigurationError(
-            f"{name} is tensor-parallel, too, and some of its parameters are replicated there: a hook would select "
-            "other entries of them on each rank. Do not register the model, and pass the process group to "
-            "tritoncomm.wrap(optimizer, process_group=...) without model="
+            f"{name} is sharded by FSDP2 and tensor-parallel, and tensor ranks hold copies of some parameters. A hook "
+            "would select other entries of each copy. Call tritoncomm.wrap(optimizer, process_group=...) without "
+            "model=, and do not call register()"
         )
     shards = dist.get_process_group_ranks(mesh.shard_process_group)
     replicas = dist.get_process_group_ranks(replicate_group)

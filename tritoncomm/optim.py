@@ -33,7 +33,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.plain_step import PlainStep
-from tritoncomm.step.shards import alike, local
+from tritoncomm.step.shards import by_split, local
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -539,7 +539,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         so that the ranks with copies of them select the same entries. Otherwise there is one vector.
         """
         parameters = [parameter for parameter, _ in trained]
-        groups = alike(parameters)
+        groups = by_split(parameters)
         if len(groups) <= 1:
             return [VectorExchange(parameters, [name for _, name in trained], options)]
         if self._options.on_nonfinite == "zero":

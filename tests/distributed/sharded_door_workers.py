@@ -291,7 +291,7 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
     model = Block()
     parallelize_module(model, both["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=both["shard"])
-    with pytest.raises(ConfigurationError, match=r"Block is tensor-parallel, too.*without model="):
+    with pytest.raises(ConfigurationError, match=r"Block is sharded by FSDP2 and tensor-parallel.*without model="):
         fsdp.register(model, both["replicate"].get_group())
     wrapped = tritoncomm.wrap(adamw(model), process_group=both["replicate"].get_group())
     assert len(wrapped._exchange.vectors) == 2

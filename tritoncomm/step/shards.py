@@ -30,10 +30,10 @@ def local_gradient(parameter: Any) -> torch.Tensor:
     return local(gradient)
 
 
-def alike(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the positions of ``parameters`` in groups, in each of which all are split over the same ranks.
+def by_split(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group ``parameters`` by the ranks over which they are split, and return the positions in each group.
 
-    The ranks that hold copies of one parameter of a group hold copies of all, and have equal gradients for them.
+    A rank that holds a copy of one parameter of a group holds copies of all of them. Copies have equal gradients.
     """
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for position, parameter in enumerate(parameters):
