@@ -94,7 +94,7 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
         send("now")
     wait_for(plan, "now")
     collecting = timed_collect()
-    before, owed = flat(model), residual(optimizer)
+    before, held = flat(model), residual(optimizer)
     try:
         step(optimizer, model, rank, 2)
         send((rank, "no error"))
@@ -104,10 +104,10 @@ def train(rank: int, plan: Plan, send: Callable[[Any], None]) -> None:
         send((rank, type(error).__name__, error.peers, collecting[0], str(error)))
         peers = error.peers
         assert flat(model) == before
-        assert laws.same_bits(residual(optimizer), owed)
+        assert laws.same_bits(residual(optimizer), held)
     left = [member for member in range(plan.members) if member not in peers]
     if not caught or (rank in left and len(left) == plan.members - 1):
-        go_on(optimizer, model, rank, plan, send, left, owed)
+        go_on(optimizer, model, rank, plan, send, left, held)
     elif plan.returns:  # this one is cut off
         came_back(optimizer, model, rank, plan, send)
 
@@ -134,14 +134,14 @@ def step(optimizer: tritoncomm.SparseOptimizer, model: nn.Module, rank: int, num
     optimizer.step()
 
 
-def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], owed: torch.Tensor) -> None:
-    """Regroup, if a rank was given up, and take three steps. Nothing that was owed is lost."""
+def go_on(optimizer, model, rank: int, plan: Plan, send, left: list[int], held: torch.Tensor) -> None:
+    """Regroup, if a rank was given up, and take three steps. No residual is lost."""
     if len(left) < plan.members:
         group = dist.new_group(left, timeout=LONG, use_local_synchronization=True)
         before = optimizer.metrics()["steps"]
         optimizer.reset_process_group(group)
         if optimizer.metrics()["steps"] == before:
-            assert torch.allclose(residual(optimizer), owed * (len(left) / plan.members), atol=1e-7)
+            assert torch.allclose(residual(optimizer), held * (len(left) / plan.members), atol=1e-7)
     for number in range(3, 6):
         step(optimizer, model, rank, number)
         if number == 4 and plan.returns:

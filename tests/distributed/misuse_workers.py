@@ -77,7 +77,7 @@ def parameters_added_to_original(rank: int, world_size: int, send) -> None:
         base = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = sparse(base, on_nonfinite="raise")
         train(model, optimizer, rank, range(1))
-        before, owed = flat(model), residual(optimizer)
+        before, held = flat(model), residual(optimizer)
         if everywhere or rank == 0:
             base.add_param_group({"params": [new]})
         loss_of(model, rank, 1).backward()
@@ -86,7 +86,7 @@ def parameters_added_to_original(rank: int, world_size: int, send) -> None:
         ):
             optimizer.step()
         assert flat(model) == before
-        assert torch.equal(residual(optimizer), owed)
+        assert torch.equal(residual(optimizer), held)
     model = ddp(net())
     base = adamw(model)
     optimizer = sparse(base, model=model)
@@ -129,13 +129,13 @@ def other_schedule(rank: int, world_size: int, send) -> None:
         base = adamw(model, lr=torch.tensor(0.01) if tensor else 0.01)
         optimizer = sparse(base, process_group=dist.new_group())  # the group fails
         train(model, optimizer, rank, range(2))
-        before, owed = flat(model), residual(optimizer)
+        before, held = flat(model), residual(optimizer)
         if rank == 1:
             optimizer.param_groups[0]["lr"] *= 0.5
         with pytest.raises(ProtocolMismatchError, match="learning rate"):
             train(model, optimizer, rank, range(2, 3))
         assert flat(model) == before
-        assert torch.equal(residual(optimizer), owed)
+        assert torch.equal(residual(optimizer), held)
     hooked = ddp(net())
     optimizer = sparse(adamw(hooked), model=hooked)
     train(hooked, optimizer, rank, range(1))
