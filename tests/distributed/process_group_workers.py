@@ -290,21 +290,21 @@ def small_in_8_bits(rank: int, world_size: int, send) -> None:
         return optimizer._vector.feedback.residual[-optimizer._vector.dense_numel :]
 
     first = wrapped("8bit")
-    undelivered = step(first, 0)
+    surplus = step(first, 0)
     both = first._vector.feedback.residual[: -first._vector.dense_numel], small_residual(first)
     assert all(total(part.abs()).any() for part in both)
     assert {"seconds_small-gather", "seconds_dense-gather"} <= first.metrics().keys()
     for number in range(1, 4):
-        undelivered += step(first, number)
+        surplus += step(first, number)
     assert total(small_residual(first).abs()).any()
     assert "seconds_dense-gather" not in first.metrics()
     second = wrapped("fp32")
     second.load_state_dict(first.state_dict())
-    undelivered += step(second, 4)
+    surplus += step(second, 4)
     assert not small_residual(second).any()
     pending = second._vector.residuals_by_parameter()
     left = total(torch.cat([pending[p] for p in trained])) / world_size
-    assert torch.allclose(undelivered + left, torch.zeros_like(undelivered), atol=1e-6)
+    assert torch.allclose(surplus + left, torch.zeros_like(surplus), atol=1e-6)
     third = wrapped("8bit")
     third.load_state_dict(second.state_dict())
     step(third, 5)
