@@ -192,8 +192,8 @@ def _sparse(optimizer: torch.optim.Optimizer) -> SparseOptimizer:
         inner = vars(inner).get("optimizer", vars(inner).get("_optimizer"))
     if found is None:
         raise ConfigurationError(
-            f"optimizer is a {type(optimizer).__name__}, and holds no optimizer that tritoncomm.wrap() returned: wrap "
-            "the original optimizer, and pass the result"
+            f"optimizer is a {type(optimizer).__name__}, which tritoncomm.wrap() has not wrapped: call wrap() first, "
+            "and pass what it returns"
         )
     return found
 

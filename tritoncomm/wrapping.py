@@ -97,8 +97,8 @@ def wrap(
             over the root of its second moment, which is proportional to Adam's update. ``"auto"``: ``"update"`` with
             the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
         max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Default: 20.
-        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. Changes
-            of the size of a dense step are always allowed. Default: 0.2.
+        max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
+            mean square change of one learning rate is always allowed. Default: 0.2.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
@@ -109,7 +109,7 @@ def wrap(
             which is 1024, or the setting of a hook that is registered.
         small: Format of what is sent dense: these tensors, and all tensors in the dense steps at the start.
             ``"fp32"``, or ``"8bit"`` for about a quarter of the bytes: values are then quantized in both directions,
-            and what this cuts off stays in the residual. Magnitudes of 2**112 or more then reject the step. Dense
+            and what this cuts off stays in the residual. A magnitude of 2**112 or more then rejects the step. Dense
             steps of ``dgc`` are not quantized. A :class:`~tritoncomm.Warmup` that is passed has a format of its own.
             Default: None, which is ``"8bit"``, or the setting of a hook that is registered.
         broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
@@ -117,7 +117,7 @@ def wrap(
         model: The ``DistributedDataParallel`` or FSDP2 module that ``optimizer`` trains. If it is not registered yet,
             this calls :func:`tritoncomm.ddp.register` or :func:`tritoncomm.fsdp.register`. Default: None. A module that
             is registered is found by its parameters. Settings of the exchange that are given must be those with which
-            it was registered.
+            it was registered. A plain module changes nothing, so one script may serve one worker and several.
         scaler: The ``GradScaler`` that scales the loss. Needed with a hook only, which averages unscaled gradients
             before ``scaler.step()``. Default: None.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format

@@ -24,9 +24,9 @@ class AdamFlat:
 
     Parameter i covers the indices from ``starts[i]`` on. ``starts`` ascend, and the ranges do not overlap. Entries
     outside all ranges are ignored. The bits are those of one :func:`tritoncomm_kernels.adam_update` per parameter. On a
-    GPU nothing waits for the host, and the number of launches does not depend on the number of parameters. Parameters
+    GPU the host does not wait, and the number of launches does not depend on the number of parameters. Parameters
     that are neither contiguous nor in ``torch.channels_last`` or ``torch.channels_last_3d`` are the exception: the host
-    reads where the entries of each are. The first one is logged.
+    reads where the entries of each are. The first such parameter is logged.
 
     Raises ``ValueError`` if a state does not have the shape and device of its parameter.
     """

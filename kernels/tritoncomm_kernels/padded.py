@@ -197,7 +197,7 @@ def merge_rows(rows: Padded, numel: int, *, workspace: Workspace) -> Padded:
     """
     count, room = rows.indices.shape
     if not 0 <= numel <= INDEX_LIMIT:
-        raise ValueError(f"numel={numel} is not in [0, {INDEX_LIMIT}]: split the vector")
+        raise ValueError(f"numel={numel}: must be from 0 to {INDEX_LIMIT}; split a longer vector")
     capacity = min(count * room, numel)
     if not capacity:
         return Padded(rows.indices.reshape(-1)[:0], rows.values.reshape(-1)[:0])

@@ -11,8 +11,8 @@ import pytest
 import torch
 import tritoncomm
 from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld
-from tritoncomm.algorithms.ok_topk_state import OkTopkState
 from tritoncomm.algorithms.ok_topk_static import widest
+from tritoncomm.algorithms.ok_topk_thresholds import OkTopkState
 from tritoncomm.scheduler.cost import WORD
 from tritoncomm.scheduler.rounds import AllGather, Op
 

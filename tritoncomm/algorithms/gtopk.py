@@ -185,7 +185,7 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         return with_verdict(forecast, world_size) if self.is_static else forecast
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. It is that of rank 0, which only receives and then only sends."""
+        """See :meth:`Algorithm.ordinary_traffic`: that of rank 0, which first only receives, and then only sends."""
         bound = self.predicted_traffic(world_size)
         if "reduce" not in bound.phases:
             return bound

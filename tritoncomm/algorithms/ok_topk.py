@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
-from tritoncomm.algorithms.ok_topk_state import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
 from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
+from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.ok_topk_state import WARM_START, OkTopkState, Rules, agree_on_cuts
+from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.primitives import distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator

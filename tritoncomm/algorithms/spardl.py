@@ -178,7 +178,7 @@ class _WorkingVector:
         self.edits.add(entries.indices, entries.values)
 
     def add_share(self, cut: Selection, share: float) -> bool:
-        """Add ``share`` times the truncated entries to W. Return False if W overflows there."""
+        """Add ``share`` times ``cut``, which this rank truncated, to W. Return False if a sum there is not finite."""
         self.edits.add(cut.indices, cut.values * share)
         return not kernels.has_non_finite(self.edits.at(cut.indices))
 

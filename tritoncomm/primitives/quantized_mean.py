@@ -148,6 +148,6 @@ def _checked(mean: torch.Tensor, verdict: Verdict | None) -> torch.Tensor:
     elif kernels.has_non_finite(mean):
         raise NonFiniteError(
             "a gradient, or the mean of the gradients, has a NaN or Inf, or is about 2**112 or larger, which 8 bits "
-            "cannot hold; nothing was applied"
+            "cannot hold; nothing was applied. For finite gradients as large as that, pass small='fp32'"
         )
     return mean

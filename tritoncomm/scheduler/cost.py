@@ -56,7 +56,7 @@ class Link(NamedTuple):
         bandwidth, unit, latency, fraction = found.groups()
         link = cls(float(latency) * _TIMES[f"{fraction or ''}s"], float(bandwidth) * _UNITS[f"{unit or ''}bit"])
         if not link.bandwidth > 0:
-            raise ConfigurationError(f"invalid link {text!r}: the bandwidth must be above 0")
+            raise ConfigurationError(f"invalid link {text!r}: the bandwidth must be above 0, for example '10gbit,30us'")
         return link
 
     def transfer(self, size: float) -> float:

@@ -55,7 +55,7 @@ _JOINED = (
 _UNUSED = (
     "a parameter that received no gradient on a rank keeps DDP from finishing the pass there: use every parameter in "
     "each pass, and call the DDP module, not its inner module; or call tritoncomm.wrap() on the optimizer of the plain "
-    "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, and exchange dense"
+    "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, without tritoncomm"
 )
 
 
@@ -371,7 +371,7 @@ class CommState(HookState):
         self._pass.written.update(id(parameter) for vector in vectors for parameter in vector.parameters)
 
     def _pairs(self, vector: VectorExchange, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts of ``values`` (``[numel]`` of ``vector``), each with its place in DDP's buffers."""
+        """Return each parameter's part of ``values`` (``[numel]`` of ``vector``), and its view of DDP's buffer."""
         arrived = [self._pass.arrived[id(parameter)] for parameter in vector.layout.parameters]
         return list(zip(vector.layout.parts(values), arrived, strict=True))
 

@@ -123,7 +123,7 @@ def check_scaler(scaler: torch.amp.GradScaler | None) -> None:
 def check_dense_below(dense_below: int) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` unless ``dense_below`` is an int of at least 0."""
     if isinstance(dense_below, bool) or not (isinstance(dense_below, int) and dense_below >= 0):
-        raise ConfigurationError(f"dense_below={dense_below!r}: must be a number of elements, 0 sends no tensor dense")
+        raise ConfigurationError(f"dense_below={dense_below!r}: must be an int of at least 0; 0 sends no tensor dense")
 
 
 def check_timeout(timeout: timedelta | None) -> None:
