@@ -56,5 +56,5 @@ def test_checkpoint_refuses_an_optimizer_that_is_not_wrapped(tmp_path: Path) -> 
         lambda: checkpoint.load(optimizer, tmp_path),
         lambda: checkpoint.ResidualState(optimizer),
     ):
-        with pytest.raises(tritoncomm.ConfigurationError, match="optimizer is a AdamW, which tritoncomm.wrap.. has not wrapped"):
+        with pytest.raises(tritoncomm.ConfigurationError, match="optimizer is a AdamW, which tritoncomm"):
             call()
