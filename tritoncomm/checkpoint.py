@@ -49,13 +49,17 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ConfigurationError: This rank cannot write its file, ``optimizer`` is not wrapped, or the folder holds files of
             another group.
-        ConfigMismatchError: Another rank cannot write its file.
-        RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``.
+        ConfigMismatchError: Another rank cannot write its file, or has not completed the same updates.
+        RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``, or an error has stopped an
+            update.
     """
     optimizer = _one_group(_sparse(optimizer))
     folder = Path(folder)
     group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-    state = optimizer.state_dict()
+    with setup_checks.propagate_errors(group, device):
+        state = optimizer.state_dict()
+    if is_distributed():
+        setup_checks.compare({setup_checks.UPDATES: optimizer._optimizer_step.updates}, group, device)  # noqa: SLF001
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():

@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -285,6 +284,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.check()
         parameters = exchange.parameters if hook is None else self._hooked.parameters
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
+        self._optimizer_step.restart()
         if hook is None:
             for vector, before in exchange.replace_vectors(recipe, process_group):
                 carry_over.across_groups(vector, before)
@@ -301,6 +301,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._hook is None:
             self._step_state.reset()
+            self._exchange.delivered = None
         else:
             self._hooked.zero(set_to_none=set_to_none)
 
@@ -312,9 +313,11 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced. With
-                a hook, no gradients have been averaged since the last step.
+                a hook, no gradients have been averaged since the last step. An error or a signal has stopped an update
+                before, so parameters may differ between ranks: load a checkpoint.
             ConfigurationError: The original optimizer has parameters that are not exchanged. Nothing has changed.
-            ProtocolMismatchError: Ranks differ in frozen parameters or learning rates. Nothing has changed.
+            ProtocolMismatchError: Ranks differ in frozen parameters, learning rates or completed updates. Nothing has
+                changed. All ranks raise it.
             NonFiniteError: A rank has a NaN or Inf, and ``on_nonfinite`` is ``"raise"``. Nothing has changed.
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed.
         """
@@ -421,10 +424,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         example with :func:`tritoncomm.checkpoint.save`.
 
         Raises:
-            RuntimeError: :meth:`synchronize` was called without :meth:`step`. The gradients hold the delivered entries.
+            RuntimeError: :meth:`synchronize` was called without :meth:`step`, so the gradients hold the delivered
+                entries. Or an error has stopped an update.
         """
         for before in list(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
+        self._optimizer_step.check_complete()
         self._check_no_pending_step("state_dict()")
         own = exchange_state.saved(self._exchange) if self._hook is None else self._hook.state_dict()
         state = self.optimizer.state_dict() | {"tritoncomm": own}
@@ -467,6 +472,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             setup_checks.compare(common, self.process_group, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
+        self._optimizer_step.restart()
         if feedbacks:
             self._restore_vectors(feedbacks)
             self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
@@ -529,7 +535,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         exchange = GradientExchange(options, verdict=verdict)
         exchange.trained, exchange.vectors = parameters, self._vectors(trained, options)
-        exchange.numeric_options = partial(setup_checks.numeric_options, self.optimizer)
+        exchange.stepping = self._optimizer_step.stepping
         return exchange
 
     def _vectors(self, trained: list[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import wraps
 from itertools import product
 from pathlib import Path
@@ -123,26 +124,103 @@ def other_state(rank: int, world_size: int, send) -> None:
 
 
 def other_schedule(rank: int, world_size: int, send) -> None:
-    """A learning rate that follows the loss of each rank is an error on all ranks, before replicas differ."""
+    """A learning rate that follows the loss of each rank is an error on all ranks, with option, values and ranks.
+
+    Nothing has changed, and training goes on in the same process group once the rates are equal.
+    """
     for tensor in (False, True):
         model = tiny_model()
         base = adamw(model, lr=torch.tensor(0.01) if tensor else 0.01)
-        optimizer = sparse(base, process_group=dist.new_group())  # the group fails
+        optimizer = sparse(base)
         train(model, optimizer, rank, range(2))
         before, held = flat(model), residual(optimizer)
         if rank == 1:
             optimizer.param_groups[0]["lr"] *= 0.5
-        with pytest.raises(ProtocolMismatchError, match="learning rate"):
+        with pytest.raises(ProtocolMismatchError, match=r"lr of parameter group 0: rank 0 has 0.0.*, rank 1 has 0.00"):
             train(model, optimizer, rank, range(2, 3))
         assert flat(model) == before
         assert torch.equal(residual(optimizer), held)
+        if rank == 1:
+            optimizer.param_groups[0]["lr"] *= 2
+        train(model, optimizer, rank, range(2, 4))
+        assert flat(model) != before
+        assert same_everywhere(flat(model))
     hooked = ddp(net())
     optimizer = sparse(adamw(hooked), model=hooked)
     train(hooked, optimizer, rank, range(1))
     optimizer.param_groups[0]["betas"] = [0.9, 0.99 if rank else 0.999]
     optimizer.zero_grad()
-    with pytest.raises(ProtocolMismatchError, match="learning rate"):
+    with pytest.raises(
+        ProtocolMismatchError, match=r"betas of parameter group 0: rank 0 has \(0.9, 0.999\), rank 1 has"
+    ):
         hooked(torch.ones(1, 6)).sum().backward()
+
+
+class Failing(torch.optim.SGD):
+    """SGD whose update fails once, after it has changed a parameter, if ``fails`` is set."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        if self.fails:
+            self.fails = False
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError
+        super().step(closure)
+
+
+def failing_update(rank: int, world_size: int, send) -> None:
+    """An update that stops in the middle is noticed on all ranks, and in checkpoints, until a state is loaded."""
+    for door, fails in product(("wrap", "ddp"), ((1,), (0, 1))):
+        model = net() if door == "wrap" else ddp(net())
+        base = Failing(model.parameters(), lr=0.1)
+        optimizer = sparse(base, **({} if door == "wrap" else {"model": model}))
+        train(model, optimizer, rank, range(3))
+        saved = {"model": deepcopy(model.state_dict()), "optimizer": deepcopy(optimizer.state_dict())}
+        base.fails = rank in fails
+        with pytest.raises(MemoryError) if rank in fails else nullcontext():
+            train(model, optimizer, rank, range(3, 4))
+        if rank in fails:
+            for call in (optimizer.step, optimizer.state_dict):
+                with pytest.raises(RuntimeError, match=r"stopped update.*load"):
+                    call()
+        before, held = flat(model), residual(optimizer) if door == "wrap" else None
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ProtocolMismatchError), match=r"stopped.*load"):
+                train(model, optimizer, rank, range(4, 5))
+        assert flat(model) == before
+        assert door == "ddp" or torch.equal(residual(optimizer), held)
+        with pytest.raises((RuntimeError, ConfigMismatchError), match="stopped"):
+            checkpoint.save(optimizer, "never-written")
+        assert not Path("never-written").exists()
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(model, optimizer, rank, range(3, 6))
+        assert same_everywhere(flat(model))
+
+
+def failing_on_the_way(rank: int, world_size: int, send) -> None:
+    """A rank that was interrupted between the commit of a mean and its update is noticed on all ranks."""
+    model = net()
+    optimizer = sparse(adamw(model))
+    train(model, optimizer, rank, range(2))
+    if rank == 1:
+        optimizer._plain.step = interrupted
+    with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
+        train(model, optimizer, rank, range(2, 3))
+    vars(optimizer._plain).pop("step", None)
+    before = flat(model)
+    with pytest.raises(ProtocolMismatchError, match=r"completed updates: rank 0 has 3, rank 1 has 2"):
+        train(model, optimizer, rank, range(3, 4))
+    assert flat(model) == before
+    with pytest.raises(ConfigMismatchError, match=r"completed updates"):
+        checkpoint.save(optimizer, "never-written")
+
+
+def interrupted(*_: object, **__: object) -> None:
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
 
 
 def failing_hook(rank: int, world_size: int, send) -> None:

@@ -186,8 +186,10 @@ class ProcessGroupScheduler:
                 self._watcher.groups.append(subgroup.group)
             subgroup._watcher = self._watcher  # noqa: SLF001 - same class
 
-    def confirmation(self, state: str = "", others: Sequence[ProcessGroupScheduler] = ()) -> Pattern[None]:
-        """Check that all ranks have reached the end of the same step of the same exchange.
+    def confirmation(self, state: str = "", others: Sequence[ProcessGroupScheduler] = ()) -> Pattern[bool]:
+        """Return whether all ranks have reached the end of the same step of the same exchange, in the same state.
+
+        The answer is the same on all ranks.
 
         Args:
             state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
@@ -195,7 +197,7 @@ class ProcessGroupScheduler:
             others: Schedulers in the same group that have exchanged other vectors of this step.
 
         Raises:
-            ProtocolMismatchError: Anything differs, or a GPU has received a wrong header. All ranks raise it.
+            ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
         """
         assert self._stamp is not None
         state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
@@ -205,12 +207,12 @@ class ProcessGroupScheduler:
         total, *suspect = (yield AllReduce("confirm", words)).tolist()
         if any(suspect):
             raise self.suspicion()
-        if total != signature * self.world_size:
-            raise ProtocolMismatchError(
-                f"rank {self.rank} finished step {self.step} of {self._method}, and another rank did not finish the "
-                "same. Step the same optimizers in the same order on all ranks. Freeze the same parameters. Use the "
-                "same learning rate and other options; a schedule that follows a loss needs its mean over ranks"
-            )
+        return bool(total == signature * self.world_size)
+
+    @property
+    def last_step(self) -> str:
+        """Number and method of the last step, for messages."""
+        return f"step {self.step} of {self._method}"
 
     def suspicion(self) -> ProtocolMismatchError:
         """Return the error for wrong headers that a GPU has received."""

@@ -26,6 +26,7 @@ from tritoncomm.errors import (
     NonFiniteError,
     ProtocolMismatchError,
 )
+from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import carry_over, setup_checks
 from tritoncomm.step.bucket import copy_pairs
 from tritoncomm.step.exchange import GradientExchange
@@ -393,8 +394,8 @@ class CommState(HookState):
 
     def _raise_failure(self) -> None:
         error, self._failure = self._failure, None
-        if isinstance(error, (ExchangeError, ProtocolMismatchError)):
-            self._broken = error  # the group is unusable
+        if isinstance(error, (ExchangeError, ProtocolMismatchError)) and is_broken(self.exchange.options.group):
+            self._broken = error
         if isinstance(error, ExchangeError):
             error = _with_cause(error)
         if error is None:

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
+from tritoncomm.errors import (
+    ConfigurationError,
+    ExchangeError,
+    NonFiniteError,
+    ProtocolMismatchError,
+    TritoncommError,
+)
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
@@ -100,7 +106,8 @@ class GradientExchange:
         skipped: Number of rejected steps.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
-        numeric_options: Function that returns a text about the optimizer, which must be equal on all ranks.
+        stepping: Function that returns the optimizers that step by the means. What they return must be equal on all
+            ranks.
     """
 
     def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
@@ -113,7 +120,7 @@ class GradientExchange:
         self.rejected = False
         self.total = Meter()
         self.verdict = verdict
-        self.numeric_options: Callable[[], str] = lambda: ""
+        self.stepping: Callable[[], list[setup_checks.Stepping]] = list
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -328,7 +335,8 @@ class GradientExchange:
         Raises:
             NonFiniteError: Another vector was rejected on some rank.
             ExchangeError: A peer was lost, or a wait timed out. The step is :attr:`pending`.
-            ProtocolMismatchError: Another rank has finished another step, or has frozen other parameters.
+            ProtocolMismatchError: Another rank has finished another step, has frozen other parameters, uses other
+                options, or has not completed the same updates. All ranks raise it.
         """
         begun = self._begun
         try:
@@ -365,7 +373,21 @@ class GradientExchange:
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
             *others, last = [step.vector for step in self._begun]
-            last.confirm(trained + self.numeric_options(), others)
+            stepping = self.stepping()
+            alike = last.confirm(trained + "".join(map(setup_checks.options_and_updates, stepping)), others)
+            if not alike or any(isinstance(one.updates, str) for one in stepping):
+                raise self._differs(last, stepping)
+
+    def _differs(self, last: VectorExchange, stepping: Sequence[setup_checks.Stepping]) -> ProtocolMismatchError:
+        """Return the error that names what differs between the ranks. All ranks call this together."""
+        scheduler = last.scheduler
+        step = "the step" if scheduler is None else scheduler.last_step
+        vectors = [begun.vector for begun in self._begun]
+        named = [pair for vector in vectors for pair in zip(vector.names, vector.parameters, strict=True)]
+        fields = {"last step": step, "frozen parameters": [name for name, p in named if not p.requires_grad]}
+        fields |= setup_checks.option_fields(stepping)
+        found = {} if scheduler is None else setup_checks.differences(fields, scheduler.group, last.device)
+        return ProtocolMismatchError(setup_checks.rejection(step, found, stepping))
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.

@@ -176,22 +176,22 @@ class HookState(ABC):
             )
         self.optimizers = [weakref.ref(each) for each in self.connected if each not in replaced]
         self.optimizers.append(weakref.ref(optimizer))
-        own_options = weakref.WeakMethod(self._numeric_options)  # no circle: the group is free when this is deleted
+        reference = weakref.WeakMethod(self._stepping)  # no circle: the group is free when this is deleted
 
-        def options_of_all() -> str:
-            current = own_options()
-            return "" if current is None else current()
+        def stepping() -> list[setup_checks.Stepping]:
+            current = reference()
+            return [] if current is None else current()
 
-        self.exchange.numeric_options = options_of_all
+        self.exchange.stepping = stepping
 
-    def _numeric_options(self) -> str:
-        """Return the options of the optimizers that have used the last delivery.
+    def _stepping(self) -> list[setup_checks.Stepping]:
+        """Return the optimizers that have used the last delivery.
 
         One that the user has deleted may be alive on some ranks.
         """
         last = self.exchange.deliveries - 1
-        stepping = [each for each in self.connected if each._step_state.used_delivery >= last]  # noqa: SLF001
-        return "".join(map(setup_checks.numeric_options, stepping))
+        used = [each for each in self.connected if each._step_state.used_delivery >= last]  # noqa: SLF001
+        return [one for each in used for one in each._optimizer_step.stepping()]  # noqa: SLF001
 
     def check_connected(self, step_state: object, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`RuntimeError` if another wrapped optimizer has replaced a wrapped one, see :meth:`connect`.

@@ -74,6 +74,7 @@ class HookedStep:
             found: Overflow flag of a ``GradScaler``.
         """
         hook, exchange = self._hook, self._hook.exchange
+        self._optimizer_step.check_complete()
         if not self.has_new_gradients and all(parameter.grad is None for parameter in self.parameters):
             return True  # like an optimizer without gradients
         self.check_averaged()

@@ -18,6 +18,7 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.exchange import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.setup_checks import Stepping
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
 
@@ -86,6 +87,8 @@ class OptimizerStep:
     Attributes:
         alone: See above. It may change between steps.
         grad_norm: Norm of the averaged gradient before it was clipped.
+        updates: Number of completed updates.
+        is_stopped: Whether an error or a signal has stopped an update. Parameters may then be partly updated.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class OptimizerStep:
         self._aware: AwareStep | None = None
         self.alone = alone
         self.grad_norm = 0.0
+        self.updates, self.is_stopped = 0, False
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         if is_aware and self._rule is None:
@@ -126,6 +130,22 @@ class OptimizerStep:
         else:
             self._aware.check_options()
 
+    def check_complete(self) -> None:
+        """Raise :class:`RuntimeError` if an update has stopped."""
+        if self.is_stopped:
+            raise RuntimeError(
+                f"an error or a signal stopped update {self.updates + 1} in the middle: parameters may be partly "
+                "updated, and differ between ranks. On all ranks, load the model and the optimizer from a checkpoint"
+            )
+
+    def restart(self) -> None:
+        """Count updates from zero, because all ranks have the same parameters and state."""
+        self.updates, self.is_stopped = 0, False
+
+    def stepping(self) -> list[Stepping]:
+        """Return the optimizer, as :attr:`GradientExchange.stepping` needs it."""
+        return [Stepping(self.optimizer, f"stopped in update {self.updates + 1}" if self.is_stopped else self.updates)]
+
     def step(
         self,
         delivered: Sequence[Delivered],
@@ -143,6 +163,7 @@ class OptimizerStep:
                 step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
             started: Called when the pre-hooks have run. Before that, nothing but the clipped gradients has changed.
         """
+        self.check_complete()
         self.check()  # before any gradient or parameter changes
         if clip and self._max_grad_norm is not None:
             self.grad_norm = self._clip(self._max_grad_norm)
@@ -158,7 +179,7 @@ class OptimizerStep:
                 if each.is_flat:
                     rule.step_flat(each.flat(read_gradients=not (untouched and readable)))
 
-        self._apply(aware, started)
+        self._apply(aware, started, counts=True)
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> float:
@@ -203,10 +224,17 @@ class OptimizerStep:
         self._apply(lambda rule, _: rule.step(every, [None] * len(every)))
 
     @without_compile
-    def _apply(self, aware: Callable[[AwareStep, bool], None], started: Callable[[], object] | None = None) -> None:
+    def _apply(
+        self,
+        aware: Callable[[AwareStep, bool], None],
+        started: Callable[[], object] | None = None,
+        *,
+        counts: bool = False,
+    ) -> None:
         """Take the optimizer's own step, or ``aware``. Call ``started`` between the pre-hooks and the step.
 
-        The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
+        The second argument of ``aware`` is False if a pre-hook may have changed the gradients. With ``counts``, this is
+        an update of the parameters.
         """
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer.
@@ -215,6 +243,7 @@ class OptimizerStep:
         before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
         before = [hook for hook in before if hook is not _refuse]
         _run(before, self.optimizer)
+        self.is_stopped = counts  # until the update is complete
         if started is not None:
             started()
         key = hooks_key(self.optimizer)
@@ -228,6 +257,7 @@ class OptimizerStep:
                 aware(self._aware, not before)
         finally:
             _stepping.discard(key)
+        self.updates, self.is_stopped = self.updates + counts, False
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:

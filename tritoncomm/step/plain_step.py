@@ -52,6 +52,8 @@ class PlainStep:
         step_state = self._step_state
         if step_state.exchanged:
             raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
+        if exchange.delivered is not None:  # a signal came between the commit and the update
+            self._optimizer_step.is_stopped = True
         if found is None:
             found = step_state.found_in_unscale
         try:
@@ -78,6 +80,7 @@ class PlainStep:
             untouched: Whether nobody has seen ``.grad`` since the exchange.
         """
         step_state = self._step_state
+        self._optimizer_step.check_complete()
         if scaled and not untouched and step_state.attempted is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged(exchange)

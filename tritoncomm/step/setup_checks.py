@@ -27,11 +27,13 @@ from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
 
+UPDATES = "completed updates"  # a field of option_fields()
 _ERROR = "error"  # key of the error that a rank reports to the others
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
     "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
     "optimizer state": "load the same state on all ranks",
+    UPDATES: "a step was stopped between the exchange and the end of the update: load a checkpoint on all ranks",
 }
 
 
@@ -44,16 +46,27 @@ def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
         ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
             the fields, their values and the ranks.
     """
+    found = differences(fields, group, device)
+    if found:
+        advice = "; ".join(dict.fromkeys(_ADVICE.get(name, "configure them identically") for name in found))
+        raise ConfigMismatchError(f"ranks are configured differently; {advice}: {'; '.join(found.values())}")
+
+
+def differences(
+    fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> dict[str, str]:
+    """Gather ``fields`` like :func:`compare`, and return a text for each field that differs between ranks.
+
+    Raises :class:`~tritoncomm.ConfigMismatchError` if a rank called :func:`propagate_error`.
+    """
     gathered = gather(dict(fields), group, device)
     errors = {rank: entry[_ERROR] for rank, entry in enumerate(gathered) if _ERROR in entry}
     if errors:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
-    differences = {name: _difference(name, [entry.get(name) for entry in gathered]) for name in fields}
-    differences = {name: text for name, text in differences.items() if text}
-    if differences:
-        advice = "; ".join(dict.fromkeys(_ADVICE.get(name, "configure them identically") for name in differences))
-        raise ConfigMismatchError(f"ranks are configured differently; {advice}: {'; '.join(differences.values())}")
+    names = dict.fromkeys(name for entry in gathered for name in entry)
+    found = {name: _difference(name, [entry.get(name) for entry in gathered]) for name in names}
+    return {name: text for name, text in found.items() if text}
 
 
 @contextmanager
@@ -218,14 +231,55 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
     ]
 
 
-def numeric_options(optimizer: torch.optim.Optimizer) -> str:
-    """Return the numbers among the options of the parameter groups, such as learning rates, as a text.
+class Stepping(NamedTuple):
+    """An optimizer that steps by the means of an exchange, and the number of its updates, or where one has stopped."""
+
+    optimizer: torch.optim.Optimizer
+    updates: int | str
+
+
+def options_and_updates(stepping: Stepping) -> str:
+    """Return what must be equal on all ranks as a text: updates, and numbers among options, such as learning rates.
 
     Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The host
     waits for no GPU: the value of an option that is a tensor on a GPU is left out.
     """
-    names = sorted(set(getattr(optimizer, "defaults", ())))
-    return repr([[_numbers(group.get(name)) for name in names] for group in optimizer.param_groups])
+    names = sorted(set(getattr(stepping.optimizer, "defaults", ())))
+    options = [[_numbers(group.get(name)) for name in names] for group in stepping.optimizer.param_groups]
+    return repr((options, stepping.updates))
+
+
+def option_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
+    """Return what :func:`options_and_updates` compares, by name."""
+    fields: dict[str, Any] = {}
+    for number, (optimizer, updates) in enumerate(stepping):
+        of_optimizer = f" of optimizer {number}" if len(stepping) > 1 else ""
+        fields[UPDATES + of_optimizer] = updates
+        for position, group in enumerate(optimizer.param_groups):
+            for name in getattr(optimizer, "defaults", ()):
+                value = _numbers(group.get(name))
+                fields[f"{name} of parameter group {position}{of_optimizer}"] = (
+                    tuple(value) if isinstance(value, list) else value
+                )
+    return fields
+
+
+def rejection(step: str, found: Mapping[str, str], stepping: Sequence[Stepping]) -> str:
+    """Return the message of an error about ``step``, which was rejected for the differences ``found`` between ranks."""
+    if any(name.startswith(UPDATES) for name in found) or any(isinstance(one.updates, str) for one in stepping):
+        own = "; ".join(str(one.updates) for one in stepping)
+        reason = "; ".join(found.values()) or f"on all ranks, the update {own}"
+        return f"{step} was rejected, and nothing has changed. {reason}. {_ADVICE[UPDATES]}"
+    if found:
+        return (
+            f"{step} was rejected, and nothing has changed, because ranks differ: {'; '.join(found.values())}. Use the "
+            "same options and freeze the same parameters on all ranks; a schedule that follows a loss needs its mean "
+            "over ranks. Then repeat the step"
+        )
+    return (
+        f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
+        "ranks"
+    )
 
 
 def _numbers(value: object) -> object:

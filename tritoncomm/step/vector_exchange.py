@@ -188,20 +188,24 @@ class VectorExchange:
             self.feedback.rollback()
             raise
 
-    def confirm(self, state: str, others: Sequence[VectorExchange]) -> None:
-        """Wait until every rank has the mean. Otherwise, some ranks could apply a step that other ranks have lost.
+    def confirm(self, state: str, others: Sequence[VectorExchange]) -> bool:
+        """Wait until every rank has the mean, and return whether all are in the same ``state``.
+
+        Without the wait, some ranks could apply a step that other ranks have lost.
 
         Args:
-            state: Which parameters are not frozen, and the optimizer's options. It must be equal on all ranks.
+            state: Which parameters are not frozen, the optimizer's options and the number of its updates.
             others: The other vectors of the same step.
         """
-        if self.world_size > 1:
-            meter = self.meter
-            assert self.scheduler is not None
-            schedulers = [other.scheduler for other in others if other.scheduler is not None]
-            self._run(self.scheduler.confirmation(state, schedulers), new_step=False)
-            meter.add(self.meter)
-            self.meter = meter
+        if self.world_size == 1:
+            return True
+        meter = self.meter
+        assert self.scheduler is not None
+        schedulers = [other.scheduler for other in others if other.scheduler is not None]
+        alike: bool = self._run(self.scheduler.confirmation(state, schedulers), new_step=False)
+        meter.add(self.meter)
+        self.meter = meter
+        return alike
 
     def equal_on_all_ranks(self, figure: int) -> bool:
         """Return True if all ranks pass the same ``figure``. They call this between :meth:`begin` and the commit."""
