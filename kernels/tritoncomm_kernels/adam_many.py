@@ -60,6 +60,7 @@ class AdamMany:
         self._states = states
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
         self._shapes = [parameter.shape for parameter in parameters]
+        self._sizes = [parameter.numel() for parameter in parameters]
         self._groups = [
             _Group(dtype, positions, [[column[i] for i in positions] for column in self._columns])
             for dtype, positions in alike(parameters, states).items()
@@ -96,16 +97,17 @@ class AdamMany:
         coordinates, before they were rounded to the dtype of ``gradients``. They are read instead of ``gradients``,
         except where parameters are updated one by one. Default: None.
         """
-        shapes = [gradient.shape for gradient in gradients]
-        if shapes != self._shapes:
+        if values is not None:
+            self._check(indices, values)
+        elif [gradient.shape for gradient in gradients] != self._shapes:
+            shapes = [gradient.shape for gradient in gradients]
             raise ValueError(f"gradients have shapes {shapes}, expected {self._shapes}, like the parameters")
-        self._check(indices, values)
         others = list(self._others)
         for group in self._groups:
             own = [gradients[i] for i in group.positions]
             where = [indices[i] for i in group.positions]
             given = None if values is None else [values[i] for i in group.positions]
-            if any(gradient.dtype != group.dtype for gradient in own):
+            if {gradient.dtype for gradient in own} != {group.dtype}:
                 others += group.positions
             elif triton_runs(own[0]):
                 group.launch(own, control, where, keep, given)
@@ -119,12 +121,12 @@ class AdamMany:
                 parameter.mul_(keep)
             adam_update(parameter, gradients[position], self._states.at(position), control, indices[position])
 
-    def _check(self, indices: _Indices, values: _Values) -> None:
-        """Raise ``ValueError`` unless there is one of ``values``, if there are any, per delivered coordinate."""
-        if values is None:
+    def _check(self, indices: _Indices, values: Sequence[torch.Tensor]) -> None:
+        """Raise ``ValueError`` unless there is one of ``values`` per delivered coordinate."""
+        counts = [size if at is None else at.numel() for at, size in zip(indices, self._sizes, strict=True)]
+        kinds = {(given.dtype, given.dim()) for given in values}
+        if kinds <= {(torch.float32, 1)} and list(map(torch.Tensor.numel, values)) == counts:
             return
-        sizes = map(torch.Size.numel, self._shapes)
-        counts = [size if at is None else at.numel() for at, size in zip(indices, sizes, strict=True)]
         for position, (given, count) in enumerate(zip(values, counts, strict=True)):
             if given.dtype != torch.float32 or given.shape != (count,):
                 raise ValueError(
