@@ -4,8 +4,8 @@ Every contender has a model of its own, and they take turns, step by step. Each 
 other data, as after a backward pass. Ratios are to the faster bare AdamW, of minima, which depend least on other jobs.
 ``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
 among several workers. Then the time of its selection is subtracted. ``weight decay alone`` is the only part of the
-staleness-aware step that passes over all values. ``memory alone`` is weight decay, and reading and writing the delivered
-entries of the parameters and of three states, without arithmetic. The last rows time imports in new processes.
+staleness-aware step that passes over all values. ``memory alone`` is weight decay, and the reads and writes of the
+delivered entries of the parameters and of three states, without arithmetic. The last rows time new imports.
 """
 
 from __future__ import annotations
