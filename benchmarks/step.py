@@ -2,9 +2,10 @@
 
 Every contender has a model of its own, and they take turns, step by step. Each therefore finds the caches filled with
 other data, as after a backward pass. Ratios are to the faster bare AdamW, of minima, which depend least on other jobs.
-``wrap`` runs as a single worker, once as for a user, who gets all entries delivered, and once with a residual, as among
-several workers. The time of its selection is subtracted. ``weight decay alone`` is the only part of the staleness-aware
-step that passes over all values. The last rows time imports in new processes.
+``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
+among several workers. Then the time of its selection is subtracted. ``weight decay alone`` is the only part of the
+staleness-aware step that passes over all values. ``memory alone`` is weight decay, and the reads and writes of the
+delivered entries of the parameters and of three states, without arithmetic. The last rows time new imports.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import tritoncomm
 from torch import nn
@@ -33,6 +35,7 @@ from tritoncomm.step.options import DENSE_BELOW
 from exchange import machine
 
 WARM_UP = 20  # steps that are not counted: param_rms is computed in each of them
+CHUNK = 1 << 13  # entries that are read and written together where nothing is computed
 DELIVERIES = 8  # different sets of delivered coordinates, used in turn
 IMPORT = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 
@@ -72,9 +75,9 @@ def compact(parameters: list[nn.Parameter], delivered: list[torch.Tensor | None]
 
 
 def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> Callable[[], float]:
-    """Return a function that takes the step of ``wrap`` and returns its seconds, less those of the selection.
+    """Return a function that takes the step of ``wrap`` and returns its seconds.
 
-    With ``alone``, the single worker selects entries and keeps a residual.
+    With ``alone``, the single worker selects entries and keeps a residual. The seconds of the selection are subtracted.
     """
     with mock.patch.object(optim, "_ALONE", alone):  # it is read here only
         optimizer = tritoncomm.wrap(torch.optim.AdamW(parameters), density=density)
@@ -84,7 +87,28 @@ def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> C
         optimizer.step()
         seconds = time.perf_counter() - start
         with_gradients(parameters)
-        return seconds - optimizer.metrics()["seconds_select"]
+        return seconds - optimizer.metrics()["seconds_select"] if alone else seconds
+
+    return run
+
+
+def memory_alone(parameters: list[nn.Parameter], delivered: list[torch.Tensor | None]) -> Callable[[], None]:
+    """Return a function that decays ``parameters``, and reads and writes what a step does, without arithmetic."""
+    arrays = [parameter.detach().numpy().reshape(-1) for parameter in parameters]
+    where = [np.arange(array.size) if at is None else at.numpy() for array, at in zip(arrays, delivered, strict=True)]
+    starts = itertools.accumulate((array.size for array in arrays[:-1]), initial=0)
+    places = np.concatenate([at + start for at, start in zip(where, starts, strict=True)])
+    chunks = [places[start : start + CHUNK] for start in range(0, places.size, CHUNK)]
+    states = [np.ones(sum(array.size for array in arrays), np.float32) for _ in range(3)]
+    keep = np.array(0.99999, np.float32)
+
+    def run() -> None:
+        for at in chunks:
+            for state in states:
+                state[at] = state.take(at, mode="wrap")
+        for array, at in zip(arrays, where, strict=True):
+            np.multiply(array, keep, array)
+            array[at] = array.take(at, mode="wrap")
 
     return run
 
@@ -114,12 +138,14 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         aware.step(parameters, deliveries[number], values[number])
 
     return {
+        "AdamW": timed(torch.optim.AdamW(model()).step),
         "AdamW, foreach": timed(torch.optim.AdamW(model(), foreach=True).step),
         "staleness-aware": timed(aware_step),
         "AdamW, fused": timed(torch.optim.AdamW(model(), fused=True).step),
         "same, reading .grad": timed(lambda: reading.step(from_gradients, deliveries[next(taken)])),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
-        "wrap, every entry": wrapped(model(), density, alone=False),
+        "memory alone": timed(memory_alone(model(), deliveries[0])),
+        "wrap, one worker": wrapped(model(), density, alone=False),
         "wrap, sparse": wrapped(model(), density, alone=True),
     }
 

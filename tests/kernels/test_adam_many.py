@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import bits, cases, drawn, kernels_from
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels import adam_numpy
 
 SIZES = [0, 1, 33, 700, 20_000]  # the last one alone fills a part
 KINDS = ("fp32", "fp32", "fp32", "half", "double", "strided")
@@ -43,11 +44,13 @@ def states(sizes: list[int], kinds: list[str], seed: int, *, amsgrad: bool, step
     return kernels.AdamStates(column(1), column(2), last, rms, column(3) if amsgrad else None)
 
 
-def in_buffers(state: kernels.AdamStates) -> kernels.AdamStates:
-    """Return the same states as parts of one buffer per field."""
+def in_buffers(state: kernels.AdamStates, gap: int) -> kernels.AdamStates:
+    """Return the same states as parts of one buffer per field, with ``gap`` other values after each."""
 
     def joined(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(torch.split(torch.cat(list(column)), list(map(len, column))))
+        padded = [torch.cat([each, torch.ones(gap, dtype=each.dtype)]) for each in column]
+        parts = torch.split(torch.cat(padded), list(map(len, padded)))
+        return [part[: len(each)] for part, each in zip(parts, column, strict=True)]
 
     maximum = None if state.maximum is None else joined(state.maximum)
     return kernels.AdamStates(joined(state.first), joined(state.second), joined(state.last), state.param_rms, maximum)
@@ -71,7 +74,13 @@ shares = st.sampled_from([None, 0.0, 0.01, 1.0])  # of the coordinates that are 
 def test_equals_one_by_one(
     tensors: list[tuple[int, str, float | None]], seed: int, amsgrad: bool, data: st.DataObject
 ) -> None:
-    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays. Values may be given."""
+    """Sizes, kinds and delays may be mixed. A delay may be longer than the table of decays. Values may be given.
+
+    Tensors may be updated in one or in several parts, and the entries of a part in one or in several chunks.
+    """
+    gap = data.draw(st.sampled_from([None, 0, 3]))
+    if gap is not None:  # only fp32 may be in one buffer
+        tensors = [(n, "fp32", share) for n, _, share in tensors]
     sizes, kinds = [n for n, _, _ in tensors], [kind for _, kind, _ in tensors]
     steps = data.draw(st.sampled_from([1, 2, 30, 1000, 70_000, 1_000_000]))
     keep = data.draw(st.sampled_from([1.0, 0.999]))
@@ -95,19 +104,45 @@ def test_equals_one_by_one(
     ]
     values = [values_at(gradient, at) for gradient, at in zip(gradients, delivered, strict=True)]
     given = data.draw(st.sampled_from([None, values]))
-    in_one = data.draw(st.booleans())
     results = []
-    with kernels_from("torch"):
+    with kernels_from("torch"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam_numpy, "_PART", data.draw(st.sampled_from([adam_numpy._PART, 1000])))
+        patch.setattr(adam_numpy, "_CHUNK", data.draw(st.sampled_from([adam_numpy._CHUNK, 100])))
         for together in (False, True):
             parameters = [tensor(kind, n, seed + 10 * j) for j, (n, kind, _) in enumerate(tensors)]
             state = states(sizes, kinds, seed, amsgrad=amsgrad, steps=steps)
             if together:
-                state = in_buffers(state) if in_one and set(kinds) == {"fp32"} else state
+                state = state if gap is None or not tensors else in_buffers(state, gap)
                 kernels.AdamMany(parameters, state).update(gradients, control, delivered, keep=keep, values=given)
             else:
                 for j, parameter in enumerate(parameters):
                     parameter.mul_(keep)
                     kernels.adam_update(parameter, gradients[j], state.at(j), control, delivered[j])
+            results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("part", [1000, 1 << 16])
+def test_whole_tensors_with_gaps_between_their_states(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of whole tensors may be apart in their buffers, for example if other parameters take no step."""
+    monkeypatch.setattr(adam_numpy, "_PART", part)
+    sizes, control = (
+        [700, 20_000, 33],
+        kernels.AdamControl.of(
+            steps=9, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=torch.device("cpu")
+        ),
+    )
+    gradients = [tensor("fp32", n, 10 * j + 5) for j, n in enumerate(sizes)]
+    results = []
+    with kernels_from("torch"):
+        for together in (False, True):
+            parameters = [tensor("fp32", n, 10 * j + 1) for j, n in enumerate(sizes)]
+            state = in_buffers(states(sizes, ["fp32"] * 3, 1, amsgrad=False, steps=9), 3)
+            if together:
+                kernels.AdamMany(parameters, state).update(gradients, control, [None] * 3)
+            else:
+                for j, parameter in enumerate(parameters):
+                    kernels.adam_update(parameter, gradients[j], state.at(j), control)
             results.append([bits(each) for column in (parameters, *state.columns()) for each in column])
     assert results[0] == results[1]
 

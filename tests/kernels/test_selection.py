@@ -273,3 +273,14 @@ def test_bad_segments_are_rejected(bounds: list[int], budgets: list[int]) -> Non
     """Bounds must ascend, and there must be one more of them than budgets."""
     with pytest.raises(ValueError, match="bounds="):
         kernels.top_k_segments(torch.ones(9), bounds, budgets)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38, None])
+@pytest.mark.parametrize("position", [0, compact.HOST_CHUNK - 1, compact.HOST_CHUNK, -1])
+def test_has_non_finite(value: float | None, position: int) -> None:
+    """One NaN or Inf is found anywhere, and large finite values are not taken for one, whatever their sum."""
+    values = torch.full((2 * compact.HOST_CHUNK + 5,), 3.0e38)
+    if value is not None:
+        values[position] = value
+    assert kernels.has_non_finite(values) == (value is not None and not math.isfinite(value))
+    assert not kernels.has_non_finite(values[:0])

@@ -120,8 +120,8 @@ class StalenessAwareAdam:
     ) -> None:
         """Update ``parameters`` from the averaged gradients in ``.grad``. See :meth:`AwareStep.step`."""
         self.check_options()
-        where = {id(p): indices for p, indices in zip(parameters, delivered, strict=True)}
-        given = None if values is None else {id(p): held for p, held in zip(parameters, values, strict=True)}
+        where = dict(zip(map(id, parameters), delivered, strict=True))
+        given = None if values is None else dict(zip(map(id, parameters), values, strict=True))
         before = list(self._prepared)
         self._prepared.clear()
         for group, own, states, steps in self._counted(where):
@@ -131,7 +131,7 @@ class StalenessAwareAdam:
     def step_flat(self, delivery: FlatDelivery) -> None:
         """Update the parameters from one list with padding. See :meth:`AwareStep.step_flat`."""
         self.check_options()
-        start = {id(p): at for p, at in zip(delivery.parameters, delivery.starts, strict=True)}
+        start = dict(zip(map(id, delivery.parameters), delivery.starts, strict=True))
         for group, own, states, steps in self._counted(start):
             ordered = sorted(zip(own, states, strict=True), key=lambda pair: start[id(pair[0])])
             filled = [(parameter, state) for parameter, state in ordered if local(parameter).numel()]

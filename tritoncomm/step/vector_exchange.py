@@ -24,6 +24,7 @@ from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
 from tritoncomm.step.packing import resolve, rounds
+from tritoncomm_kernels import has_non_finite
 
 logger = logging.getLogger("tritoncomm")
 
@@ -248,7 +249,7 @@ class VectorExchange:
 
     def non_finite(self) -> dict[str, int]:
         """Return the number of NaN or Inf values in :attr:`flat` of each parameter that has any, by name."""
-        if bool(self.flat.isfinite().all()):
+        if not has_non_finite(self.flat):
             return {}
         parts = zip(self.layout.parameters, self.layout.parts(self.flat), strict=True)
         counts = {self._name(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}

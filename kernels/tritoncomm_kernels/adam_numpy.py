@@ -1,0 +1,307 @@
+"""Adam update of many fp32 tensors in CPU memory, with numpy: the reference of :class:`AdamMany` for these tensors.
+
+Every delivered entry is in a cache line of its own, so most of the time goes to memory. An entry is therefore written
+soon after it was read, while its line is in the cache. States are updated in chunks of entries, one state after the
+other. Weight decay passes over a whole parameter, and the delivered entries of this parameter are updated next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE, AdamControl, beta_tables, decays
+from tritoncomm_kernels.rms import consecutive
+
+# Entries of a state that are read and written together, more or less. Smaller chunks cost more calls. With larger ones,
+# the memory that they were read from has left the cache when they are written.
+_CHUNK = 1 << 13
+# Entries of whole tensors that are updated together. Their moves are computed before the parameters change, because
+# the limit on the change of a tensor needs a sum over the tensor.
+_PART = 1 << 16
+_LOOKED_UP = 1 << 16  # shorter delays are looked up in a table of at most 1.3 MB
+
+_Array = npt.NDArray[Any]
+_Values = Sequence[torch.Tensor]
+
+
+class AdamArrays:
+    """Adam updates of the same contiguous fp32 CPU tensors, step after step.
+
+    ``columns`` are the parameters, then the fields of :class:`AdamStates`. States that are parts of one buffer per
+    field, at equal places in each, are updated faster.
+
+    Attributes:
+        sizes: Number of elements of each parameter.
+    """
+
+    def __init__(self, columns: list[list[torch.Tensor]]) -> None:
+        self._tensors, first, second, last, rms, *maximum = columns
+        states = [last, first, second, *maximum]
+        self._parameters, self._rms = list(map(_flat, self._tensors)), list(map(_flat, rms))
+        self._states = [list(map(_flat, column)) for column in states]
+        self._buffers = _buffers(states)
+        self._starts = [int(tensor.storage_offset()) for tensor in first]
+        self.sizes = [array.size for array in self._parameters]
+        self._whole: list[_Part] = []
+        self._whole_positions: list[int] = []
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor],
+        control: AdamControl,
+        indices: Sequence[_Array | None],
+        keep: float,
+        values: _Values | None,
+    ) -> None:
+        """See :meth:`AdamMany.update`. The ``indices`` have been checked."""
+        torch.autograd.graph.increment_version(self._tensors)
+        step = _Step.of(control, keep)
+        whole = [i for i, at in enumerate(indices) if at is None]
+        if whole != self._whole_positions:
+            self._whole, self._whole_positions = list(self._parts_of_whole(whole)), whole
+        listed = {i: at for i, at in enumerate(indices) if at is not None}
+        with np.errstate(all="ignore"):
+            for part in (*self._whole, *self._parts_of_listed(listed)):
+                if values is None:
+                    delivered = part.read([_flat(gradients[i]) for i in part.positions])
+                else:
+                    delivered = torch.cat([values[i] for i in part.positions]).numpy()
+                self._update_part(part, delivered, step)
+
+    def _parts_of_listed(self, listed: dict[int, _Array]) -> Iterator[_Part]:
+        """Return the parts of tensors with the delivered indices ``listed``, by their position."""
+        positions = list(listed)
+        for span in consecutive(list(map(len, listed.values())), _PART):
+            where = [listed[i] for i in positions[span]]
+            counts = list(map(len, where))
+            places = np.concatenate(where)
+            places += np.repeat([self._starts[i] for i in positions[span]], counts)
+            yield _Part(positions[span], [0, *accumulate(counts)], where, places)
+
+    def _parts_of_whole(self, positions: list[int]) -> Iterator[_Part]:
+        """Return the parts of tensors of which all entries are delivered."""
+        for span in consecutive([self.sizes[i] for i in positions], _PART):
+            own = positions[span]
+            starts, bounds = [self._starts[i] for i in own], [0, *accumulate(self.sizes[i] for i in own)]
+            if all(start - starts[0] == bound for start, bound in zip(starts, bounds, strict=False)):
+                yield _Part(own, bounds, [None] * len(own), slice(starts[0], starts[0] + bounds[-1]))
+            elif bounds[-1] <= 2 * _PART:
+                each = [np.arange(start, start + self.sizes[i]) for i, start in zip(own, starts, strict=True)]
+                yield _Part(own, bounds, [None] * len(own), np.concatenate(each))
+            else:  # a list of places would take much memory
+                for i, start in zip(own, starts, strict=True):
+                    yield _Part([i], [0, self.sizes[i]], [None], slice(start, start + self.sizes[i]))
+
+    def _update_part(self, part: _Part, delivered: _Array, step: _Step) -> None:
+        """Update the states, then the parameters."""
+        parameters, moves = [self._parameters[i] for i in part.positions], delivered
+        if delivered.size:
+            values = None
+            if step.control.coupled:
+                values = part.read(parameters)
+                values *= step.keep
+            states, places = self._buffers, part.places
+            if states is None:
+                columns = [[column[i] for i in part.positions] for column in self._states]
+                states, places = [part.read(column) for column in columns], slice(0, delivered.size)
+            moves, factors = step.advance(states, places, delivered, values)
+            if self._buffers is None:
+                for column, state in zip(columns, states, strict=True):
+                    part.write(column, state)
+            if (factors != 1).any():  # otherwise every entry is delivered in every step
+                sizes, rms = [self.sizes[i] for i in part.positions], [self._rms[i] for i in part.positions]
+                moves = step.catch_up_moves(moves, factors, part.bounds, sizes, np.concatenate(rms))
+            moves *= step.rate
+        part.subtract(moves, parameters, step.keep)
+
+
+def _flat(tensor: torch.Tensor) -> _Array:
+    return tensor.numpy(force=True).reshape(-1)
+
+
+def _buffers(columns: list[list[torch.Tensor]]) -> list[_Array] | None:
+    """Return the memory of each of ``columns``, if its tensors are parts of one buffer, at equal places in each."""
+    places = {tuple(tensor.storage_offset() for tensor in column) for column in columns}
+    storages = [{tensor.untyped_storage().data_ptr() for tensor in column} for column in columns]
+    if len(places) > 1 or any(len(found) > 1 for found in storages):
+        return None
+    return [torch.empty(0, dtype=column[0].dtype).set_(column[0].untyped_storage()).numpy() for column in columns]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The delivered entries of several tensors as one flat vector, in which ``bounds`` separate the tensors.
+
+    The tensors are those at ``positions``. ``where`` are the indices in each of them, None means all. ``places`` are
+    those in the buffers of the states.
+    """
+
+    positions: list[int]
+    bounds: list[int]
+    where: Sequence[_Array | None]
+    places: _Array | slice
+
+    def read(self, arrays: list[_Array]) -> _Array:
+        """Return the delivered entries of ``arrays``."""
+        values = np.empty(self.bounds[-1], arrays[0].dtype)
+        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
+            if at is None:
+                values[start:stop] = array
+            else:
+                _take(array, at, values[start:stop])
+        return values
+
+    def write(self, arrays: list[_Array], values: _Array) -> None:
+        """Write ``values`` to the delivered entries of ``arrays``."""
+        for array, at, (start, stop) in zip(arrays, self.where, pairwise(self.bounds), strict=True):
+            array[... if at is None else at] = values[start:stop]
+
+    def subtract(self, moves: _Array, parameters: list[_Array], keep: _Array) -> None:
+        """Multiply the ``parameters`` by ``keep``, then subtract ``moves`` from the delivered entries."""
+        decays = bool(keep != 1)
+        for array, at, (start, stop) in zip(parameters, self.where, pairwise(self.bounds), strict=True):
+            if decays:
+                np.multiply(array, keep, array)
+            if at is None:
+                np.subtract(array, moves[start:stop], array)
+            elif start < stop:
+                values = _take(array, at)
+                array[at] = np.subtract(values, moves[start:stop], values)
+
+
+def _take(array: _Array, at: _Array, out: _Array | None = None) -> _Array:
+    """Return ``array[at]``. The indices have been checked. "wrap" does not change them, and is the fastest mode."""
+    return array.take(at, None, out, "wrap")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The settings of one step, rounded to fp32. See :class:`AdamControl`.
+
+    ``keep`` is an array of one element: calls with an array are faster than with a number.
+    """
+
+    control: AdamControl
+    keep: _Array
+    steps: np.int32
+    rate: np.float32
+    root: np.float32
+    epsilon: np.float32
+    catch_up: np.float32
+    decay: np.float32
+    walk: np.float32
+    fine: np.float32
+    change: np.float32
+
+    @classmethod
+    def of(cls, control: AdamControl, keep: float) -> _Step:
+        scalars = control.scalars.numpy()
+        return cls(control, np.array(keep, np.float32), np.int32(scalars[0]), *scalars[1:].astype(np.float32))
+
+    def advance(
+        self, states: list[_Array], places: _Array | slice, delivered: _Array, values: _Array | None
+    ) -> tuple[_Array, _Array]:
+        """Update the entries at ``places`` of ``states``: last, first, second, and maximum if there is one.
+
+        ``values`` are those of the parameters, if there is coupled weight decay. Returns the moves of one dense step,
+        in learning rates, and the number of dense steps that each delivery counts for.
+        """
+        moves, factors = np.empty_like(delivered), np.empty_like(delivered)
+        chunks = max(1, round(delivered.size / _CHUNK))
+        for number in range(chunks):
+            span = slice(delivered.size * number // chunks, delivered.size * (number + 1) // chunks)
+            if isinstance(places, slice):
+                at: _Array | slice = slice(places.start + span.start, places.start + span.stop)
+            else:
+                at = places[span]
+            own = None if values is None else values[span]
+            moves[span], factors[span] = self._advance_chunk(states, at, delivered[span], own)
+        return moves, factors
+
+    def _advance_chunk(
+        self, states: list[_Array], at: _Array | slice, delivered: _Array, values: _Array | None
+    ) -> tuple[_Array, _Array]:
+        last, first, second, *maxima = states
+        tau = np.maximum(self.steps - _read(last, at), 1)
+        last[at] = self.steps
+        mean = delivered / tau.astype(np.float32)
+        if self.control.maximize:
+            np.negative(mean, out=mean)
+        if values is not None:
+            mean += self.decay * values
+        power1, complement1, power2, complement2, factor = self._of_delay(tau)
+        moment = _read(first, at)
+        moment *= power1
+        moment += complement1 * mean
+        first[at] = moment
+        square = _read(second, at)
+        square *= power2
+        mean *= mean
+        square += complement2 * mean
+        second[at] = square
+        for maximum in maxima:
+            square = np.maximum(_read(maximum, at), square)
+            maximum[at] = square
+        move = np.sqrt(square, out=square)  # the next three lines make it the move of one dense step
+        move /= self.root
+        move += self.epsilon
+        return np.divide(moment, move, out=move), factor
+
+    def _of_delay(self, tau: _Array) -> list[Any]:
+        """Return ``beta^tau`` and ``1 - beta^tau`` for both betas, and the factor of a delivery after ``tau`` steps."""
+        longest = int(tau.max())
+        if longest >= _LOOKED_UP:
+            return _compute_of_delay(tau, self.control.betas, self.catch_up, self.walk)
+        table = _table(longest.bit_length(), self.control.betas, self.catch_up, self.walk)
+        if longest == 1:
+            return [row[1] for row in table]
+        at = tau.astype(np.int64)
+        return [_take(row, at) for row in table]
+
+    def catch_up_moves(
+        self, moves: _Array, factors: _Array, bounds: list[int], sizes: list[int], rms: _Array
+    ) -> _Array:
+        """Return ``factors`` times ``moves``, after shrinking the factors of tensors that would move too far.
+
+        See :meth:`AdamControl.of`. ``sizes`` and ``rms`` are those of the parameters.
+        """
+        product = factors * moves
+        if not self.control.limited:
+            return product
+        distance = product * self.fine
+        distance *= distance
+        np.fmin(distance, np.float32(LARGEST_SQUARE), out=distance)  # NaN counts as the largest
+        some = [i for i, (start, stop) in enumerate(pairwise(bounds)) if start < stop]  # reduceat needs an entry
+        totals = np.add.reduceat(distance.astype(np.int64), [bounds[i] for i in some])
+        length = np.sqrt(totals.astype(np.float32) / np.array([sizes[i] for i in some], np.float32))
+        reach = self.change * rms[some]
+        reach = np.where(reach > FINE, reach, np.float32(FINE))  # at least one learning rate, also if it is NaN
+        for i in np.flatnonzero(length > reach):
+            span = slice(bounds[some[i]], bounds[some[i] + 1])
+            factor = factors[span] * (reach[i] / length[i])
+            np.multiply(np.maximum(factor, 1, out=factor), moves[span], out=product[span])
+        return product
+
+
+def _read(array: _Array, at: _Array | slice) -> _Array:
+    return array[at].copy() if isinstance(at, slice) else _take(array, at)
+
+
+@lru_cache(maxsize=64)
+def _table(bits: int, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
+    return _compute_of_delay(np.arange(1 << bits, dtype=np.int32), betas, limit, walk)
+
+
+def _compute_of_delay(tau: _Array, betas: tuple[float, float], limit: np.float32, walk: np.float32) -> list[_Array]:
+    delays, waited = torch.from_numpy(tau), tau.astype(np.float32)
+    tables = beta_tables(betas, torch.float32, delays.device)
+    rows = *decays(delays, tables[0], tables[1]), *decays(delays, tables[2], tables[3])
+    return [*(row.numpy() for row in rows), np.minimum(np.minimum(waited, limit), walk * np.sqrt(waited))]
