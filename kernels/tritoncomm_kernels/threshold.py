@@ -110,7 +110,8 @@ def accumulate_top_k_segments(
         check_same("residual", residual, "out", out)
     if not bounds or bounds[0] != 0 or bounds[-1] != out.numel():
         raise ValueError(f"bounds={bounds!r} must be those of segments that cover all {out.numel()} elements")
-    if out.device.type == "cpu" and not triton_runs(out) and not _are_short(bounds):
+    widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
+    if widest >= SAMPLE_FROM and out.device.type == "cpu" and not triton_runs(out):  # else calls cost more than passes
         parts = []
         for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
             own = slice(start, stop)
