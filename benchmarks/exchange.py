@@ -123,14 +123,15 @@ def measure(
     numel = gradients.noise.numel()
     scheduler, feedback = ProcessGroupScheduler(), ErrorFeedback(recipe.build(numel))
     algorithm = feedback.algorithm
-    flat = torch.empty(numel)
+    flat, gradient = torch.empty(numel), torch.empty(numel)
     measured = []
     for step in range(steps):
         forecast = algorithm.predicted_traffic(world_size)
         predicted = max(forecast.sent.bytes, forecast.received.bytes)
         forecast = algorithm.ordinary_traffic(world_size)
         ordinary = max(forecast.sent.bytes, forecast.received.bytes)
-        gradient = gradients.at(step)
+        # In the same memory each time, as gradients are. Memory that was new would be freed in the exchange.
+        gradient.copy_(gradients.at(step))
         dist.barrier()  # all ranks copy at the same time, as they exchange, and share the memory's bandwidth
         copy = copy_seconds(gradient, flat)
         dist.barrier()

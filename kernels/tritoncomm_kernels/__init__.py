@@ -35,6 +35,7 @@ from tritoncomm_kernels.rms import root_mean_square, root_mean_squares
 from tritoncomm_kernels.scatter import (
     common_positions,
     decompress,
+    find,
     gather,
     merge,
     scatter_add,
@@ -43,6 +44,7 @@ from tritoncomm_kernels.scatter import (
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
+    accumulate_top_k_segments,
     kth_magnitude,
     largest,
     magnitude_keys,
@@ -66,6 +68,7 @@ __all__ = [
     "accumulate",
     "accumulate_and_select",
     "accumulate_top_k",
+    "accumulate_top_k_segments",
     "adam_update",
     "add_rows",
     "common_positions",
@@ -77,6 +80,7 @@ __all__ = [
     "decompress_padded",
     "dequantize_parts",
     "expand",
+    "find",
     "gather",
     "has_non_finite",
     "joined",

@@ -5,8 +5,9 @@ On the CPU the pass works in chunks. Intermediate results stay in cache, and no 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,9 @@ HOST_CHUNK = 1 << 17
 _FEW_IN = 64
 # Keys of the smallest normal magnitude, and of infinity.
 _SMALLEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000
+SparseList = tuple[torch.Tensor, torch.Tensor]
 Floats = npt.NDArray[np.float32]
+Places = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -122,11 +125,12 @@ def accumulate_and_select_keys(
     *,
     clear: bool = False,
     divisor: torch.Tensor | None = None,
+    terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
 ) -> Selection:
-    """Run :func:`accumulate_and_select` with the ``key`` of a threshold."""
+    """Run :func:`accumulate_and_select` with the ``key`` of a threshold. See :func:`select_keys` for ``terms``."""
     check_addends(residual, gradient, out)
-    return _scan(out, key, capacity, clear, (residual, gradient), divisor, workspace)
+    return _scan(out, key, capacity, clear, (residual, gradient), divisor, terms, workspace)
 
 
 def select_keys(
@@ -136,11 +140,16 @@ def select_keys(
     *,
     clear: bool = False,
     divisor: torch.Tensor | None = None,
+    terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
 ) -> Selection:
-    """Run :func:`select` with the ``key`` of a threshold."""
+    """Run :func:`select` with the ``key`` of a threshold.
+
+    On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
+    ascending and unique. The vector itself stays as it is. With terms there is neither ``clear`` nor a ``divisor``.
+    """
     check_vector("values", values)
-    return _scan(values, key, capacity, clear, None, divisor, workspace)
+    return _scan(values, key, capacity, clear, None, divisor, terms, workspace)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -162,6 +171,7 @@ def _scan(
     clear: bool,
     addends: Addends,
     divisor: torch.Tensor | None,
+    terms: Sequence[SparseList],
     workspace: Workspace | None,
 ) -> Selection:
     if capacity is not None and capacity < 0:
@@ -171,6 +181,11 @@ def _scan(
     room = out.numel() if capacity is None else capacity
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
+    if terms:
+        assert out.device.type == "cpu"
+        assert divisor is None
+        assert not clear
+        return _scan_host(out, key, room, clear, addends, terms=terms)
     if divisor is None and triton_runs(out):
         return _scan_triton(out, key, room, clear, addends, workspace if workspace is not None else Workspace())
     scan = _scan_host if out.device.type == "cpu" else _scan_device
@@ -195,7 +210,13 @@ def _scan_triton(
 
 
 def _scan_host(
-    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, divisor: torch.Tensor | None = None
+    out: torch.Tensor,
+    key: int,
+    room: int,
+    clear: bool,
+    addends: Addends,
+    divisor: torch.Tensor | None = None,
+    terms: Sequence[SparseList] = (),
 ) -> Selection:
     """Chunk loop in numpy, whose calls, comparisons and nonzero() measured faster than torch's."""
     floats, chunk = out.numpy(), min(HOST_CHUNK, out.numel())
@@ -203,6 +224,7 @@ def _scan_host(
     reaches, scratch = np.empty(chunk, dtype=np.bool_), np.empty(chunk, dtype=np.bool_)
     divisors = None if divisor is None else divisor.numpy()
     quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
+    in_chunks = [_chunks_of(*listed, out.numel()) for listed in terms]
     indices, values, count, found = [], [], 0, np.empty(0, dtype=np.intp)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, out.numel(), HOST_CHUNK):
@@ -211,6 +233,7 @@ def _scan_host(
             part = stored = floats[start : start + HOST_CHUNK]
             if divisors is not None:
                 part = np.divide(stored, divisors[start : start + HOST_CHUNK], out=quotients[: stored.size])
+            overwritten = [_add_terms(part, *next(chunks)) for chunks in in_chunks]
             flags = _reaching(part, key, reaches[: part.size], scratch[: part.size])
             found = true_positions(flags, few=_FEW_IN * found.size < part.size)
             written = found if count + found.size <= room else found[: max(0, room - count)]
@@ -219,8 +242,27 @@ def _scan_host(
             indices.append(np.add(written, start, dtype=np.int32, casting="unsafe"))
             if clear:
                 stored[written] = 0.0
+            for places, before in reversed(overwritten):
+                part[places] = before
     joined = torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values))
     return Selection(*joined, count)
+
+
+def _chunks_of(indices: torch.Tensor, values: torch.Tensor, numel: int) -> Iterator[tuple[Places, Floats]]:
+    """Yield the entries of a sparse list in each chunk of a vector of ``numel`` elements, with places in the chunk."""
+    places, terms = indices.numpy(), values.numpy()
+    starts = np.arange(0, numel, HOST_CHUNK, dtype=np.int32)
+    cuts = np.append(places.searchsorted(starts), places.size)
+    places = places - np.repeat(starts.astype(np.intp), np.diff(cuts))
+    for first, last in itertools.pairwise(cuts.tolist()):
+        yield places[first:last], terms[first:last]
+
+
+def _add_terms(part: Floats, places: Places, terms: Floats) -> tuple[Places, Floats]:
+    """Add ``terms`` to ``part`` at ``places`` (unique). Return these, and what was there before."""
+    before = part.take(places)
+    part[places] = before + terms
+    return places, before
 
 
 def true_positions(flags: Flags, *, few: bool) -> npt.NDArray[np.intp]:
@@ -247,8 +289,8 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
     """Return in ``out`` which magnitudes of ``part`` have at least ``key``. NaN has, up to :data:`NAN_KEY`."""
     if _SMALLEST_NORMAL <= key <= _INFINITY:  # two comparisons cost less than masking out the sign
         threshold = np.int32(key).view(np.float32)
-        np.logical_and(np.less(part, threshold, out=out), np.greater(part, -threshold, out=scratch), out=out)
-        np.logical_not(out, out=out)
+        # Both are true for large negative numbers, and both are false for large positive ones and for NaN.
+        np.equal(np.less(part, threshold, out=out), np.less_equal(part, -threshold, out=scratch), out=out)
     else:  # denormals may count as zeros in comparisons of floats (torch.set_flush_denormal)
         np.greater_equal(np.bitwise_and(part.view(np.int32), MAGNITUDE_MASK), key, out=out)
     return out

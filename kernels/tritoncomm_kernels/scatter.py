@@ -9,12 +9,11 @@ import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_scale, check_vector
-from tritoncomm_kernels.compact import positions
+from tritoncomm_kernels.compact import SparseList, positions
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
 MAX_LISTS = 65535  # limit of the second dimension of a CUDA grid
-SparseList = tuple[torch.Tensor, torch.Tensor]
 Integers = npt.NDArray[np.int32]
 # On a CPU, indices are searched in a list that is this many times longer. Otherwise the two lists are merged.
 _MUCH_LONGER = 8
@@ -184,6 +183,27 @@ def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(order[np.flatnonzero(ascending[1:] == ascending[:-1])])
     where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
     return positions(among[where] == sought)
+
+
+def find(sought: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements of ``sought`` are in ``among`` (bool ``[m]``), and where there (int64 ``[m]``).
+
+    Both are ascending and unique. The position of an element that is not there means nothing, but is inside ``among``
+    unless that is empty. Nothing waits for a GPU.
+    """
+    if among.numel() == 0:
+        return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought, dtype=torch.int64)
+    if sought.device.type != "cpu":
+        where = torch.searchsorted(among, sought).clamp_(max=among.numel() - 1)
+        return among[where] == sought, where
+    if torch.equal(sought, among):
+        return torch.ones_like(sought, dtype=torch.bool), torch.arange(sought.numel())
+    ascending, order = _merged([sought, among])
+    pairs = np.flatnonzero(ascending[1:] == ascending[:-1])
+    found, places = np.zeros(sought.numel(), dtype=np.bool_), np.zeros(sought.numel(), dtype=np.int64)
+    found[order[pairs]] = True
+    places[order[pairs]] = order[pairs + 1] - sought.numel()
+    return torch.from_numpy(found), torch.from_numpy(places)
 
 
 def _merged(lists: Sequence[torch.Tensor]) -> tuple[Integers, npt.NDArray[np.intp]]:

@@ -17,10 +17,11 @@ import torch
 
 from tritoncomm_kernels.accumulate import accumulate, check_addends
 from tritoncomm_kernels.checks import check_apart, check_same, check_vector
-from tritoncomm_kernels.compact import Selection, accumulate_and_select_keys, positions, select_keys
+from tritoncomm_kernels.compact import Selection, SparseList, accumulate_and_select_keys, positions, select_keys
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.expand import expand
 from tritoncomm_kernels.mark import MAGNITUDE_MASK, Marks, mark
+from tritoncomm_kernels.scatter import scatter_add
 from tritoncomm_kernels.workspace import Workspace
 
 # A sample of one 128-byte line in 257 estimates the k-th magnitude. It is accurate enough that little more than k
@@ -70,11 +71,10 @@ def top_k_segments(
     Each segment is selected as by :func:`top_k`. Indices count from the start of ``values`` (fp32 ``[n]``). On a CPU,
     short segments are selected together.
     """
-    if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
+    _check_segments(bounds, budgets)
     check_vector("values", values)
-    widest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
-    if len(budgets) > 1 and 0 < widest <= SHORT_SEGMENT and values.device.type == "cpu" and not triton_runs(values):
+    if _are_short(bounds) and values.device.type == "cpu" and not triton_runs(values):
+        widest = max(stop - start for start, stop in itertools.pairwise(bounds))
         places, take = top_k_places(values.numpy(), np.asarray(bounds), np.asarray(budgets), widest)
         chosen = places[take]
         return Selection.of(torch.from_numpy(chosen.astype(np.int32)), torch.from_numpy(values.numpy()[chosen]))
@@ -83,6 +83,51 @@ def top_k_segments(
         part = top_k(values[start:stop], k, workspace=workspace)
         parts.append(part._replace(indices=part.indices + start))
     return Selection.join(parts) if parts else Selection.of(values.new_empty(0, dtype=torch.int32), values[:0])
+
+
+def accumulate_top_k_segments(
+    residual: torch.Tensor,
+    gradient: torch.Tensor | None,
+    out: torch.Tensor,
+    bounds: Sequence[int],
+    budgets: Sequence[int],
+    terms: Sequence[SparseList] = (),
+    *,
+    workspace: Workspace | None = None,
+) -> Selection:
+    """Compute ``out = residual + gradient``. Select from each segment of ``out`` plus ``terms``, as one list.
+
+    ``terms`` are sparse lists, each with ascending and unique indices inside the vector, which are added list by list.
+    ``out`` does not contain them afterwards. The other arguments are those of :func:`accumulate_top_k` and
+    :func:`top_k_segments`, and the segments cover the whole vector. If ``gradient`` is None, ``residual`` and ``out``
+    must be the same tensor, and nothing is added. On a CPU, this is one pass over long segments.
+    """
+    _check_segments(bounds, budgets)
+    if gradient is not None:
+        check_addends(residual, gradient, out)
+    else:
+        check_vector("out", out)
+        check_same("residual", residual, "out", out)
+    if not bounds or bounds[0] != 0 or bounds[-1] != out.numel():
+        raise ValueError(f"bounds={bounds!r} must be those of segments that cover all {out.numel()} elements")
+    widest = max((stop - start for start, stop in itertools.pairwise(bounds)), default=0)
+    if widest >= SAMPLE_FROM and out.device.type == "cpu" and not triton_runs(out):  # else calls cost more than passes
+        parts = []
+        for start, stop, k in zip(bounds, bounds[1:], budgets, strict=False):
+            own = slice(start, stop)
+            addends = None if gradient is None else (residual[own], gradient[own])
+            part = _exact_sum(addends, out[own], k, terms=_inside(terms, start, stop))
+            parts.append(part._replace(indices=part.indices + start))
+        return Selection.join(parts)
+    if gradient is not None:
+        accumulate(residual, gradient, out)
+    before = [out.index_select(0, indices) for indices, _ in terms]
+    for indices, values in terms:
+        scatter_add(out, indices, values)
+    selected = top_k_segments(out, bounds, budgets, workspace=workspace)
+    for (indices, _), values in zip(terms, before, strict=True):
+        out.index_copy_(0, indices.long(), values)
+    return selected
 
 
 def top_k_places(
@@ -126,17 +171,7 @@ def accumulate_top_k(
     check_addends(residual, gradient, out)
     if divisor is None and out.numel() and triton_runs(out):
         return _read_back(residual, gradient, out, k, workspace)
-    sample = _divided(_sample_lines(residual) + _sample_lines(gradient), divisor)
-    first = True
-
-    def candidates(key: int) -> Selection:
-        nonlocal first
-        if first:
-            first = False
-            return accumulate_and_select_keys(residual, gradient, out, key, divisor=divisor)
-        return select_keys(out, key, divisor=divisor)
-
-    return _exact(candidates, sample, k, out.numel())
+    return _exact_sum((residual, gradient), out, k, divisor=divisor)
 
 
 def top_k_into(
@@ -197,6 +232,27 @@ def smallest_magnitude(values: torch.Tensor) -> float:
     if values.numel() == 0:
         return 0.0
     return float(magnitude_keys(values).min().view(torch.float32))
+
+
+def _exact_sum(
+    addends: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    k: int,
+    *,
+    divisor: torch.Tensor | None = None,
+    terms: Sequence[SparseList] = (),
+) -> Selection:
+    """Add the ``addends`` into ``out`` and select from the result, see :func:`_exact`. Without them, only select."""
+    sample = _sample_lines(out) if addends is None else _sample_lines(addends[0]) + _sample_lines(addends[1])
+    sample = _with_terms(_divided(sample, divisor), terms)
+    unadded = [addends] if addends is not None else []
+
+    def candidates(key: int) -> Selection:
+        if unadded:
+            return accumulate_and_select_keys(*unadded.pop(), out, key, divisor=divisor, terms=terms)
+        return select_keys(out, key, divisor=divisor, terms=terms)
+
+    return _exact(candidates, sample, k, out.numel())
 
 
 def _exact(candidates: Callable[[int], Selection], sample: torch.Tensor, k: int, numel: int) -> Selection:
@@ -325,6 +381,29 @@ def _divided(sample: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor
     return sample if divisor is None else sample / _sample_lines(divisor)
 
 
+def _with_terms(sample: torch.Tensor, terms: Sequence[SparseList]) -> torch.Tensor:
+    """Return the ``sample`` of a vector after ``terms`` were added to the vector, on the CPU."""
+    for indices, values in terms if sample.numel() else ():
+        line, place = np.divmod(indices.numpy(), SAMPLE_STRIDE)
+        sampled = np.flatnonzero((place < SAMPLE_LINE) & (line < sample.numel() // SAMPLE_LINE))
+        at = torch.from_numpy(line[sampled] * SAMPLE_LINE + place[sampled])
+        sample = sample.index_add(0, at, values[torch.from_numpy(sampled)])
+    return sample
+
+
+def _inside(terms: Sequence[SparseList], start: int, stop: int) -> list[SparseList]:
+    """Return the entries of sparse lists on the CPU from ``start`` up to ``stop``, counted from ``start``.
+
+    Lists without entries there are left out.
+    """
+    parts = []
+    for indices, values in terms:
+        first, last = indices.numpy().searchsorted([start, stop])
+        if first < last:
+            parts.append((indices[first:last] - start, values[first:last]))
+    return parts
+
+
 def _sampled_key(sample: torch.Tensor, k: int, numel: int) -> int:
     """Return a key that about 1.15 k elements reach, and at least k with high probability."""
     rank = _sample_rank(sample.numel(), k, numel)
@@ -347,6 +426,17 @@ def _sample_rank(size: int, k: int, numel: int) -> int | None:
     expected = k * size / numel if numel else 0.0
     rank = math.ceil(1.15 * expected + 3.0 * math.sqrt(expected) + 1.0)
     return None if rank >= size else rank
+
+
+def _are_short(bounds: Sequence[int]) -> bool:
+    """Return True for several segments that are short enough to be selected together on a CPU."""
+    widths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    return len(widths) > 1 and 0 < max(widths) <= SHORT_SEGMENT
+
+
+def _check_segments(bounds: Sequence[int], budgets: Sequence[int]) -> None:
+    if len(bounds) != len(budgets) + 1 or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"bounds={bounds!r} must be ascending, with one element more than the {len(budgets)} budgets")
 
 
 def _check_k(k: int) -> None:

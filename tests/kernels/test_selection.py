@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -266,6 +267,85 @@ def test_top_k_segments(segments: list[tuple[list[float], int]], rest: int) -> N
     assert found.indices.dtype == torch.int32
     assert found.indices.tolist() == expected
     assert bits(found.values) == bits(values[found.indices.long()])
+
+
+Drawn = tuple[list[int], list[int], list[tuple[float, float]], list[dict[int, float]]]
+
+
+@st.composite
+def segments_and_terms(draw: st.DrawFn) -> Drawn:
+    """Bounds and budgets of segments, a pair of addends per coordinate, and lists of terms by coordinate."""
+    widths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=5))
+    bounds = [sum(widths[:at]) for at in range(len(widths) + 1)]
+    budgets = draw(st.lists(st.integers(0, 8), min_size=len(widths), max_size=len(widths)))
+    numbers = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False))  # NaNs of one payload
+    addends = draw(st.lists(st.tuples(numbers, numbers), min_size=bounds[-1], max_size=bounds[-1]))
+    places = st.integers(0, max(0, bounds[-1] - 1))
+    terms = draw(st.lists(st.dictionaries(places, numbers, max_size=12 if addends else 0), max_size=3))
+    return bounds, budgets, addends, terms
+
+
+@given(segments_and_terms(), st.booleans(), st.sampled_from([1, 8, 1 << 17]), st.sampled_from([0, 1 << 14]))
+@examples(400)
+def test_accumulate_top_k_segments(drawn: Drawn, added: bool, chunk: int, short: int) -> None:
+    """Entries are those of the sum with all terms, by Python lists. ``out`` is the sum without them.
+
+    Chunks and short segments are made small, so that all branches are reached. A sum that is computed already stays.
+    """
+    bounds, budgets, addends, terms = drawn
+    residual, gradient = (tensor([pair[at] for pair in addends]) for at in (0, 1))
+    plain = residual + gradient
+    whole = plain.clone()
+    for listed in terms:
+        for at, term in listed.items():
+            whole[at] += tensor([term])[0]
+    expected = []
+    for start, stop, budget in zip(bounds, bounds[1:], budgets, strict=False):
+        keys = {at: b & 0x7FFFFFFF for at, b in enumerate(bits(whole)) if start <= at < stop and b & 0x7FFFFFFF}
+        expected += sorted(sorted(keys, key=lambda at: (-keys[at], at))[:budget])
+    lists = [
+        (torch.tensor(sorted(listed), dtype=torch.int32), tensor([listed[at] for at in sorted(listed)]))
+        for listed in terms
+    ]
+    out = plain.clone() if added else torch.full_like(plain, math.nan)
+    with (
+        patch.object(compact, "HOST_CHUNK", chunk),
+        patch.object(threshold, "SHORT_SEGMENT", short),
+        patch.object(threshold, "SAMPLE_FROM", 20),
+        patch.object(threshold, "SAMPLE_LINE", 2),
+        patch.object(threshold, "SAMPLE_STRIDE", 5),
+    ):
+        found = kernels.accumulate_top_k_segments(
+            out if added else residual, None if added else gradient, out, bounds, budgets, lists
+        )
+    assert found.indices.dtype == torch.int32
+    assert found.indices.tolist() == expected
+    assert bits(one_nan(found.values)) == bits(one_nan(whole[expected]))
+    assert bits(one_nan(out)) == bits(one_nan(plain))
+
+
+def test_accumulate_top_k_segments_samples_the_terms() -> None:
+    """A long segment is scanned once: the threshold is estimated with the terms, and few candidates pass it."""
+    generator = torch.Generator().manual_seed(0)
+    residual, gradient = torch.randn(2, 1 << 19, generator=generator)
+    indices = torch.randperm(1 << 19, generator=generator)[: 1 << 17].sort().values
+    terms = [(indices.int(), 10 * torch.randn(1 << 17, generator=generator))]
+    whole = (residual + gradient).index_add(0, *terms[0])
+    out, scan = torch.full_like(residual, math.nan), compact._scan
+    with patch.object(compact, "_scan", side_effect=scan) as scans, patch.object(threshold, "largest", lambda s, k: s):
+        found = kernels.accumulate_top_k_segments(residual, gradient, out, [0, 1 << 19], [50_000], terms)
+    assert scans.call_count == 1
+    assert 50_000 <= found.found < 80_000
+    assert torch.equal(found.values, whole[found.indices.long()])
+    assert torch.equal(out, residual + gradient)
+
+
+def test_accumulate_top_k_segments_covers_the_vector() -> None:
+    """Every coordinate is added, so that every coordinate must be in a segment."""
+    vector = torch.ones(9)
+    for bounds in ([1, 9], [0, 8], []):
+        with pytest.raises(ValueError, match="bounds="):
+            kernels.accumulate_top_k_segments(vector, vector, torch.empty(9), bounds, [1] * (len(bounds) - 1))
 
 
 @pytest.mark.parametrize(("bounds", "budgets"), [([0, 4], [1, 1]), ([3, 1], [1])])

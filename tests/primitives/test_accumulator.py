@@ -1,4 +1,4 @@
-"""Changes that are undone, and selection inside a range."""
+"""Selection from parts of the sum, and inside a range."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 from tritoncomm.primitives.accumulator import Accumulator
 
-from tritoncomm_kernels import Selection
-
 
 def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
     """An accumulator of random values, and its sum."""
@@ -17,19 +15,26 @@ def random_accumulator(numel: int = 1000) -> tuple[Accumulator, torch.Tensor]:
     return Accumulator(residual, gradient, torch.full_like(residual, math.nan)), residual + gradient
 
 
-def test_edits_are_undone_to_the_bit() -> None:
-    """Cleared, added and changed again: undo() restores what was there before the first change."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_parts_select_with_terms(scaled: bool) -> None:
+    """Each part selects from its sum plus the terms, and together the parts compute the sum, which has no terms."""
     acc, expected = random_accumulator()
-    edits = acc.edits()
-    taken = acc.top_k(50)
-    edits.clear(taken)
-    assert not acc.dense()[taken.indices.long()].any()
-    edits.add(taken.indices[:20], torch.full((20,), 1e30))
-    edits.add(torch.tensor([0, 999], dtype=torch.int32), torch.tensor([math.inf, 0.1]))
-    edits.clear(Selection.of(taken.indices[:5], edits.at(taken.indices[:5])))
-    assert not torch.equal(acc.dense(), expected)
-    edits.undo()
-    assert torch.equal(acc.dense().view(torch.int32), expected.view(torch.int32))
+    whole, scale = acc, 2.0 ** torch.randint(-3, 4, (1000,), generator=torch.Generator().manual_seed(1))
+    if scaled:
+        acc, expected = acc.scaled(scale), expected / scale
+    terms = torch.tensor([3, 699], dtype=torch.int32), torch.tensor([100.0, -100.0])
+    parts = [acc.part(0, 300), acc.part(300, 1000)]
+    first = parts[0].top_k_segments([0, 100, 300], [2, 0], [])
+    second = parts[1].top_k_segments([0, 700], [3], [terms])
+    acc.absorb(*parts)
+    assert first.indices.tolist() == expected[:100].abs().topk(2).indices.sort().values.tolist()
+    assert {3, 699} < set(second.indices.tolist())
+    assert second.values[0] == expected[303] + 100.0
+    assert torch.equal(acc.dense(), expected)
+    assert torch.equal(parts[1].values_at(terms[0]), expected[[303, 999]])
+    if scaled:
+        whole.unscale_from(acc, scale)
+        assert torch.equal(whole.dense(), expected * scale)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1000), (0, 300), (300, 700), (700, 1000), (400, 400), (0, 0)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from tritoncomm.algorithms.spardl_teams import (
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange
+from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left_out, rest_of
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, with_verdict
@@ -39,6 +40,7 @@ from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Sections
 from tritoncomm_kernels import Selection
+from tritoncomm_kernels.compact import SparseList
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,33 +132,63 @@ class SparDL(EntryRecipe):
         return self.sag != "recursive" or power_of_two(teams)
 
 
+class _Bag(NamedTuple):
+    """The part of W with the blocks from coordinate ``start`` up to ``stop``, after their selection.
+
+    ``sums`` are those of residual and gradient. ``received`` are the lists that were added to W before the selection,
+    and ``taken`` are the indices of the selected entries, which are 0 in W. Indices count from ``start``. With
+    ``delivers``, the result has no other entries of these blocks.
+    """
+
+    start: int
+    stop: int
+    sums: Accumulator
+    received: list[SparseList]
+    taken: torch.Tensor
+    delivers: bool
+
+    def at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return W at ascending ``indices``, which count from ``start``."""
+        values = self.sums.values_at(indices)
+        for entries in self.received:
+            values = _with_terms(values, indices, *entries)
+        is_taken, _ = kernels.find(indices, self.taken)
+        return values.masked_fill_(is_taken, 0.0)
+
+
 class _WorkingVector:
     """W: the accumulator during the exchange.
 
     Selected entries are removed from W, and received entries are added to it. At the end, W holds the values that
-    this rank has truncated. Then :meth:`_collect_residuals <SparDLAlgorithm._collect_residuals>` undoes the changes.
+    this rank has truncated. W itself is not stored: the accumulator stays as it is, and the changes are kept as lists.
+    A part of the accumulator is computed when its blocks are selected. Each block is selected once.
     """
 
     def __init__(self, acc: Accumulator, place: Place) -> None:
+        self.acc = acc
         self.place = place
-        self.edits = acc.edits()
+        self.bags: list[_Bag] = []
+        self.received: list[Selection] = []
+        self.shares: list[SparseList] = []  # added after the selection of their blocks
         self.taken: list[torch.Tensor] = []
         self.error = RoundingError()
 
-    def take(self, blocks: Sequence[int], budget: int | None = None) -> Selection:
+    def take(self, blocks: Sequence[int], budget: int | None = None, *, delivers: bool = False) -> Selection:
         """Remove the largest entries of each of ``blocks`` from W, up to the block's budget, and return them.
 
-        ``budget`` replaces the budget of a single block.
+        ``budget`` replaces the budget of a single block. With ``delivers``, the result has no other entries of
+        ``blocks``.
         """
         cuts, parts = self.place.cuts, []
         for first, last in runs(blocks):
             start, stop = cuts[first], cuts[last + 1]
             bounds = [cut - start for cut in cuts[first : last + 2]]
             budgets = self.place.budgets[first : last + 1] if budget is None else [budget]
-            part = kernels.top_k_segments(self.edits.values[start:stop], bounds, budgets)
+            sums, received = self.acc.part(start, stop), self._received(start, stop)
+            part = sums.top_k_segments(bounds, budgets, received)
+            self.bags.append(_Bag(start, stop, sums, received, part.indices, delivers))
             parts.append(part._replace(indices=part.indices + start))
         taken = parts[0] if len(parts) == 1 else Selection.join(parts)
-        self.edits.clear(taken)
         self.taken.append(taken.indices)
         return taken
 
@@ -174,13 +206,36 @@ class _WorkingVector:
         return message, sent
 
     def add(self, entries: Selection) -> None:
-        """Add received entries to W."""
-        self.edits.add(entries.indices, entries.values)
+        """Add received entries to W, in blocks that are not selected yet."""
+        self.received.append(entries)
 
     def add_share(self, cut: Selection, share: float) -> bool:
         """Add ``share`` times ``cut``, which this rank truncated, to W. Return False if a sum there is not finite."""
-        self.edits.add(cut.indices, cut.values * share)
-        return not kernels.has_non_finite(self.edits.at(cut.indices))
+        if cut.found:
+            self.shares.append((cut.indices, cut.values * share))
+        return not kernels.has_non_finite(self.at(cut.indices))
+
+    def at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return W at ascending ``indices`` of entries that were truncated or are in the result."""
+        values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
+        cuts = iter(offsets(indices, [cut for bag in self.bags for cut in (bag.start, bag.stop)]))
+        for bag, first, last in zip(self.bags, cuts, cuts, strict=True):
+            if first < last and not bag.delivers:  # there, all of them were taken
+                values[first:last] = bag.at(indices[first:last] - bag.start)
+        for entries in self.shares:
+            values = _with_terms(values, indices, *entries)
+        return values
+
+    def _received(self, start: int, stop: int) -> list[SparseList]:
+        """Return what was received for the coordinates from ``start`` up to ``stop``, counted from ``start``."""
+        parts = [entries.slice(*offsets(entries.indices, (start, stop))) for entries in self.received]
+        return [(part.indices - start, part.values) for part in parts if part.found]
+
+
+def _with_terms(values: torch.Tensor, indices: torch.Tensor, others: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` at ``indices``, plus ``terms`` where these are also in ``others`` (not empty)."""
+    is_there, where = kernels.find(indices, others)
+    return torch.where(is_there, values + terms[where], values)
 
 
 class SparDLAlgorithm(BudgetedAlgorithm):
@@ -217,7 +272,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         yield from self._reduce_scatter(working, place)
         # Spar-All-Gather (SAG) across teams.
         if place.teams == 1:
-            own = working.take([place.position])
+            own = working.take([place.position], delivers=True)
         elif self.recipe.recursive(place.teams):
             own = yield from self._merge_recursively(working, place)
         else:
@@ -315,10 +370,9 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         GRES keeps the accumulator, and W where the result has an entry. LRES clears every entry that this rank sent.
         PRES clears the sent entries that the result contains.
         """
-        truncated = working.edits.at(final)
-        working.edits.undo()
+        acc.absorb(*(bag.sums for bag in working.bags))
         if self.recipe.residuals == "global":
-            acc.replace(final, truncated)
+            acc.replace(final, working.at(final))
             return
         sent = torch.cat(working.taken).sort().values
         acc.clear(sent if self.recipe.residuals == "local" else sent[kernels.common_positions(sent, final)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.primitives.edits import Edits, add_rest, add_truncated
+from tritoncomm.primitives.edits import add_rest, add_truncated
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
@@ -132,10 +132,14 @@ class Accumulator:
         self._add()
         return self._scratch
 
-    def edits(self) -> Edits:
-        """Return the whole sum for changes in place. Undo them before the end of the exchange, or let it fail."""
-        self._add()
-        return Edits(self._scratch)
+    def part(self, start: int, stop: int) -> Accumulator:
+        """Return an accumulator for the coordinates from ``start`` up to ``stop``, which shares memory with this one.
+
+        Its sum is computed on first use. Pass all parts to :meth:`absorb` when the sums of the whole vector are.
+        """
+        if self._divisor is not None:
+            self._add()
+        return self._between(start, stop)
 
     def at_least(self, threshold: float) -> Selection:
         """Return the non-zero entries with magnitude at least ``threshold``, ascending by index.
@@ -181,6 +185,26 @@ class Accumulator:
             ),
             lambda: kernels.top_k(self._scratch, k, divisor=self._divisor, workspace=self.workspace),
         )
+
+    def top_k_segments(
+        self, bounds: Sequence[int], budgets: Sequence[int], terms: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Selection:
+        """Return the ``budgets[i]`` largest entries of each segment of the sum plus ``terms``.
+
+        The sum itself does not get the terms. See :func:`tritoncomm_kernels.accumulate_top_k_segments`.
+        """
+        gradient, base = (None, self._scratch) if self._added else (self._gradient, self._residual)
+        entries = self._timed(
+            lambda: kernels.accumulate_top_k_segments(
+                base, gradient, self._scratch, bounds, budgets, terms, workspace=self.workspace
+            )
+        )
+        self.selected = entries.found
+        return entries
+
+    def values_at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the sum at ``indices``."""
+        return self.dense().index_select(0, indices)
 
     def top_k_padded(self, k: int) -> Padded:
         """Return the result of :meth:`top_k` with room for ``k`` entries. Nothing waits for a GPU."""
@@ -274,17 +298,15 @@ class Accumulator:
 
     def _parts(self, *cuts: int) -> list[Accumulator]:
         """Return accumulators for the coordinates between ``cuts``. They share memory with this one."""
-        parts = []
-        for start, stop in itertools.pairwise((0, *cuts, self.numel)):
-            own = slice(start, stop)
-            part = Accumulator(
-                self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict
-            )
-            part._added = self._added
-            part._scale = None if self._scale is None else self._scale[own]
-            part._divisor = None if self._divisor is None else self._divisor[own]
-            parts.append(part)
-        return parts
+        return [self._between(start, stop) for start, stop in itertools.pairwise((0, *cuts, self.numel))]
+
+    def _between(self, start: int, stop: int) -> Accumulator:
+        own = slice(start, stop)
+        part = Accumulator(self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict)
+        part._added = self._added
+        part._scale = None if self._scale is None else self._scale[own]
+        part._divisor = None if self._divisor is None else self._divisor[own]
+        return part
 
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""

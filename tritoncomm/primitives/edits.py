@@ -1,11 +1,11 @@
-"""Changes of a vector in place: of entries with padding, and ones that can be undone without a copy of the vector."""
+"""Changes of a vector in place, of entries with padding."""
 
 from __future__ import annotations
 
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Padded, Selection, Workspace
+from tritoncomm_kernels import Padded, Workspace
 
 
 def add_rest(
@@ -34,34 +34,3 @@ def add_truncated(
     before = kernels.values_at(values, kept.indices)
     kernels.add_rows(values, union, scale=share, workspace=workspace)
     kernels.set_at(values, kept._replace(values=before))
-
-
-class Edits:
-    """Changes of ``values`` (fp32 ``[n]``), in place. :meth:`undo` restores every bit.
-
-    What a change overwrites is kept. This costs as much as the changed entries, and not as much as the vector.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-        self._before: list[Selection] = []
-
-    def clear(self, entries: Selection) -> None:
-        """Set the values at ``entries`` to zero. ``entries`` hold the present values."""
-        self._before.append(entries)
-        self.values.index_fill_(0, entries.indices.long(), 0.0)
-
-    def add(self, indices: torch.Tensor, terms: torch.Tensor) -> None:
-        """Add ``terms`` to the values at ``indices`` (unique)."""
-        self._before.append(Selection.of(indices, self.at(indices)))
-        kernels.scatter_add(self.values, indices, terms)
-
-    def at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the present values at ``indices``."""
-        return self.values.index_select(0, indices)
-
-    def undo(self) -> None:
-        """Undo all changes, the last one first."""
-        while self._before:
-            entries = self._before.pop()
-            self.values.index_copy_(0, entries.indices.long(), entries.values)

