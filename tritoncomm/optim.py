@@ -461,15 +461,16 @@ class SparseOptimizer(torch.optim.Optimizer):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedbacks = self.loadable(state_dict)
-        saved = state_dict.get("tritoncomm")
+        saved, hook = state_dict.get("tritoncomm"), self._hook
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
             common: dict[str, Any] = {"steps": saved["steps"] if saved else None}
             if self.has_shards:  # methods of other shards have other states
                 setup_checks.compare(common, self._everybody, self._device)
+            common["optimizer state"] = setup_checks.state_outline(inner)
             if feedbacks:
-                common = {"loaded state": repr([feedback.algorithm.common_state() for feedback in feedbacks])}
-            setup_checks.compare(common, self.process_group, self._device)
+                common |= {"loaded state": repr([feedback.algorithm.common_state() for feedback in feedbacks])}
+            setup_checks.compare(common, self.process_group if hook is None else hook.replicas, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         self._optimizer_step.restart()

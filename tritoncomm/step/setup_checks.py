@@ -194,6 +194,26 @@ def compare_setup(
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
 
 
+def state_outline(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the names, shapes and step counts of each parameter's state in the state dict of an optimizer.
+
+    Other values are left out: after training on different processors, their last bits may differ.
+    """
+    return [f"{key}: {_outline(each)}" for key, each in sorted(state_dict["state"].items(), key=str)]
+
+
+def _outline(state: Any) -> object:
+    if isinstance(state, torch.Tensor) and state.dim() > 0:
+        return tuple(state.shape)
+    if isinstance(state, torch.Tensor) and state.device.type == "cuda":  # the host does not wait for it
+        return ()
+    if isinstance(state, (torch.Tensor, Real)):
+        return float(state) if float(state).is_integer() else ()
+    if isinstance(state, Mapping):
+        return [(key, _outline(state[key])) for key in sorted(state, key=str) if state[key] is not None]
+    return [_outline(each) for each in state] if isinstance(state, (list, tuple)) else type(state).__name__
+
+
 def _state_digest(state: Any) -> str:
     """Return a short digest of the tensors and numbers in the optimizer's ``state`` of a parameter. None has none."""
     if isinstance(state, Mapping):  # to read a state that is missing adds an empty one
