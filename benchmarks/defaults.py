@@ -30,7 +30,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 import tasks
 import training
 import training_results
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 MAX_NORM = 1.0
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import Layout
 
 Found = tuple[torch.Tensor, ...]  # indices, values, and the count if the kernel returns one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -40,7 +40,7 @@ from half_precision import HalfPrecision, HalfPrecisionWorld
 from power_sgd import PowerSGD, PowerSGDWorld
 from tasks import BATCHES, TASKS, WORKERS, Task
 from training_results import DEFAULT_STEP, Outcome, Run
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 DENSE_BELOW = 1024
 WARMUP_SHARE = 0.02

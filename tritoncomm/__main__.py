@@ -35,7 +35,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 LINK = "10gbit,30us"
 

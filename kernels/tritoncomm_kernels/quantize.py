@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -47,8 +48,8 @@ TABLES = 5
 _COARSE = (1, 2)  # at these widths, values above the top level may be clipped further
 _WIDEST = 3  # the number of the table with the largest top level
 LEAST_SCALE = 2.0**-100
-_LEAST_SCALE = np.float32(LEAST_SCALE)
 SAMPLE = 4096  # squared errors are summed over about this many entries
+_CLEAR = 1 + 2.0**-10  # the ratio of two sums in fp32 that no order of rounding reverses: 2 * SAMPLE * 2^-24 is less
 # A table is allowed up to this multiple of its top level. Above it, v - q could need more than 24 bits.
 REACH = 32.0
 NAN_HEADER = 0x7FC00000
@@ -56,33 +57,40 @@ _TABLE_MASK, _SCALE_MASK = 0xFFFF, 0xFFFF0000
 _INFINITY = 0x7F800000  # the bits of fp32 infinity. Negative numbers have larger ones.
 _LAST_FINITE_CELL = 0x7F7F
 _SCALE_BITS = 8
+# Single numbers change between fp32 and its bits by these, because views of numpy's scalars take five times as long.
+_FLOAT, _WORD = struct.Struct("<f"), struct.Struct("<I")
 _CHUNK = 1 << 16  # values that stay in the second-level cache, with the int64 positions that numpy makes of codes
 
 
 class Quantized(NamedTuple):
-    """``codes`` (uint8 ``[m]``: level, and the sign in the highest of ``bits`` bits), and the ``header`` word."""
+    """``codes`` (uint8 ``[m]``: level, and the sign in the highest of ``bits`` bits), and the ``header`` word.
+
+    ``rounded`` (fp32 ``[m]``) are the values that :func:`dequantize` makes of them.
+    """
 
     codes: NDArray[np.uint8]
     header: int
+    rounded: NDArray[np.float32]
 
 
 class Lookup(NamedTuple):
     """Tables of one width. The upper 16 bits of an fp32 number are the position in the lookups.
 
-    ``codes`` (uint8) is ``[tables, 65536]``, the code of the number with its sign. ``rounded`` (fp32) is
-    ``[tables, 32768]``, the value of the level of a positive number. ``values`` (fp32) is ``[tables, 2**bits]``, the
-    value of every code with its sign. ``reach`` (fp32) is the largest ratio that each table may have to round, and
-    ``least_reach`` the least of them. ``cover`` is the largest ratio of two magnitudes in a section. ``half_least`` is
-    half of the largest lowest level.
+    ``codes`` (uint8) and ``rounded`` (fp32) are ``[tables, 65536]``: the code of the number with its sign, and the
+    value of this code. ``values`` (fp32) is ``[tables, 2**bits]``, the value of every code with its sign. ``tops`` are
+    the largest values. ``reach`` (fp32) is the largest ratio that each table may have to round, and ``least_reach`` the
+    least of them. ``cover`` is the largest ratio of two magnitudes in a section. ``half_least`` is half of the largest
+    lowest level.
     """
 
     codes: NDArray[np.uint8]
     rounded: NDArray[np.float32]
     values: NDArray[np.float32]
+    tops: tuple[float, ...]
     reach: NDArray[np.float32]
-    least_reach: np.float32
-    cover: np.float32
-    half_least: np.float32
+    least_reach: float
+    cover: float
+    half_least: float
 
 
 @functools.cache
@@ -93,19 +101,20 @@ def lookup(bits: int) -> Lookup:
     cells = np.minimum(np.arange(1 << 15, dtype=np.uint32), _LAST_FINITE_CELL)
     centres = ((cells << 16) | 0x8000).view(np.float32).astype(np.float64)
     levels = np.stack([np.searchsorted((t[:-1] + t[1:]) / 2, centres) for t in menu]).astype(np.uint8)
-    rounded = np.take_along_axis(menu, levels.astype(np.intp), axis=1).astype(np.float32)
     codes = np.concatenate([levels, levels | np.uint8(1 << (bits - 1))], axis=1)
     values = np.concatenate([menu, -menu], axis=1).astype(np.float32)  # exact
-    reach = REACH * menu[:, -1].astype(np.float32)
-    cover = np.float32(menu[_WIDEST, -1] * (16 if bits in _COARSE else 1))
-    return Lookup(codes, rounded, values, reach, reach.min(), cover, np.float32(menu[:, 0].max() / 2))
+    rounded = np.take_along_axis(values, codes.astype(np.intp), axis=1)
+    tops = menu[:, -1]
+    reach = REACH * tops.astype(np.float32)
+    cover = float(tops[_WIDEST] * (16 if bits in _COARSE else 1))
+    half_least = float(menu[:, 0].max() / 2)
+    return Lookup(codes, rounded, values, tuple(tops.tolist()), reach, float(reach.min()), cover, half_least)
 
 
 @functools.cache
-def _scale_mask(divisor: int) -> np.uint32:
+def _scale_mask(divisor: int) -> int:
     """Return the bits of a scale that are kept."""
-    found: np.uint32 = np.uint32(0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF)
-    return found
+    return 0xFFFFFFFF << (24 - scale_bits(divisor)) & 0xFFFFFFFF
 
 
 def scale_bits(divisor: int) -> int:
@@ -121,18 +130,24 @@ def limit(divisor: int) -> float:
 class Range(NamedTuple):
     """The smallest and the largest magnitude of values, see :func:`extent`, and the ``scale`` of their section.
 
-    The scale is None if a magnitude is NaN or Inf.
+    ``scale_word`` holds its bits. The scale is None if a magnitude is NaN or Inf. All numbers are exact in fp32.
     """
 
-    smallest: np.float32
-    largest: np.float32
-    scale: np.float32 | None
+    smallest: float
+    largest: float
+    scale: float | None
+    scale_word: int
 
 
 def range_of(values: NDArray[np.float32], bits: int, divisor: int = 1) -> Range:
     """Return the range of ``values`` (fp32 ``[m]``, ``m > 0``), for :func:`sendable` and :func:`quantize`."""
     smallest, largest = extent(values, divisor)
-    return Range(smallest, largest, _scale(smallest, largest, bits, divisor) if math.isfinite(largest) else None)
+    if not math.isfinite(largest):
+        return Range(smallest, largest, None, NAN_HEADER)
+    # The scale is about the smallest magnitude, rounded towards zero.
+    covered = max(smallest, largest / lookup(bits).cover, LEAST_SCALE)
+    word = _WORD.unpack(_FLOAT.pack(covered))[0] & _scale_mask(divisor)
+    return Range(smallest, largest, _FLOAT.unpack(_WORD.pack(word))[0], word)
 
 
 def sendable(
@@ -145,7 +160,7 @@ def sendable(
     """
     if not len(values):
         return None
-    smallest, _, scale = found or range_of(values, bits, divisor)
+    smallest, _, scale, _ = found or range_of(values, bits, divisor)
     if scale is None:
         return None
     least = scale * lookup(bits).half_least  # never overflows
@@ -163,34 +178,52 @@ def quantize(values: NDArray[np.float32], bits: int, divisor: int = 1, found: Ra
     decodes to NaN. ``found`` is the range of the values, if it is known.
     """
     if not len(values):
-        return Quantized(np.zeros(0, np.uint8), 0)
-    _, largest, scale = found or range_of(values, bits, divisor)
+        return Quantized(np.zeros(0, np.uint8), 0, np.zeros(0, np.float32))
+    _, largest, scale, word = found or range_of(values, bits, divisor)
     if scale is None:
-        return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER)
+        return Quantized(np.zeros(len(values), np.uint8), NAN_HEADER, np.full(len(values), np.nan, np.float32))
     tables = lookup(bits)
     if len(values) <= SAMPLE:  # the ratios of all values serve for the sample too
         ratios = _ratios(values, scale, divisor)
-        table = _best_table(tables, np.abs(ratios), largest / scale)
-        header = int(scale.view(np.uint32)) | table
-        return Quantized(tables.codes[table].take(ratios.view(np.uint32) >> 16, mode="wrap"), header)
-    sample = _ratios(np.abs(values[:: -(-len(values) // SAMPLE)]), scale, divisor)
-    table = _best_table(tables, sample, largest / scale)
+        cells = _cells(ratios).astype(np.intp)  # once for both lookups, which would do it each
+        levels = tables.rounded.take(cells, axis=1, mode="wrap")
+        table = _best_table(tables, ratios, levels, largest / scale)
+        codes = tables.codes[table].take(cells, mode="wrap")
+        if scale * tables.tops[table] > limit(divisor):
+            return Quantized(codes, word | table, dequantize(codes, word | table, bits, divisor))
+        return Quantized(codes, word | table, levels[table] * scale)
+    ratios = _ratios(values[:: -(-len(values) // SAMPLE)], scale, divisor)
+    levels = tables.rounded.take(_cells(ratios), axis=1, mode="wrap")
+    table = _best_table(tables, ratios, levels, largest / scale)
     codes = np.empty(len(values), np.uint8)
     for start in range(0, len(values), _CHUNK):
         part = slice(start, start + _CHUNK)
-        # One lookup gives level and sign, because the ratio of a negative number only differs in its sign.
-        cells = _ratios(values[part], scale, divisor).view(np.uint32) >> 16
-        tables.codes[table].take(cells, out=codes[part], mode="wrap")
-    return Quantized(codes, int(scale.view(np.uint32)) | table)
+        tables.codes[table].take(_cells(_ratios(values[part], scale, divisor)), out=codes[part], mode="wrap")
+    return Quantized(codes, word | table, dequantize(codes, word | table, bits, divisor))
 
 
-def _best_table(tables: Lookup, sample: NDArray[np.float32], top: np.float32) -> int:
-    """Return the number of the table with the least squared error for ratios (fp32 ``[m]``) of at most ``top``."""
-    differences = sample - tables.rounded.take(sample.view(np.uint32) >> 16, axis=1)
-    errors = np.add.reduce(np.multiply(differences, differences, out=differences), axis=1, dtype=np.float64)
-    if top > tables.least_reach:
-        errors[top > tables.reach] = math.inf
-    return int(errors.argmin())
+def _cells(ratios: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the upper halves of ``ratios`` as a view: their positions in the lookups."""
+    return ratios.view(np.uint16)[1::2]
+
+
+def _best_table(tables: Lookup, ratios: NDArray[np.float32], levels: NDArray[np.float32], top: float) -> int:
+    """Return the number of the table with the least squared error for ``ratios`` (``[m]``) of at most ``top``.
+
+    ``levels`` (``[tables, m]``) are what the tables make of them. Squares are summed in fp64. Sums in fp32 take less
+    time, and are enough if no other sum is so near that rounding could have changed the order.
+    """
+    squares = levels - ratios
+    squares *= squares
+    if top <= tables.least_reach:
+        errors = np.add.reduce(squares, axis=1).tolist()
+        least, second = sorted(errors)[:2]
+        if second > least * _CLEAR:
+            best: int = errors.index(least)
+            return best
+    exact = np.add.reduce(squares, axis=1, dtype=np.float64)
+    exact[top > tables.reach] = math.inf
+    return int(exact.argmin())
 
 
 def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int = 1) -> NDArray[np.float32]:
@@ -202,18 +235,19 @@ def dequantize(codes: NDArray[np.integer], header: int, bits: int, divisor: int 
     check_header(header)
     # The values of all codes are few, and one gather applies table, sign and scale. A level has at most 8 bits and the
     # scale 8, so a product is rounded only if it is denormal, and then once.
-    scale, levels = np.uint32(header & _SCALE_MASK).view(np.float32), lookup(bits).values[header & _TABLE_MASK]
-    largest = limit(divisor)
-    if float(scale) * float(-levels[-1]) > largest:
-        table = np.clip(levels.astype(np.float64) * scale, -largest, largest).astype(np.float32)
+    tables, table = lookup(bits), header & _TABLE_MASK
+    scale = _FLOAT.unpack(_WORD.pack(header & _SCALE_MASK))[0]
+    if scale * tables.tops[table] > limit(divisor):
+        largest = limit(divisor)
+        values = np.clip(tables.values[table].astype(np.float64) * scale, -largest, largest).astype(np.float32)
     else:
-        table = levels * scale
+        values = tables.values[table] * scale
     if len(codes) <= _CHUNK:
-        few: NDArray[np.float32] = table.take(codes, mode="wrap")
+        few: NDArray[np.float32] = values.take(codes, mode="wrap")
         return few
     decoded = np.empty(len(codes), np.float32)
     for start in range(0, len(codes), _CHUNK):
-        table.take(codes[start : start + _CHUNK], out=decoded[start : start + _CHUNK], mode="wrap")
+        values.take(codes[start : start + _CHUNK], out=decoded[start : start + _CHUNK], mode="wrap")
     return decoded
 
 
@@ -223,34 +257,27 @@ def check_header(header: int) -> None:
         raise ValueError(f"header {header:#010x} has no positive finite scale or no table of the menu")
 
 
-def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[np.float32, np.float32]:
+def extent(values: NDArray[np.float32], divisor: int = 1) -> tuple[float, float]:
     """Return the smallest and the largest magnitude of ``values`` (fp32 ``[m]``, ``m > 0``) divided by ``divisor``.
 
-    Both are NaN if a value is NaN.
+    The quotients are rounded to fp32. Both are NaN if a value is NaN.
     """
     if len(values) <= _CHUNK:
         magnitudes = np.abs(values)
-        smallest, largest = np.minimum.reduce(magnitudes), np.maximum.reduce(magnitudes)
-        return (smallest, largest) if divisor == 1 else (smallest / np.float32(divisor), largest / np.float32(divisor))
-    parts = []
-    for start in range(0, len(values), _CHUNK):
-        magnitudes = np.abs(values[start : start + _CHUNK])
-        parts.append((magnitudes.min(), magnitudes.max()))
-    ends = np.array(parts)
-    smallest, largest = ends[:, 0].min(), ends[:, 1].max()
-    return smallest / np.float32(divisor), largest / np.float32(divisor)
+        # The positions take numpy a third of the time of the numbers. A NaN comes first in both.
+        ends = magnitudes[magnitudes.argmin()], magnitudes[magnitudes.argmax()]
+    else:
+        parts = [values[start : start + _CHUNK] for start in range(0, len(values), _CHUNK)]
+        smallest, largest = zip(*(extent(part) for part in parts), strict=True)
+        ends = np.array(smallest, np.float32).min(), np.array(largest, np.float32).max()
+    if divisor > 1:
+        ends = ends[0] / np.float32(divisor), ends[1] / np.float32(divisor)
+    return float(ends[0]), float(ends[1])
 
 
-def _ratios(values: NDArray[np.float32], scale: np.float32, divisor: int) -> NDArray[np.float32]:
+def _ratios(values: NDArray[np.float32], scale: float, divisor: int) -> NDArray[np.float32]:
     """Return ``values`` divided by ``divisor`` and by ``scale``, each with one rounding."""
-    found: NDArray[np.float32] = np.divide(values if divisor == 1 else np.divide(values, np.float32(divisor)), scale)
-    return found
-
-
-def _scale(smallest: np.float32, largest: np.float32, bits: int, divisor: int) -> np.float32:
-    """Return the scale of a section: about its smallest magnitude, rounded towards zero."""
-    covered = max(smallest, largest / lookup(bits).cover, _LEAST_SCALE)
-    found: np.float32 = (covered.view(np.uint32) & _scale_mask(divisor)).view(np.float32)
+    found: NDArray[np.float32] = (values if divisor == 1 else values / np.float32(divisor)) / scale
     return found
 
 

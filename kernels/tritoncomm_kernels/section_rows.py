@@ -13,7 +13,8 @@ import torch
 from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.padded import PADDING, Padded, check_launch, stacked
-from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.section_layout import Layout
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 from tritoncomm_kernels.workspace import Workspace
 
 

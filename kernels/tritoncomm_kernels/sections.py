@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,102 +16,18 @@ from numpy.typing import NDArray
 from tritoncomm_kernels import quantize
 from tritoncomm_kernels.compact import Selection
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
+from tritoncomm_kernels.short_sections import read_high, read_planes, write_short
 from tritoncomm_kernels.workspace import Workspace
 
-# Bits of a value by the name of its format. A section of indices alone has values of 0 bits.
-VALUE_BITS = {"fp32": 32, "bf16": 16, "8bit": 8, "4bit": 4, "3bit": 3, "2bit": 2, "1bit": 1}
 _FP32, _BF16 = VALUE_BITS["fp32"], VALUE_BITS["bf16"]
-_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+_INFINITY, _MAGNITUDE, _UPPER_HALF = 0x7F800000, 0x7FFFFFFF, 0xFFFF0000
 _BF16_ZERO = 0x8000  # the largest bits of a magnitude that becomes 0 in bf16
+_ZERO_IN_BF16 = 2.0**-134  # this magnitude
 _GROUPS_AT_ONCE = 1 << 12  # 131072 entries. Larger chunks leave the second-level cache, smaller ones take more calls.
 _WORDS_AT_ONCE = 1 << 13  # of the high part: 262144 bits
 _VALUES_AT_ONCE = 1 << 16
-_FEW_GROUPS = 32  # up to here, numpy's calls take longer than their work, and one call does all planes
-_COUNTING = np.arange(32 * _FEW_GROUPS)
-_INT32_BITS = 32
-_EXACT_BITS = 24  # of an integer in fp32
-_POWERS = np.ldexp(np.float32(1), np.arange(_EXACT_BITS))
 _DESCENDING = "its indices do not ascend inside the range"
-
-
-class Places(NamedTuple):
-    """Positions of the parts of a section, in words: planes start at ``planes``, and values at ``values``."""
-
-    heads: int
-    planes: int
-    values: int
-    words: int
-
-
-class Layout(NamedTuple):
-    """Layout of a section with at most ``room`` entries in a range of ``span`` coordinates, and values of ``bits``.
-
-    ``low_bits`` bits of each index are in planes. The others are in a string of ``high_bits`` bits. ``plain`` means
-    that the string is a bitmap of the range, and no index has low bits.
-    """
-
-    room: int
-    span: int
-    bits: int
-    plain: bool
-    low_bits: int
-    high_bits: int
-
-    @classmethod
-    def of(cls, room: int, span: int, bits: int) -> Layout:
-        """Return the layout with the shortest indices."""
-        room = min(room, span)
-        if room == 0:
-            return cls(0, span, bits, True, 0, 0)
-        if span <= 4 * room:
-            return cls(room, span, bits, True, 0, span)
-        low_bits = (span // room).bit_length() - 1
-        return cls(room, span, bits, False, low_bits, room + -(-span // (1 << low_bits)))
-
-    @property
-    def quantized(self) -> bool:
-        """True if values are codes with a header. False for fp32 and bf16."""
-        return 0 < self.bits < _BF16
-
-    @property
-    def heads(self) -> int:
-        """Words before the high part: the count, and the header of quantized values."""
-        return 2 if self.quantized else 1
-
-    @property
-    def high_words(self) -> int:
-        """Words of the high part."""
-        return -(-self.high_bits // 32)
-
-    @property
-    def planes(self) -> int:
-        """Bits of an entry that are stored in planes."""
-        return self.low_bits + (self.bits if self.quantized else 0)
-
-    @property
-    def groups(self) -> int:
-        """Groups of 32 entries."""
-        return -(-self.room // 32)
-
-    @property
-    def value_words(self) -> int:
-        """Words of the values after the planes."""
-        if self.bits < _BF16:
-            return 0
-        return self.room if self.bits == _FP32 else -(-self.room // 2)
-
-    @property
-    def words(self) -> int:
-        """Length of the section in words."""
-        if not self.room:
-            return 0
-        return self.heads + self.high_words + self.groups * self.planes + self.value_words
-
-
-@functools.lru_cache(maxsize=1024)
-def _places(layout: Layout) -> Places:
-    planes = layout.heads + layout.high_words
-    return Places(layout.heads, planes, layout.words - layout.value_words, layout.words)
 
 
 def sendable_together(
@@ -155,39 +70,52 @@ def write_section(
         held = workspace if workspace is not None else Workspace()
         return _write_triton(layout, low, indices, values, out, divisor, held)
     words = out.numpy() if out.device.type == "cpu" else np.empty(layout.words, np.int32)
+    words.fill(0)
     sent = _write_host(layout, low, indices.cpu().numpy(), values.cpu().numpy(), words, divisor)
     if out.device.type != "cpu":
         out.copy_(torch.from_numpy(words))
     return values if sent is None else torch.from_numpy(sent).to(values.device)
 
 
-def write_sendable(layout: Layout, low: int, entries: Selection, out: torch.Tensor, *, divisor: int = 1) -> Selection:
-    """Do :func:`write_section` for those of ``entries`` that the section can hold together, and return them.
+def write_sendable(
+    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, *, divisor: int = 1
+) -> tuple[torch.Tensor, Selection]:
+    """Do :func:`write_section` for those of ``indices`` and ``values`` that the section can hold together.
 
-    The entries are those of :func:`sendable_together`, with the values that :func:`write_section` returns. On a CPU,
-    the smallest and the largest magnitude are determined once for both.
+    Returns the section (int32 ``[layout.words]``) and these entries. They are those of :func:`sendable_together`, with
+    the values that :func:`write_section` returns. On a CPU, the smallest and the largest magnitude are determined once
+    for both.
     """
-    rounds = layout.quantized or layout.bits == _BF16
-    if out.device.type != "cpu" or triton_runs(out):
-        keep = sendable_together(entries.values, layout.bits, divisor) if rounds else None
-        if keep is not None:
-            entries = Selection.of(entries.indices[keep], entries.values[keep])
-        values = write_section(layout, low, entries.indices, entries.values, out, divisor=divisor)
-        return entries._replace(values=values)
+    if triton_runs(indices) or not indices.is_cpu:
+        return _write_sendable_device(layout, low, indices, values, divisor)
+    words = np.zeros(layout.words, np.int32)
     if not layout.room:
-        return entries
-    array, found, chosen = entries.values.numpy(), None, None
-    if layout.quantized and len(array):
-        found = quantize.range_of(array, layout.bits, divisor)
-        chosen = quantize.sendable(array, layout.bits, divisor, found)
-    elif rounds:
-        chosen = _sendable_bf16(array, divisor)
+        return torch.from_numpy(words), Selection.of(indices, values)
+    at, numbers = indices.numpy(), values.numpy()
+    found, chosen = None, None
+    if layout.bits == _BF16:
+        chosen = _sendable_bf16(numbers, divisor)
+    elif layout.bits not in (0, _FP32) and len(numbers):
+        found = quantize.range_of(numbers, layout.bits, divisor)
+        chosen = quantize.sendable(numbers, layout.bits, divisor, found)
     if chosen is not None and not chosen.all():
-        keep, found = torch.from_numpy(chosen), None
-        entries = Selection.of(entries.indices[keep], entries.values[keep])
-        array = entries.values.numpy()
-    sent = _write_host(layout, low, entries.indices.numpy(), array, out.numpy(), divisor, found)
-    return entries if sent is None else entries._replace(values=torch.from_numpy(sent))
+        found, at, numbers = None, at[chosen], numbers[chosen]
+        indices, values = torch.from_numpy(at), torch.from_numpy(numbers)
+    sent = _write_host(layout, low, at, numbers, words, divisor, found)
+    delivered = values if sent is None else torch.from_numpy(sent)
+    return torch.from_numpy(words), Selection(indices, delivered, len(at))
+
+
+def _write_sendable_device(
+    layout: Layout, low: int, indices: torch.Tensor, values: torch.Tensor, divisor: int
+) -> tuple[torch.Tensor, Selection]:
+    """Do :func:`write_sendable` on a GPU."""
+    rounds = layout.quantized or layout.bits == _BF16
+    keep = sendable_together(values, layout.bits, divisor) if rounds else None
+    if keep is not None:
+        indices, values = indices[keep], values[keep]
+    out = indices.new_empty(layout.words)
+    return out, Selection.of(indices, write_section(layout, low, indices, values, out, divisor=divisor))
 
 
 def _write_host(
@@ -199,25 +127,23 @@ def _write_host(
     divisor: int,
     found: quantize.Range | None = None,
 ) -> NDArray[np.float32] | None:
-    """Write a section to ``words``, and return the values that are read, times ``divisor``. None if they are equal."""
-    count, places = len(indices), _places(layout)
-    words.fill(0)
+    """Write a section to ``words`` (zeros), and return the values that are read, times ``divisor``.
+
+    Returns None if they are equal to ``values``.
+    """
+    count, places = len(indices), places_of(layout)
     words[0] = count
     codes, rounded = None, None
-    if layout.quantized:
-        codes, header = quantize.quantize(values, layout.bits, divisor, found)
-        words.view(np.uint32)[1] = header
-        rounded = quantize.dequantize(codes, header, layout.bits, divisor)
+    if places.quantized:
+        codes, header, rounded = quantize.quantize(values, layout.bits, divisor, found)
+        words[1] = header  # its highest bit is never set
     elif layout.bits == _FP32:
         words[places.values : places.values + count] = values.view(np.int32)
     elif layout.bits:
-        half = to_bf16(values, divisor)
+        half, rounded = _round_bf16(values, divisor)
         words[places.values :].view(np.uint16)[:count] = half
-        rounded = _from_bf16(half)
-    if layout.groups <= _FEW_GROUPS:
-        _write_few_indices(layout, low, indices, codes, words)
-    else:
-        _write_indices(layout, low, indices, codes, words)
+    write = write_short if places.short else _write_indices
+    write(layout, low, indices, codes, words)
     if rounded is not None and divisor > 1:
         rounded *= np.float32(divisor)
     return rounded
@@ -236,20 +162,21 @@ def read_section(
         return Selection.of(section[:0], section[:0].view(torch.float32))
     if triton_runs(section):
         return _read_triton(layout, low, section, divisor, workspace if workspace is not None else Workspace())
-    words = section.cpu().numpy()
-    count, places = int(words[0]), _places(layout)
-    offsets = _read_high(layout, words[places.heads : places.planes], count)
-    codes = _read_planes(layout, words, offsets)
-    if layout.low_bits and count and not (offsets[-1] < layout.span and (offsets[1:] > offsets[:-1]).all()):
-        raise ValueError(_DESCENDING)
-    if layout.quantized:
+    words = (section if section.is_cpu else section.cpu()).numpy()
+    count, places = int(words[0]), places_of(layout)
+    offsets, codes = (_read_short if places.short else _read_indices)(layout, places, words, count)
+    if places.quantized:
         values = quantize.dequantize(codes, int(words[1]) & 0xFFFFFFFF, layout.bits, divisor)
     elif layout.bits == _FP32:
         values = words[places.values : places.values + count].view(np.float32).copy()
     else:  # no values follow if they have 0 bits
         values = _from_bf16(words[places.values :].view(np.uint16)[:count])
-    offsets += np.int32(low)
-    return Selection.of(torch.from_numpy(offsets).to(section.device), torch.from_numpy(values).to(section.device))
+    if low:
+        offsets += np.int32(low)
+    indices, numbers = torch.from_numpy(offsets), torch.from_numpy(values)
+    if not section.is_cpu:
+        indices, numbers = indices.to(section.device), numbers.to(section.device)
+    return Selection(indices, numbers, len(offsets))
 
 
 def _sendable_triton(values: torch.Tensor, bits: int, divisor: int, workspace: Workspace) -> torch.Tensor | None:
@@ -320,50 +247,10 @@ def _sendable_bf16(values: NDArray[np.float32], divisor: int) -> NDArray[np.bool
     if not len(values):
         return None
     smallest, largest = quantize.extent(values, divisor)
-    if smallest.view(np.int32) > _BF16_ZERO or not math.isfinite(largest):
+    if smallest > _ZERO_IN_BF16 or not math.isfinite(largest):
         return None
     keep: NDArray[np.bool_] = (np.abs(values) / np.float32(divisor)).view(np.int32) > _BF16_ZERO
     return keep
-
-
-def _write_few_indices(
-    layout: Layout,
-    low: int,
-    indices: NDArray[np.int32],
-    codes: NDArray[np.uint8] | None,
-    words: NDArray[np.int32],
-) -> None:
-    """Do the same as :func:`_write_indices` with few calls of numpy: all planes at once."""
-    places, count = _places(layout), len(indices)
-    string = np.zeros(32 * (places.planes - places.heads), np.bool_)
-    offsets = indices - low if low else indices
-    if layout.plain:
-        string[offsets] = True
-    else:
-        string[(offsets >> layout.low_bits) + _COUNTING[:count]] = True
-    words[places.heads : places.planes] = np.packbits(string, bitorder="little").view(np.int32)
-    if places.planes == places.values:
-        return
-    masks = _plane_bits(layout.planes)
-    symbols = np.zeros((layout.groups, 1, 32), masks.dtype)
-    flat = symbols.reshape(-1)[:count]
-    if codes is None:
-        flat[:] = offsets
-    elif not layout.low_bits:
-        flat[:] = codes
-    else:
-        np.left_shift(codes, layout.low_bits, out=flat, dtype=masks.dtype)
-        flat |= offsets & ((1 << layout.low_bits) - 1)
-    bits = (symbols & masks) != 0
-    words[places.planes : places.values] = np.packbits(bits.reshape(-1), bitorder="little").view(np.int32)
-
-
-@functools.cache
-def _plane_bits(planes: int) -> NDArray[np.signedinteger]:
-    """Return the bit of each of ``planes`` in a symbol (``[planes, 1]``), in a type that holds them all."""
-    dtype = np.int32 if planes < _INT32_BITS else np.int64
-    found: NDArray[np.signedinteger] = np.left_shift(1, np.arange(planes), dtype=np.int64).astype(dtype)[:, None]
-    return found
 
 
 def _write_indices(
@@ -375,7 +262,8 @@ def _write_indices(
 ) -> None:
     """Write the high part and the planes of the section ``words``, which holds zeros there. Chunks stay in cache."""
     string = np.zeros(32 * layout.high_words, np.bool_)
-    rows = _plane_rows(layout, words)
+    places = places_of(layout)
+    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
     for start in range(0, len(indices), 32 * _GROUPS_AT_ONCE):
         stop = start + 32 * _GROUPS_AT_ONCE
         part = indices[start:stop] - np.int32(low)
@@ -396,6 +284,46 @@ def _write_planes(octets: NDArray[np.uint8], planes: NDArray[np.int32]) -> None:
         octets = np.concatenate([octets, np.zeros(-len(octets) % 32, np.uint8)])
     for bit in range(planes.shape[1]):
         planes[:groups, bit] = np.packbits(octets & np.uint8(1 << bit), bitorder="little").view(np.int32)
+
+
+def _read_short(
+    layout: Layout, places: Places, words: NDArray[np.int32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Do the same as :func:`_read_indices` with few calls of numpy."""
+    offsets = read_high(places, words, plain=layout.plain)
+    if len(offsets) != count or count > layout.room:
+        raise ValueError(_miscounted(layout, count, len(offsets)))
+    if count and offsets[-1] > (layout.span - 1) >> layout.low_bits:  # would overflow when shifted
+        raise ValueError(_DESCENDING)
+    if not places.depth:
+        return offsets, offsets[:0]
+    numbers = read_planes(places, words, layout.low_bits, count)
+    if layout.low_bits:
+        offsets <<= places.shift
+        offsets |= numbers[0]
+        _check_offsets(layout, offsets)
+    return offsets, numbers[-1]
+
+
+def _read_indices(
+    layout: Layout, places: Places, words: NDArray[np.int32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """Return the offsets of the entries (int32 ``[count]``), and their codes if there are such (uint8).
+
+    Raises ``ValueError`` unless the offsets ascend inside the range.
+    """
+    offsets = _read_high(layout, words[places.heads : places.planes], count)
+    codes = _read_planes(layout, words, offsets)
+    if layout.low_bits:
+        _check_offsets(layout, offsets)
+    return offsets, codes
+
+
+def _check_offsets(layout: Layout, offsets: NDArray[np.int32]) -> None:
+    """Raise ``ValueError`` unless ``offsets``, none of which is negative, ascend inside the range."""
+    count = len(offsets)
+    if count and not (offsets[-1] < layout.span and np.count_nonzero(offsets[1:] > offsets[:-1]) == count - 1):
+        raise ValueError(_DESCENDING)
 
 
 def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[np.int32]:
@@ -419,10 +347,9 @@ def _read_high(layout: Layout, words: NDArray[np.int32], count: int) -> NDArray[
 
 def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Append the low bits to ``offsets`` (int32 ``[count]``, in place), and return the codes (uint8 ``[count]``)."""
-    if layout.groups <= _FEW_GROUPS and layout.planes <= _EXACT_BITS:
-        return _read_few_planes(layout, words, offsets)
+    places = places_of(layout)
     codes = np.zeros(len(offsets) if layout.quantized else 0, np.uint8)
-    rows = _plane_rows(layout, words)
+    rows = words[places.planes : places.values].reshape(places.groups, places.depth)
     for start in range(0, len(offsets), 32 * _GROUPS_AT_ONCE):
         stop = min(start + 32 * _GROUPS_AT_ONCE, len(offsets))
         part, planes = offsets[start:stop], rows[start // 32 : -(-stop // 32)]
@@ -435,20 +362,6 @@ def _read_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.i
     return codes
 
 
-def _read_few_planes(layout: Layout, words: NDArray[np.int32], offsets: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Do the same as :func:`_read_planes` with few calls of numpy: all planes at once."""
-    places = _places(layout)
-    planes = words[places.planes : places.values].view(np.uint8)
-    bits = np.unpackbits(planes, bitorder="little").reshape(layout.groups, layout.planes, 32)
-    # A product is the fastest way to put the bits of an entry together. Numbers of so few bits are exact in fp32.
-    symbols = np.matmul(_POWERS[: layout.planes], bits.astype(np.float32)).reshape(-1)[: len(offsets)].astype(np.int32)
-    if layout.low_bits:
-        offsets <<= layout.low_bits
-        offsets |= symbols & ((1 << layout.low_bits) - 1)
-    codes: NDArray[np.uint8] = (symbols >> layout.low_bits if layout.quantized else symbols[:0]).astype(np.uint8)
-    return codes
-
-
 def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Return the entries (uint8 ``[32 * groups]``) whose bit j is in column j of ``planes`` (``[groups, bits]``)."""
     found = np.zeros(32 * len(planes), np.uint8)
@@ -458,33 +371,30 @@ def _octets(planes: NDArray[np.int32]) -> NDArray[np.uint8]:
     return found
 
 
-def _plane_rows(layout: Layout, words: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the planes of the section ``words`` as a view (``[groups, planes]``)."""
-    places = _places(layout)
-    return words[places.planes : places.values].reshape(layout.groups, layout.planes)
-
-
-def to_bf16(values: NDArray[np.float32], divisor: int = 1) -> NDArray[np.uint16]:
-    """Return the bits of the nearest bf16 numbers of ``values / divisor``, ties to even.
+def _round_bf16(values: NDArray[np.float32], divisor: int) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+    """Return the bits of the nearest bf16 numbers of ``values / divisor``, ties to even, and the numbers in fp32.
 
     The product of a number with ``divisor`` is finite if the value was. Near the end of fp32, numbers are rounded
     towards zero for this.
     """
     if len(values) > _VALUES_AT_ONCE:
-        parts = range(0, len(values), _VALUES_AT_ONCE)
-        return np.concatenate([to_bf16(values[start : start + _VALUES_AT_ONCE], divisor) for start in parts])
-    if divisor > 1:
-        values = values / np.float32(divisor)
+        starts = range(0, len(values), _VALUES_AT_ONCE)
+        parts = [_round_bf16(values[start : start + _VALUES_AT_ONCE], divisor) for start in starts]
+        return np.concatenate([half for half, _ in parts]), np.concatenate([rounded for _, rounded in parts])
+    bits = (values if divisor == 1 else values / np.float32(divisor)).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded &= _UPPER_HALF
     largest = largest_bf16(divisor)
-    bits = values.view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     magnitudes = bits & _MAGNITUDE
-    if not len(bits) or magnitudes.max() < largest << 16:
-        return rounded
-    finite = magnitudes < _INFINITY
-    rounded[finite & (rounded & 0x7FFF > largest)] -= 1
-    rounded[~finite] = ((bits >> 16) | ((bits & 0xFFFF) != 0)).astype(np.uint16)[~finite]  # keeps NaN a NaN
-    return rounded
+    if len(bits) and magnitudes[magnitudes.argmax()] >= largest << 16:
+        finite = magnitudes < _INFINITY
+        rounded[finite & (rounded & _MAGNITUDE > largest << 16)] -= 1 << 16
+        # Keeps NaN a NaN.
+        rounded[~finite] = (bits[~finite] | ((bits[~finite] & 0xFFFF) != 0).astype(np.uint32) << 16) & _UPPER_HALF
+    return rounded.view(np.uint16)[1::2], rounded.view(np.float32)
 
 
 def least_sendable(bits: int) -> int:
@@ -499,10 +409,13 @@ def delivered_limit(layout: Layout, divisor: int) -> float:
     return quantize.limit(divisor)
 
 
+@functools.cache
 def largest_bf16(divisor: int) -> int:
     """Return the bits of the largest bf16 number whose product with ``divisor`` is finite in fp32."""
     return int((np.finfo(np.float32).max / np.float32(divisor)).view(np.uint32)) >> 16
 
 
 def _from_bf16(half: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (half.astype(np.uint32) << 16).view(np.float32)
+    bits = np.zeros(len(half), np.uint32)
+    bits.view(np.uint16)[1::2] = half
+    return bits.view(np.float32)

@@ -30,7 +30,7 @@ import replay
 from depth import DEEP, trials
 from recipes import under_test
 from tritoncomm_kernels import Selection
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 NAMES = [
     name

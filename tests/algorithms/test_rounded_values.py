@@ -19,7 +19,7 @@ from tritoncomm.scheduler.wire import Encoding
 import laws
 from depth import DEEP
 from recipes import FIELDS, SHORT, under_test
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 ENTRY = [name for name in algorithms() if isinstance(under_test(0.1)[name], EntryRecipe)]
 INDEX = [name for name in algorithms() if isinstance(under_test(0.1)[name], IndexRecipe)]

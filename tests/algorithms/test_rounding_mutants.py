@@ -23,7 +23,7 @@ from tritoncomm.scheduler.wire import Encoding, Section
 import laws
 from golden_sections import GOLDEN, A, in_hex
 from tritoncomm_kernels import Selection, quantize, sections
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 Patch = pytest.MonkeyPatch
 QUANTIZED = [name for name in ROUNDED if name != "bf16"]
@@ -101,7 +101,7 @@ def low_bits_off_by_one(patch: Patch) -> None:
 
 def planes_in_the_wrong_order(patch: Patch) -> None:
     """Store the highest bit of every entry first."""
-    for name in ("_write_indices", "_write_few_indices"):  # of long sections, and of short ones
+    for name in ("_write_indices", "write_short"):  # of long sections, and of short ones
         patch.setattr(sections, name, _with_planes_reversed(getattr(sections, name)))
 
 

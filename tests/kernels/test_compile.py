@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncomm_kernels as kernels
 from depth import DEEP
 from tritoncomm_kernels import accumulate_triton, sections_triton
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 NAMES = [case.name for case in launched_cases()]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.

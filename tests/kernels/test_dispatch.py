@@ -53,7 +53,7 @@ def test_a_gpu_without_triton_warns_once(monkeypatch: pytest.MonkeyPatch, found:
     monkeypatch.setitem(sys.modules, "triton", module)
     for cached in ("_installed", "_warn_about_reference"):
         monkeypatch.setattr(dispatch, cached, cache(getattr(dispatch, cached).__wrapped__))
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True)
     monkeypatch.setenv("TRITONCOMM_KERNELS", "torch")
     assert not dispatch.triton_runs(on_gpu)
     monkeypatch.setenv("TRITONCOMM_KERNELS", "auto")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tritoncomm_kernels import quantize
-from tritoncomm_kernels.sections import Layout, write_section
+from tritoncomm_kernels.section_layout import Layout
+from tritoncomm_kernels.sections import write_section
 
 # The menu of the format by bits, in 64ths of the scale.
 NUMERATORS = {
@@ -87,7 +88,7 @@ def leaves_an_exact_rest(world_size: int) -> None:
     values = np.empty(quantize.SAMPLE + 2, np.float32)
     values[::2] = np.resize(table, len(values[::2]))
     values[1::2] = np.linspace(28, 31.9, len(values[1::2])) * table[-1]
-    codes, header = quantize.quantize(values, 8, world_size)
+    codes, header, _ = quantize.quantize(values, 8, world_size)
     assert header == int(np.float32(scale).view(np.uint32))
     sent = world_size * quantize.dequantize(codes, header, 8, world_size).astype(np.float64)
     for exact in (sent, values - sent):
@@ -109,6 +110,46 @@ def test_menu(bits: int) -> None:
 def test_reach_of_tables(bits: int) -> None:
     """A table that fits best is taken if the largest ratio is at most 32 times its top level, and not above."""
     keeps_to_its_reach(bits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_better_of_two_nearly_equal_tables(seed: int) -> None:
+    """The table with the least sum in fp64 is taken, however near the second one is.
+
+    The values spread just as far as where the best table changes. There, sums in fp32 are equal, or in the other order.
+    """
+    excess = np.random.default_rng(seed).exponential(1, 1000)
+    excess[0] = 0
+
+    def values(spread: float) -> np.ndarray:
+        return (1 + spread * excess).astype(np.float32)
+
+    near, far = 0.05, 0.6
+    assert [np.argmin(squared_errors(values(spread))) for spread in (near, far)] == [0, 1]
+    for _ in range(25):
+        middle = (near + far) / 2
+        errors = squared_errors(values(middle))
+        near, far = (middle, far) if errors[0] < errors[1] else (near, middle)
+    for spread in near + np.arange(-20, 21) * (far - near):
+        assert quantize.quantize(values(spread), 4).header % 2**16 == np.argmin(squared_errors(values(spread)))
+
+
+def squared_errors(values: np.ndarray) -> np.ndarray:
+    """Return the sums in fp64 of the squared errors of values from 1 on, for each table of 4 bits."""
+    centres = ((values.view(np.uint32) & 0xFFFF0000) | 0x8000).view(np.float32)
+    levels = [table[np.searchsorted((table[:-1] + table[1:]) / 2, centres)].astype(np.float32) for table in MENU[4]]
+    return np.square(values - np.stack(levels)).sum(axis=1, dtype=np.float64)
+
+
+@pytest.mark.parametrize("bits", MENU)
+def test_values_that_are_rounded(bits: int) -> None:
+    """A sender knows what its codes decode to, in short sections and in long ones, and near the end of fp32."""
+    for count in (1, 100, quantize.SAMPLE, quantize.SAMPLE + 1):
+        for factor in (1, 2**126, 2.5e38):
+            for divisor in (1, 3):
+                values = np.linspace(-1, -1.3, count).astype(np.float32) * np.float32(factor)
+                codes, header, rounded = quantize.quantize(values, bits, divisor)
+                assert np.array_equal(rounded, quantize.dequantize(codes, header, bits, divisor))
 
 
 @pytest.mark.parametrize("world_size", SCALE_BITS)

@@ -11,8 +11,8 @@ from kernel_cases import DEVICES, Dirty, Guarded, agree, bits, cases, kernels_fr
 from test_sections_triton import KINDS, divisors, values_of
 
 from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import VALUE_BITS, Layout
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 formats = st.sampled_from([0, *VALUE_BITS.values()])

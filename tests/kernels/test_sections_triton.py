@@ -11,7 +11,8 @@ from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, kernels_fr
 
 from tritoncomm_kernels import Workspace, quantize
 from tritoncomm_kernels.dispatch import kernel
-from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("normal", "heavy", "equal", "special", "tail", "outlier", "huge")

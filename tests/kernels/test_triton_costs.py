@@ -21,8 +21,9 @@ import tritoncomm_kernels as kernels
 from emulated_cuda import kernel_costs
 from emulated_cuda.device import operator_of
 from tritoncomm_kernels import rms
+from tritoncomm_kernels.section_layout import Layout
 from tritoncomm_kernels.section_rows import read_rows, write_rows
-from tritoncomm_kernels.sections import Layout, read_section, sendable_together, write_section
+from tritoncomm_kernels.sections import read_section, sendable_together, write_section
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: tox -e interpreter")
 N = 9000

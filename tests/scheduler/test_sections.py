@@ -18,10 +18,15 @@ from tritoncomm.scheduler.wire import NO_VALUES, Encoding, Section, Sections
 from depth import examples, trials
 from golden_sections import DELIVERED, GOLDEN, INPUTS, A, in_hex
 from tritoncomm_kernels import Selection, quantize, sections
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout, Places, places_of
 
 FORMATS = tuple(VALUE_BITS)
 ROUNDED = tuple(name for name in FORMATS if name != "fp32")
+
+
+def places_of_long(layout: Layout) -> Places:
+    """Return the places of a section that is written and read in chunks, however short it is."""
+    return places_of(layout)._replace(short=False)
 
 
 def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -164,7 +169,7 @@ def test_chunks_do_not_change_a_message(values: str, span: int, room: int, monke
             monkeypatch.setattr(sections, "_GROUPS_AT_ONCE", at_once)
             monkeypatch.setattr(sections, "_WORDS_AT_ONCE", at_once)
             monkeypatch.setattr(sections, "_VALUES_AT_ONCE", 50 * at_once)
-            monkeypatch.setattr(sections, "_FEW_GROUPS", at_once - 1)
+            monkeypatch.setattr(sections, "places_of", places_of_long)
             monkeypatch.setattr(quantize, "_CHUNK", 50 * at_once)
         messages.append(packed(section, indices.tolist(), torch.from_numpy(numbers)))
     for message in messages[1:]:
@@ -185,7 +190,7 @@ def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pyt
         section = Section(7, 7 + span, room, values, divisor=3, packed="always")
         few = section.pack(*entries)
         with monkeypatch.context() as patch:
-            patch.setattr(sections, "_FEW_GROUPS", 0)
+            patch.setattr(sections, "places_of", places_of_long)
             many = section.pack(*entries)
             found = section.unpack(few[0])
         assert torch.equal(few[0], many[0])

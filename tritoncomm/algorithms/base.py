@@ -20,7 +20,7 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
 from tritoncomm_kernels.checks import INDEX_LIMIT
-from tritoncomm_kernels.sections import VALUE_BITS
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,9 @@ import torch
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm_kernels import Selection, Workspace
 from tritoncomm_kernels.padded import Padded
+from tritoncomm_kernels.section_layout import VALUE_BITS, Layout
 from tritoncomm_kernels.section_rows import check_rows, read_rows, write_rows
-from tritoncomm_kernels.sections import VALUE_BITS, Layout, read_section, sendable_together, write_sendable
+from tritoncomm_kernels.sections import read_section, sendable_together, write_sendable
 from tritoncomm_kernels.workspace import copied_to
 
 _WORD_MASK = 0x7FFFFFFF
@@ -187,11 +188,9 @@ class Section:
         """
         if indices.numel() > self.room:
             raise ValueError(f"{indices.numel()} entries do not fit into a section with room={self.room}")
-        entries = Selection.of(indices, values)
         if self.is_packed:
-            message = indices.new_empty(self.words)
-            return message, write_sendable(self.layout, self.low, entries, message, divisor=self.divisor)
-        entries = self.sendable(entries)
+            return write_sendable(self.layout, self.low, indices, values, divisor=self.divisor)
+        entries = self.sendable(Selection.of(indices, values))
         if self.values == NO_VALUES:
             return torch.nn.functional.pad(indices, (0, self.words - indices.numel()), value=_PADDING), entries
         sent = rounded_quotients(entries.values, self.divisor) if self.rounds else entries.values
