@@ -121,6 +121,24 @@ def other_state(rank: int, world_size: int, send) -> None:
         with pytest.raises(ConfigMismatchError, match=r"load the same state on all ranks.*optimizer state, first at"):
             sparse(optimizer, broadcast_parameters=broadcast)
     sparse(torch.optim.Adagrad(tiny_model().parameters()))  # a state that is equal
+    model = tiny_model()
+    optimizer = sparse(adamw(model))
+    train(model, optimizer, rank, range(2))
+    saved, before = optimizer.state_dict(), (flat(model), residual(optimizer))
+    tampered: dict[str, Callable[[dict], object]] = {
+        "optimizer state": lambda state: state.update(state={}),
+        "optimizer state, first at": lambda state: state["state"][0].update(step=torch.tensor(7.0)),
+        "steps": lambda state: state.pop("tritoncomm"),
+    }
+    for field, tamper in tampered.items():
+        loaded = deepcopy(saved)
+        if rank:
+            tamper(loaded)
+        with pytest.raises(ConfigMismatchError, match=field):
+            optimizer.load_state_dict(loaded)
+        assert (flat(model), residual(optimizer).tolist()) == (before[0], before[1].tolist())
+    train(model, optimizer, rank, range(2, 4))
+    assert same_everywhere(flat(model))
 
 
 def other_schedule(rank: int, world_size: int, send) -> None:
