@@ -38,6 +38,7 @@ from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fie
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 LINK = "10gbit,30us"
+_MOST_WORKERS = 1_000_000  # for which a plan takes some seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -270,7 +271,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
-    plan.add_argument("--workers", type=_positive, required=True)
+    plan.add_argument("--workers", type=_workers, required=True)
     plan.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to plan for")
     _add_values(plan)
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
@@ -384,6 +385,12 @@ def _measure(options: argparse.Namespace) -> int:
 def _positive(text: str) -> int:
     if (value := _not_negative(text)) == 0:
         raise argparse.ArgumentTypeError("must be at least 1, got 0")
+    return value
+
+
+def _workers(text: str) -> int:
+    if (value := _positive(text)) > _MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_WORKERS:,}, got {value:,}")
     return value
 
 

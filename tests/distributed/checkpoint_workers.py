@@ -192,7 +192,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     attempts.take(0, lambda state: None)
     attempts.load("written with rank=0, here it is 1")
     attempts.take(1, signed(recipe="exdyna"))
-    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo, warmup_steps and node_group")
+    attempts.load("written with recipe='exdyna', here it is 'oktopk': use the algo and node_group")
     attempts.take(1, signed(residuals=[torch.zeros(3)]))
     attempts.load("a model with other parameters")
     attempts.take(1, lambda state: state["saved"].update(optimizer="SGD"))

@@ -58,6 +58,14 @@ def test_impossible_plans_are_rejected(arguments: tuple, named: str) -> None:
         estimates(*arguments)
 
 
+def test_too_many_workers_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    """A number of workers for which a plan would not end is an error of the command line."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--numel", "1e6", "--workers", "1000000000000"])
+    assert stopped.value.code == 2
+    assert "must be at most 1,000,000" in capsys.readouterr().err
+
+
 PLAN = ["plan", "--numel", "124e6", "--workers", "64", "--link", "1gbit,30us", "--step-ms", "350"]
 
 

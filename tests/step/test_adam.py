@@ -282,6 +282,14 @@ def test_strided_and_half_precision_parameters() -> None:
     assert torch.allclose(plain, half.float(), atol=0.03)
 
 
+def test_eps_of_zero_is_refused() -> None:
+    """With eps=0, an entry that rounding makes 0 would become NaN. Without the staleness-aware step it is torch's."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 4))], eps=0)
+    with pytest.raises(ConfigurationError, match=r"eps=0.*eps above 0"):
+        tritoncomm.wrap(optimizer)
+    tritoncomm.wrap(optimizer, staleness="off")
+
+
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_unsupported_options_are_rejected(option: str) -> None:
     """An unsupported option is rejected by name, with the fix."""

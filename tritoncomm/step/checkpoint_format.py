@@ -62,7 +62,7 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
             fix = {
                 "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
                 'the residuals with load_state_dict(state, residuals="reset")',
-                "recipe": ": use the algo, warmup_steps and node_group that it was saved with",
+                "recipe": ": use the algo and node_group that it was saved with",
                 "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
             }
             raise ConfigurationError(
