@@ -149,7 +149,7 @@ class OptimizerStep:
             started: Called when the pre-hooks have run. Before that, nothing but the clipped gradients has changed.
         """
         self.check()  # before any gradient or parameter changes
-        if clip and self._max_grad_norm is not None:
+        if clip and self._max_grad_norm is not None and (self.alone or self._options.clip_by == "delivered"):
             self.grad_norm = self._clip(self._max_grad_norm)
             untouched = False
 
