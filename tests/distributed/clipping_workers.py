@@ -10,6 +10,8 @@ import torch.distributed as dist
 import tritoncomm
 from helpers import flat, loss_of, residual, same_everywhere, total
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from tritoncomm import ConfigurationError, NonFiniteError
 
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 0}
@@ -77,12 +79,18 @@ def bad_gradient_is_named(rank: int, world_size: int, send) -> None:
 
 
 def refused_with_a_hook(rank: int, world_size: int, send) -> None:
-    """A hook exchanges before the norm is known, so the option is refused on all ranks."""
+    """Where the norm is not known before the exchange, the option is refused on all ranks. So are other values."""
     model = nn.parallel.DistributedDataParallel(net())
     with pytest.raises(ConfigurationError, match="clip_by='gradient' needs the whole gradient"):
         wrapped(model, model=model, max_grad_norm=0.5, clip_by="gradient")
     with pytest.raises(ConfigurationError, match="clip_by='gradient' needs max_grad_norm"):
         wrapped(net(), clip_by="gradient")
+    with pytest.raises(ConfigurationError, match="clip_by='norm': choose one of 'delivered', 'gradient'"):
+        wrapped(net(), max_grad_norm=0.5, clip_by="norm")
+    grid = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    shards = distribute_module(nn.Linear(8, 8), grid["shard"])
+    with pytest.raises(ConfigurationError, match="clip_by='gradient' needs the whole gradient"):
+        wrapped(shards, process_group=grid["replicate"].get_group(), max_grad_norm=0.5, clip_by="gradient")
     dist.barrier()
 
 
