@@ -413,7 +413,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         if self._options.max_grad_norm is None:
             return self._exchange.metrics()
-        before = None if self._hook is not None else self._vector.gradient_norm
+        before = next((vector.gradient_norm for vector in self._exchange.vectors), None)
         return self._exchange.metrics() | {
             "grad_norm": self._optimizer_step.grad_norm if before is None else float(before)
         }
