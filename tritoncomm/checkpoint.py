@@ -11,12 +11,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from tritoncomm.optim import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.checkpoint_format import reshard
+from tritoncomm.step.sharded_state import Place, belongs, joined, place_of, resharded, split
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
@@ -254,37 +256,181 @@ def _check(state: Any) -> None:
 class ResidualState:
     """The residuals and method states of all ranks, as a part of a ``torch.distributed.checkpoint`` checkpoint.
 
-    Use it next to ``get_optimizer_state_dict``, which provides the state of the original optimizer::
+    Use it next to ``get_optimizer_state_dict``, which provides the state of the original optimizer. To save::
 
         dcp.save({"model": ..., "residuals": ResidualState(optimizer)}, checkpoint_id=path)
 
-    and the same with ``dcp.load``. ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all
-    ranks. The state of each rank is therefore stored under its rank, and must be loaded with the same number of ranks.
-    For another number, use :func:`save` and :func:`load`, or call ``optimizer.flush()`` before saving, after which
-    residuals are zero.
+    To load, with any number of ranks, replicas and shards::
+
+        dcp.load({"model": ..., "residuals": ResidualState(optimizer, checkpoint_id=path)}, checkpoint_id=path)
+
+    ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all ranks. The state of each rank
+    is therefore stored under its rank, and the residuals of a sharded model under the number of the replica, as
+    DTensors. On the same ranks with the same sharding, training continues to the bit. Otherwise the pending update,
+    ``sum(residual) / replicas``, is kept, and methods determine thresholds and partitions from scratch.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
+        checkpoint_id: The folder from which ``dcp.load`` will read. Default: None, to save, or to load with the same
+            ranks and sharding. Otherwise ``dcp.load`` then raises an error that names this argument.
+        storage_reader: A reader of ``torch.distributed.checkpoint``, instead of a folder.
 
     Raises:
-        ConfigurationError: ``optimizer`` is not wrapped.
+        ConfigurationError: ``optimizer`` is not wrapped, or there is no such checkpoint.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, checkpoint_id: str | Path | None = None, *, storage_reader: Any = None
+    ) -> None:
         self.optimizer = _sparse(optimizer)
+        self._saved: _Saved | None = None
+        if checkpoint_id is not None or storage_reader is not None:
+            from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - importing it takes a while
+
+            where = storage_reader if checkpoint_id is None else checkpoint_id
+            self._saved = _Saved.by(storage_reader or FileSystemReader(where), where)
+            self._check_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
-        state = self.optimizer.state_dict()["tritoncomm"]
-        content = io.BytesIO()
-        torch.save(state, content)
-        # The rank among all, because shards of one model are exchanged in several groups.
-        rank, size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        return {f"rank {rank} of {size}": content.getvalue()}
+        state, here = self.optimizer.state_dict()["tritoncomm"], self._place()
+        rank, size = _rank()
+        if here is None:
+            if self._saved is None:
+                return {f"rank {rank} of {size} ({_HINT})": _pack(state)}
+            return dict.fromkeys(self._saved.keys_for(rank, size), b"")
+        rest, residuals = split(state, self._sharded_parameters(), here)
+        if self._saved is None:
+            key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
+            return {key: _pack(rest), _replica(here.replica, here.replicas): residuals}
+        return dict.fromkeys(self._saved.first_and_own(rank, size), b"") | {
+            key: {name: torch.zeros_like(part) for name, part in residuals.items()}
+            for key in self._saved.replicas_for(here)
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
-        (content,) = state_dict.values()
-        state = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        optimizer, here = self.optimizer, self._place()
+        group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
+        states: list[dict[str, Any]] = []
+        with setup_checks.propagate_errors(group, device):
+            states = [_unpack(content) for content in state_dict.values() if isinstance(content, bytes)]
+            if here is None:
+                state = self._of_rank(states)
+        if here is not None:
+            same = {"same": belongs(states[-1], here)}
+            # All ranks or none, because ranks with the same shards continue with the same state of the method.
+            all_same = all(fields["same"] for fields in setup_checks.gather(same, group, device))
+            with setup_checks.propagate_errors(group, device):
+                state = self._of_shards(states, state_dict, here, same=all_same)
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
-        self.optimizer.load_state_dict(self.optimizer.optimizer.state_dict() | {"tritoncomm": state})
+        optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state})
+
+    def _check_step(self) -> None:
+        """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
+        assert self._saved
+        if (self._saved.replicas or len(self._saved.ranks)) == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001
+            raise ConfigurationError(
+                "a single worker or replica has saved this checkpoint, so it has no residuals, and no state of the "
+                "staleness-aware step: load it into model and optimizer before wrap(), without ResidualState"
+            )
+
+    def _place(self) -> Place | None:
+        """Return which replica and which shards this rank has. None if the model is not sharded."""
+        parameters = self._sharded_parameters()
+        if not parameters:
+            return None
+        group = self.optimizer._exchange.options.group  # noqa: SLF001 - the replicas
+        return place_of(parameters, dist.get_rank(group), dist.get_world_size(group))
+
+    def _sharded_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters whose shards are exchanged, in the order of a state. Empty if nothing is sharded."""
+        exchange = self.optimizer._exchange  # noqa: SLF001 - no setting
+        if exchange.verdict is None:
+            return []
+        if self.optimizer.has_shards:
+            return exchange.parameters
+        return [parameter for vector in exchange.vectors for parameter in vector.parameters]  # of a hook
+
+    def _of_rank(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank from those of all ranks, or from its own."""
+        rank, size = _rank()
+        if self._saved is None or len(self._saved.ranks) == size:
+            return states[0]
+        return reshard(states, size)[rank]
+
+    def _of_shards(
+        self, states: list[dict[str, Any]], content: Mapping[str, Any], here: Place, *, same: bool
+    ) -> dict[str, Any]:
+        """Return the state of this rank from those of the first rank and of its own, and the residuals of replicas."""
+        if self._saved is None or same:
+            if not same:
+                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
+            return joined(states[-1], content[_replica(here.replica, here.replicas)])
+        replicas = [content[key] for key in self._saved.replicas_for(here)]
+        assert self._saved.replicas
+        share = here.replicas / self._saved.replicas
+        return resharded(states[0], replicas, share, self.optimizer.state_dict()["tritoncomm"])
+
+
+# Part of the keys, because torch.distributed.checkpoint names a key that it does not find.
+_HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
+
+
+class _Saved(NamedTuple):
+    """The keys of a checkpoint: of the state of each rank, and the number of replicas of a sharded model."""
+
+    ranks: list[str]
+    replicas: int | None
+
+    @classmethod
+    def by(cls, reader: Any, where: object) -> _Saved:
+        """Return who has saved the checkpoint of ``reader``."""
+        try:
+            names = list(reader.read_metadata().state_dict_metadata)
+        except Exception as error:  # each storage has its own
+            raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
+        ranks = {int(found[2]): found[1] for name in names if (found := re.search(r"\.(rank (\d+) of .*)$", name))}
+        replicas = {int(found[1]) for name in names if (found := re.search(r"\.replica \d+ of (\d+)\.", name))}
+        if sorted(ranks) != list(range(len(ranks))) or not ranks or len(replicas) > 1:
+            raise ConfigurationError(
+                f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs: pass a folder "
+                "into which dcp.save() has written one"
+            )
+        return cls([ranks[rank] for rank in sorted(ranks)], next(iter(replicas), None))
+
+    def keys_for(self, rank: int, size: int) -> list[str]:
+        """Return the keys of the states from which that of ``rank`` of ``size`` is made, of a model without shards."""
+        if self.replicas is not None:
+            raise ConfigurationError("this checkpoint was saved by a sharded model: load it into one")
+        return [self.ranks[rank]] if len(self.ranks) == size else self.ranks
+
+    def first_and_own(self, rank: int, size: int) -> list[str]:
+        """Return the keys of the states that ``rank`` of ``size`` reads, of a sharded model."""
+        return [self.ranks[0], *([self.ranks[rank]] if len(self.ranks) == size else [])]
+
+    def replicas_for(self, here: Place) -> list[str]:
+        """Return the keys of the replicas whose residuals the replica of ``here`` takes over."""
+        if self.replicas is None:
+            raise ConfigurationError("this checkpoint was saved by a model that is not sharded: load it into one")
+        return [_replica(replica, self.replicas) for replica in range(here.replica, self.replicas, here.replicas)]
+
+
+def _replica(number: int, count: int) -> str:
+    return f"replica {number} of {count}"
+
+
+def _rank() -> tuple[int, int]:
+    """Return the rank among all, because shards of one model are exchanged in several groups, and their number."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def _pack(state: Mapping[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
+
+
+def _unpack(content: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    return state

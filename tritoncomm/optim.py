@@ -414,8 +414,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm`` is computed by
         this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
         """
-        clipped = {"grad_norm": self._optimizer_step.grad_norm} if self._options.max_grad_norm is not None else {}
-        return self._exchange.metrics() | clipped
+        if self._options.max_grad_norm is None:
+            return self._exchange.metrics()
+        before = next((vector.gradient_norm for vector in self._exchange.vectors), None)
+        return self._exchange.metrics() | {
+            "grad_norm": self._optimizer_step.grad_norm if before is None else float(before)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
@@ -512,6 +516,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Return an exchange of the gradients of all parameters that require them."""
         trained = self._note_parameters()
         parameters = [parameter for parameter, _ in trained]
+        setup_checks.check_clip_by(self._options.clip_by, parameters, hooked=self._hook is not None)
         if self._hook is not None:
             setup_checks.check_exchanged(parameters, self._hook.parameters.values())
             return self._hook.exchange
@@ -521,6 +526,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             timeout=self._options.timeout,
             dense_below=self._options.dense_below,
             small=self._options.small,
+            max_gradient_norm=self._options.max_grad_norm if self._options.clip_by == "gradient" else None,
             by_update=selects_by_update(self.optimizer, self.recipe, self._options),
             flattened=all(parameter.dim() <= 1 for parameter in parameters),
             alone=_ALONE,

@@ -206,19 +206,22 @@ def distributed_checkpoint(rank: int, world_size: int, send) -> None:
         save(alone, folder[0])
     keys = [None] * world_size
     dist.all_gather_object(keys, list(ResidualState(alone).state_dict()))
-    assert len({key for (key,) in keys}) == world_size
+    assert len({key for key, _ in keys}) == world_size
     model, optimizer = made()
     train(model, optimizer, rank, 0, 7)
     parts, states = get_state_dict(model, optimizer)
     dcp.save({"model": parts, "optimizer": states, "residuals": ResidualState(optimizer)}, checkpoint_id=folder[0])
     train(model, optimizer, rank, 7, 12)
-    again, resumed = made()
-    parts, states = get_state_dict(again, resumed)
-    content = {"model": parts, "optimizer": states, "residuals": ResidualState(resumed)}
-    dcp.load(content, checkpoint_id=folder[0])
-    set_state_dict(again, resumed, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    train(again, resumed, rank, 7, 12)
-    assert whole(again) == whole(model)
+    for fields in ({}, {"checkpoint_id": folder[0]}, {"storage_reader": dcp.FileSystemReader(folder[0])}):
+        again, resumed = made()
+        parts, states = get_state_dict(again, resumed)
+        content = {"model": parts, "optimizer": states, "residuals": ResidualState(resumed, **fields)}
+        dcp.load(content, checkpoint_id=folder[0])
+        set_state_dict(again, resumed, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+        train(again, resumed, rank, 7, 12)
+        assert whole(again) == whole(model)
+    with pytest.raises(ConfigurationError, match=r"checkpoint_id=.*nowhere: no checkpoint can be read"):
+        ResidualState(optimizer, checkpoint_id=f"{folder[0]}/nowhere")
 
 
 def mixed_precision(rank: int, world_size: int, send) -> None:
@@ -397,6 +400,11 @@ def states_of_replicated_parameters(rank: int, world_size: int, send) -> None:
     with pytest.raises((ConfigurationError, ConfigMismatchError), match="corrupt"):
         resumed.optimizer.load_state_dict(damaged)
     assert resumed.optimizer.metrics()["residual_norm"] == 0
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({"residuals": ResidualState(run.optimizer)}, checkpoint_id=folder[0])
+    dcp.load({"residuals": ResidualState(moved.optimizer, checkpoint_id=folder[0])}, checkpoint_id=folder[0])
+    assert moved.state()["tritoncomm"]["checksum"] == state["tritoncomm"]["checksum"]
     resumed.optimizer.load_state_dict(state)
 
     states = [None] * 2

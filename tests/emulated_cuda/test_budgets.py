@@ -61,11 +61,13 @@ class Step(NamedTuple):
 
 @cache
 def steps_of(
-    method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False
-) -> list[Step]:
+    method: str, values: str, world_size: int, steps: int = 6, matrices: int = 3, *, images: bool = False,
+    limit: float | None = None,
+) -> list[Step]:  # fmt: skip
     """Train ``matrices`` matrices and as many vectors with AdamW, ``dgc`` with SGD, and count in ``step()`` alone.
 
-    With ``images``, the matrices are kernels of convolutions in ``torch.channels_last``.
+    With ``images``, the matrices are kernels of convolutions in ``torch.channels_last``. With ``limit``, gradients are
+    clipped to this norm before the exchange.
     """
     matrix = (24, 8, 2, 2) if images else (24, 32)
     shapes = [shape for _ in range(matrices) for shape in (matrix, (24,))]
@@ -80,6 +82,8 @@ def steps_of(
         fields: dict[str, object] = {"values": values} if method not in ("exdyna", "micro", "dense") else {}
         if method == "random_block":
             fields["reduced_lr"] = True
+        if limit is not None:
+            fields |= {"max_grad_norm": limit, "clip_by": "gradient"}
         inner: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         if method == "dgc":  # it has its own momentum
             inner = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
@@ -95,6 +99,7 @@ def steps_of(
             optimizer.step()
             syncs, launches = gpu.syncs.copy(), gpu.launches.total()
             figures = optimizer.metrics()
+            assert limit is None or 0.1 < figures["grad_norm"] < 100
             again = estimates or figures.get("reevaluated", 0) or figures.get("repartitioned", 0)
             places = tuple(f"{count} {place} {kind}" for (kind, place), count in syncs.items())
             found.append(Step(syncs.total(), launches, not again and number > 0, places))
@@ -172,6 +177,14 @@ def test_channels_last() -> None:
     for one, other, matrix in zip(few, many, plain, strict=True):
         assert other.launches <= one.launches + 10 + (8 - 2)
         assert other.launches <= matrix.launches + 10 + 8
+
+
+@pytest.mark.parametrize("method", ["oktopk", "topk_dsa"])
+def test_clipped_gradients(method: str) -> None:
+    """The norm of the gradient, before the exchange, adds no wait."""
+    clipped, plain = (steps_of(method, "4bit", 3, limit=limit) for limit in (1.0, None))
+    assert [step.syncs for step in clipped[1:]] == [step.syncs for step in plain[1:]]
+    assert clipped[0].syncs <= plain[0].syncs + 2  # the signs are copied once
 
 
 def test_renewal() -> None:

@@ -95,8 +95,8 @@ class StalenessAwareAdam:
         """Return the step of ``optimizer`` with the options of ``wrap``."""
         if any(float(group["eps"]) == 0 for group in optimizer.param_groups):
             raise ConfigurationError(
-                "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer with "
-                'eps above 0, such as 1e-12, or pass staleness="off"'
+                "eps=0: a delivered gradient of 0 would become 0 / 0 in the staleness-aware step; build the optimizer "
+                'with eps above 0, such as 1e-12, or pass staleness="off"'
             )
         return cls(optimizer, options.max_catch_up, max_relative_update=options.max_relative_update)
 

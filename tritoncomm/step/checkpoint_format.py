@@ -93,7 +93,10 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     """
     size = len(states)
     if any(state.get("kind") == "shards" for state in states):
-        raise ConfigurationError("states of FSDP shards cannot be converted to another world size")
+        raise ConfigurationError(
+            "states of FSDP shards cannot be converted to another world size: save and load them with "
+            "torch.distributed.checkpoint, see tritoncomm.checkpoint.ResidualState"
+        )
     if any("migrated" in state for state in states):
         raise ConfigurationError("these states were converted to another world size before: load and save them first")
     for rank, state in enumerate(states):
@@ -107,13 +110,13 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
-        first = _by_name(states[0]["residuals"])
+        first = by_name(states[0]["residuals"])
         summed = {
-            name: sum((_by_name(state["residuals"])[name] for state in own), start=torch.zeros_like(like)) * share
+            name: sum((by_name(state["residuals"])[name] for state in own), start=torch.zeros_like(like)) * share
             for name, like in first.items()
         }
-        by_name = isinstance(states[0]["residuals"], Mapping)
-        residuals = summed if by_name else list(summed.values())
+        named = isinstance(states[0]["residuals"], Mapping)
+        residuals = summed if named else list(summed.values())
         migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
         resharded.append(
             with_checksum(
@@ -122,7 +125,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 recipe=states[0]["recipe"],
                 settings=states[0]["settings"],
                 residuals=residuals,
-                algorithm=states[0]["algorithm"] if by_name else {},  # DDP needs the layout of its vectors
+                algorithm=states[0]["algorithm"] if named else {},  # DDP needs the layout of its vectors
                 migrated=migrated,
                 steps=states[0]["steps"],
             )
@@ -130,9 +133,10 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
     return resharded
 
 
-def _by_name(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+def by_name(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Return residuals by their name, or by their number if they have none."""
     return dict(residuals.items() if isinstance(residuals, Mapping) else enumerate(residuals))
 
 
 def _lengths(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, int]:
-    return {name: residual.numel() for name, residual in _by_name(residuals).items()}
+    return {name: residual.numel() for name, residual in by_name(residuals).items()}

@@ -526,8 +526,8 @@ def _check_range(
     if flags and bool(torch.stack(flags).any()):  # the mean includes residuals: it may exceed every gradient
         raise NonFiniteError(
             "the mean of gradients plus residuals overflows in torch.float16. Residuals are unchanged, so this may "
-            "recur in every step: use bfloat16, or a GradScaler if gradients are still scaled; or discard the residuals "
-            "with optimizer.load_state_dict(optimizer.state_dict(), residuals='reset')"
+            "recur in every step: use bfloat16, or a GradScaler if gradients are still scaled; or discard the "
+            "residuals with optimizer.load_state_dict(optimizer.state_dict(), residuals='reset')"
         )
 
 

@@ -112,6 +112,11 @@ class OptimizerStep:
         if is_aware and self._rule is None:
             log_missing_rule(optimizer, group)
 
+    @property
+    def takes_aware_step(self) -> bool:
+        """True if the next step is the staleness-aware one."""
+        return self._aware is not None and not self.alone
+
     def guard(self) -> None:
         """Let ``optimizer.step()`` raise an error from now on, as long as this object lives."""
         self._unguard = weakref.finalize(self, self.optimizer.register_step_pre_hook(_refuse).remove)
@@ -165,7 +170,7 @@ class OptimizerStep:
         """
         self.check_complete()
         self.check()  # before any gradient or parameter changes
-        if clip and self._max_grad_norm is not None:
+        if clip and self._max_grad_norm is not None and (self.alone or self._options.clip_by == "delivered"):
             self.grad_norm = self._clip(self._max_grad_norm)
             untouched = False
 

@@ -60,6 +60,7 @@ class WrapOptions:
     max_relative_update: float = 0.2
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
+    clip_by: str = "delivered"
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
     small: str = "fp32"
@@ -68,6 +69,7 @@ class WrapOptions:
         one_of("staleness", self.staleness, ("aware", "off"))
         one_of("select_by", self.select_by, ("auto", "update", "gradient"))
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
+        one_of("clip_by", self.clip_by, ("delivered", "gradient"))
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
@@ -79,6 +81,8 @@ class WrapOptions:
             )
         if self.max_grad_norm is not None and not (is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigurationError(f"max_grad_norm={self.max_grad_norm!r}: must be a positive number, or None")
+        if self.clip_by == "gradient" and self.max_grad_norm is None:
+            raise ConfigurationError("clip_by='gradient' needs max_grad_norm, the limit")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
 

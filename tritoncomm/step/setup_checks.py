@@ -251,6 +251,15 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
     ]
 
 
+def check_clip_by(clip_by: str, parameters: Iterable[torch.Tensor], *, hooked: bool) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if gradients cannot be clipped before the exchange begins."""
+    if clip_by == "gradient" and (hooked or any(hasattr(parameter, "device_mesh") for parameter in parameters)):
+        raise ConfigurationError(
+            "clip_by='gradient' needs the whole gradient before the exchange, and the hook of a model or a DTensor has "
+            "parts of it: wrap the optimizer of a plain module, or leave clip_by out"
+        )
+
+
 class Stepping(NamedTuple):
     """An optimizer that steps by the means of an exchange, and the number of its updates, or where one has stopped."""
 

@@ -50,6 +50,29 @@ def _split_over(parameter: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(dist.get_process_group_ranks(mesh.get_group(dimension))) for dimension in split))
 
 
+def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return ``values``, flat and one for each of the local shard of ``parameter``, with the sharding of ``parameter``.
+
+    The result is on the device of the shard, and may share the memory of ``values``.
+    """
+    shard = local(parameter)
+    own = values.to(shard.device).view(shard.shape)
+    if shard is parameter:
+        return own
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as below
+
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
+
+
+def place(parameter: Any) -> str:
+    """Return which shard of ``parameter`` this rank has, as text that can be compared."""
+    if not hasattr(parameter, "device_mesh"):
+        return ""
+    mesh = parameter.device_mesh
+    return f"{mesh.get_coordinate()} of {tuple(mesh.shape)}, {parameter.placements}"
+
+
 def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` (``[]``) of the local shard of ``parameter``, in a form that a checkpoint can reshard.
 

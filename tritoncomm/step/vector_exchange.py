@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
+from tritoncomm.primitives.mean_norm import Signs, norm_of_mean
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
@@ -44,6 +45,8 @@ class ExchangeOptions:
         device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
             keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
+        max_gradient_norm: Maximum norm of the mean of the gradients before they are added to the residual. None does
+            not limit it.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
         alone: Whether a single worker selects entries and keeps a residual, as in simulation. If False, it delivers
@@ -57,6 +60,7 @@ class ExchangeOptions:
     small: str = "fp32"
     device: torch.device | None = None
     flattened: bool | None = None
+    max_gradient_norm: float | None = None
     by_update: bool = False
     alone: bool = False
 
@@ -93,6 +97,7 @@ class VectorExchange:
         dense_numel: Number of elements that are sent dense.
         packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
+        gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
 
@@ -119,6 +124,8 @@ class VectorExchange:
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
+        self._signs: Signs | None = None
+        self.gradient_norm: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self._last_mean: SparseVector | None = None
@@ -178,6 +185,8 @@ class VectorExchange:
         """
         algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
         pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm)
+        if self.options.max_gradient_norm is not None and not dense and not self.is_bare:
+            pattern = self._clipped(self.options.max_gradient_norm, pattern)
         try:
             if self.scheduler is None:
                 return SimulatedScheduler(1).run([pattern])[0]
@@ -188,6 +197,15 @@ class VectorExchange:
         except BaseException:
             self.feedback.rollback()
             raise
+
+    def _clipped(self, limit: float, pattern: Pattern[SparseVector]) -> Pattern[SparseVector]:
+        """Run ``pattern`` after scaling :attr:`flat`, so that the norm of its mean is at most ``limit``."""
+        if self._signs is None:
+            self._signs = Signs.of(self.flat.numel(), self.flat.device)
+        self.gradient_norm = norm = yield from norm_of_mean(self.flat, self._signs, self.world_size)
+        # A NaN or Inf stays where it is, so that the error names its rank and parameter.
+        self.flat.mul_(torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0))
+        return (yield from pattern)
 
     def confirm(self, state: str, others: Sequence[VectorExchange]) -> bool:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.

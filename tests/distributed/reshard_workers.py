@@ -1,0 +1,182 @@
+"""Worker processes of tests/distributed/test_reshard.py: a sharded model is saved on one mesh and loaded on another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tritoncomm
+from checkpoint_workers import train as train_plain
+from checkpoint_workers import wrap as wrap_plain
+from fsdp_workers import Net, sharded
+from helpers import tiny_model
+from sharded_door_workers import adamw, agree, train, whole
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from tritoncomm import ConfigurationError
+from tritoncomm.checkpoint import ResidualState
+
+STEPS = 5
+OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+ENTRIES = (*OF_ADAM, "last_delivered", "param_rms")
+
+
+class Run:
+    """A sharded model with a wrapped optimizer, whose exchange runs in a hook or in ``step()``."""
+
+    def __init__(
+        self, shape: tuple[int, int], *, hooked: bool, names: tuple[str, str] = ("replicate", "shard")
+    ) -> None:
+        self.grid = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        self.group = self.grid["replicate"].get_group()
+        model = sharded(Net(), self.grid["shard"])
+        self.wrap(model, adamw(model), hooked=hooked)
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.AdamW, *, hooked: bool) -> None:
+        """Train ``model`` from now on, with four dense steps. A resumed run must not take another one."""
+        hook = {"model": model} if hooked else {}
+        self.model = model
+        self.optimizer = tritoncomm.wrap(
+            optimizer, process_group=self.group, density=0.2, dense_below=0, warmup_steps=4, **hook
+        )
+
+    def content(self, **fields) -> dict:
+        """Return what is saved and loaded."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "residuals": ResidualState(self.optimizer, **fields)}
+
+    def load(self, path: str, **fields) -> None:
+        """Resume as docs/how-to/fsdp.md shows."""
+        content = self.content(**fields)
+        dcp.load(content, checkpoint_id=path)
+        parts = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
+
+    def pending(self) -> dict[str, torch.Tensor]:
+        """Return the pending update of each whole parameter: the mean of the residuals over the replicas."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        found = {}
+        for vector in self.optimizer._exchange.vectors:
+            for parameter, residual in vector.residuals_by_parameter().items():
+                found[names[parameter]] = _whole(residual.view(parameter.to_local().shape).clone(), parameter)
+        for update in found.values():
+            dist.all_reduce(update, group=self.group)
+        return {name: update / dist.get_world_size(self.group) for name, update in found.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the optimizer's state, whole."""
+        return {
+            f"{name} {entry}": value.full_tensor() if isinstance(value, DTensor) else value
+            for name, parameter in self.model.named_parameters()
+            for entry, value in self.optimizer.state[parameter].items()
+            if entry in ENTRIES
+        }
+
+
+def _whole(shard: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    fields = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **fields).full_tensor()
+
+
+def lists(values: dict[str, torch.Tensor]) -> dict[str, list]:
+    """Return ``values`` without tensors, to send them."""
+    return {name: value.flatten().tolist() for name, value in sorted(values.items())}
+
+
+def save(rank: int, world_size: int, send, folder: str, shape: tuple[int, int]) -> None:
+    """Train, save, and send the pending update and the optimizer's state."""
+    for hooked in (True, False):
+        run = Run(shape, hooked=hooked)
+        train(run.model, run.optimizer, rank, 0, STEPS)
+        dcp.save(run.content(), checkpoint_id=f"{folder}/{hooked}")
+        found = lists(run.pending()), lists(run.state())
+        if rank == 0:
+            send((hooked, *found))
+
+
+def load(rank: int, world_size: int, send, folder: str, shapes: list) -> None:
+    """Load on each mesh, send the same, and train on."""
+    for shape in shapes:
+        for hooked in (True, False):
+            run = Run(shape, hooked=hooked)
+            run.load(f"{folder}/{hooked}", checkpoint_id=f"{folder}/{hooked}")
+            found = lists(run.pending()), lists(run.state())
+            assert run.optimizer.metrics()["steps"] == STEPS
+            train(run.model, run.optimizer, rank, STEPS, STEPS + 3)
+            assert agree(run.group, whole(run.model))
+            delivered = run.optimizer.metrics()["density_delivered"]
+            assert delivered < 0.6 if shape[0] > 1 else delivered == 1
+            assert any(update.any() for update in run.pending().values()) is (shape[0] > 1)  # delivered, if alone
+            if rank == 0:
+                send((hooked, *found))
+
+
+def from_one_replica(rank: int, world_size: int, send, folder: str) -> None:
+    """The state of a single replica is refused with the way out, and loads on this way."""
+    for hooked in (True, False):
+        run = Run((world_size, 1), hooked=hooked)
+        with pytest.raises(ConfigurationError, match=r"single .*before wrap\(\), without ResidualState"):
+            run.content(checkpoint_id=f"{folder}/{hooked}")
+        run.optimizer.release()
+        model = sharded(Net(), run.grid["shard"])
+        optimizer = adamw(model)
+        parts, states = get_state_dict(model, optimizer)
+        content = {"model": parts, "optimizer": states}
+        dcp.load(content, checkpoint_id=f"{folder}/{hooked}")
+        set_state_dict(model, optimizer, model_state_dict=parts, optim_state_dict=states)
+        run.wrap(model, optimizer, hooked=hooked)
+        found = lists(run.pending()), lists(run.state())
+        train(run.model, run.optimizer, rank, STEPS, STEPS + 6)
+        assert agree(run.group, whole(run.model))
+        assert run.optimizer.metrics()["density_delivered"] < 0.6
+        if rank == 0:
+            send((hooked, *found))
+
+
+def refused(rank: int, world_size: int, send, folder: str) -> None:
+    """Without ``checkpoint_id``, all ranks raise an error that names the fix, and nothing changes."""
+    for hooked in (True, False):
+        run = Run((world_size, 1), hooked=hooked)
+        before = whole(run.model)
+        with pytest.raises(CheckpointException, match=r"ResidualState\(optimizer, checkpoint_id="):
+            run.load(f"{folder}/{hooked}")
+        assert whole(run.model) == before
+        assert not any(update.any() for update in run.pending().values())
+
+
+def order_of_dimensions(rank: int, world_size: int, send, folder: str) -> None:
+    """On a mesh whose dimensions have the other order, ranks swap shards. Each gets the residual of its own."""
+    for hooked in (True, False):
+        run = Run((2, 2), hooked=hooked, names=("shard", "replicate"))
+        run.load(f"{folder}/{hooked}", checkpoint_id=f"{folder}/{hooked}")
+        found = lists(run.pending()), lists(run.state())
+        if rank == 0:
+            send((hooked, *found))
+
+
+def save_plain(rank: int, world_size: int, send, folder: str) -> None:
+    """Save the residuals of a model that is not sharded, and send the pending update."""
+    model = tiny_model()
+    optimizer = wrap_plain(model, density=0.1)
+    train_plain(model, optimizer, rank, 0, 4)
+    dcp.save({"residuals": ResidualState(optimizer)}, checkpoint_id=folder)
+    send(_plain_pending(optimizer))
+
+
+def load_plain(rank: int, world_size: int, send, folder: str) -> None:
+    """Load them with another number of ranks, and send the pending update."""
+    optimizer = wrap_plain(tiny_model(), density=0.1)
+    with pytest.raises(CheckpointException, match=r"ResidualState\(optimizer, checkpoint_id="):
+        dcp.load({"residuals": ResidualState(optimizer)}, checkpoint_id=folder)
+    dcp.load({"residuals": ResidualState(optimizer, checkpoint_id=folder)}, checkpoint_id=folder)
+    send(_plain_pending(optimizer))
+
+
+def _plain_pending(optimizer: tritoncomm.SparseOptimizer) -> list[float]:
+    update = optimizer._vector.feedback.residual.clone()
+    dist.all_reduce(update)
+    return (update / dist.get_world_size()).tolist()

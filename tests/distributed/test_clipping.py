@@ -1,0 +1,22 @@
+"""``max_grad_norm`` with ``clip_by="gradient"``, on real gloo processes."""
+
+from __future__ import annotations
+
+import clipping_workers
+from helpers import run_workers, several
+
+
+def test_situations() -> None:
+    """Each situation passes with three ranks."""
+    situations = [
+        clipping_workers.limits_gradients, clipping_workers.limit_above_all_norms,
+        clipping_workers.bad_gradient_is_named, clipping_workers.refused_with_a_hook,
+    ]  # fmt: skip
+    done: list[str] = []
+    run_workers(several, 3, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]
+
+
+def test_one_worker() -> None:
+    """There is no residual, so both ways to clip are torch's."""
+    assert run_workers(clipping_workers.one_worker, 1) == [None]

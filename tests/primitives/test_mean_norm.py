@@ -1,0 +1,40 @@
+"""The estimate of the norm of a mean of vectors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tritoncomm.primitives.mean_norm import WIDTH, Signs, norm_of_mean, sketch
+from tritoncomm.scheduler.simulated import SimulatedScheduler
+
+
+def gradient(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Return a gradient of a linear layer: a sum of four outer products, whose rows are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(rows, 4, generator=generator), torch.randn(4, columns, generator=generator)
+    return (left @ right).flatten()
+
+
+@pytest.mark.parametrize("size", [6_000, 600_000])
+@pytest.mark.parametrize("columns", [1, 3, 128, 509, 512])
+def test_norm_of_alike_rows(columns: int, size: int) -> None:
+    """The estimate is close to the norm, also where rows of a matrix are correlated."""
+    errors = []
+    for seed in range(20):
+        vector = gradient(size // columns, columns, seed)
+        norm = sketch(vector, Signs.of(vector.numel(), "cpu")).norm() / vector.norm()
+        errors.append(float(norm) - 1)
+    spread = torch.tensor(errors).square().mean().sqrt()
+    assert spread < 0.06
+
+
+@pytest.mark.parametrize("numel", [0, 1, 508, 509, 510, 5000])
+def test_mean_over_ranks(numel: int) -> None:
+    """All ranks have the norm of the mean of their vectors, not the mean of the norms."""
+    vectors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    signs = Signs.of(numel, "cpu")
+    norms = SimulatedScheduler(3).run([norm_of_mean(vector, signs, 3) for vector in vectors])
+    assert len({float(norm) for norm in norms}) == 1
+    exact = torch.stack(vectors).mean(0).norm()
+    # A vector that is not longer than the sketch loses nothing.
+    assert float(norms[0]) == pytest.approx(float(exact), rel=1e-5 if numel <= WIDTH else 0.15)
