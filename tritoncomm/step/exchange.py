@@ -383,8 +383,10 @@ class GradientExchange:
         scheduler = last.scheduler
         step = "the step" if scheduler is None else scheduler.last_step
         vectors = [begun.vector for begun in self._begun]
-        named = [pair for vector in vectors for pair in zip(vector.names, vector.parameters, strict=True)]
-        fields = {"last step": step, "frozen parameters": [name for name, p in named if not p.requires_grad]}
+        names = {id(p): name for each in vectors for name, p in zip(each.names, each.parameters, strict=True)}
+        frozen = [(i, p) for i, p in enumerate(self.parameters) if not p.requires_grad]
+        described = [names.get(id(p)) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in frozen]
+        fields = {"last step": step, "frozen parameters": described}
         fields |= setup_checks.option_fields(stepping)
         found = {} if scheduler is None else setup_checks.differences(fields, scheduler.group, last.device)
         return ProtocolMismatchError(setup_checks.rejection(step, found, stepping))
