@@ -373,7 +373,7 @@ class ResidualState:
         return resharded(states[0], replicas, share, self.optimizer.state_dict()["tritoncomm"])
 
 
-# Part of the keys, because torch.distributed.checkpoint names a key that it does not find.
+# Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
 _HINT = "for other ranks, replicas or shards than those of the save: ResidualState(optimizer, checkpoint_id=path)"
 
 

@@ -163,6 +163,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
+        self._optimizer_step.check_complete()
         self._check_no_pending_step("copying")
         if self._hook is not None:
             raise RuntimeError(
@@ -273,9 +274,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             ahead = max(fields["steps"] for fields in gathered)
             if exchange.pending and exchange.steps + 1 == ahead:
                 exchange.commit_pending()
-                self._optimizer_step.step(exchange.take_delivered())
+                delivered = exchange.take_delivered()
+                for optimizer in [self] if hook is None else hook.connected:
+                    optimizer._optimizer_step.step(delivered)  # noqa: SLF001 - of the same class
         self._step_state.reset()
-        exchange.pending = []
+        exchange.pending, exchange.delivered = [], None
         with setup_checks.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group, self._options.small)
@@ -284,7 +287,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.check()
         parameters = exchange.parameters if hook is None else self._hooked.parameters
         setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
-        self._optimizer_step.restart()
+        for optimizer in [self] if hook is None else hook.connected:
+            optimizer._optimizer_step.restart()  # noqa: SLF001 - of the same class
         if hook is None:
             for vector, before in exchange.replace_vectors(recipe, process_group):
                 carry_over.across_groups(vector, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tritoncomm.primitives.mean_norm import WIDTH, Signs, norm_of_mean, sketch
+from tritoncomm.primitives.mean_norm import WIDTH, norm_of_mean, random_signs, sketch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 
 
@@ -22,17 +22,33 @@ def test_norm_of_alike_rows(columns: int, size: int) -> None:
     errors = []
     for seed in range(20):
         vector = gradient(size // columns, columns, seed)
-        norm = sketch(vector, Signs.of(vector.numel(), "cpu")).norm() / vector.norm()
+        norm = sketch(vector, random_signs(vector.numel(), "cpu")).norm() / vector.norm()
         errors.append(float(norm) - 1)
     spread = torch.tensor(errors).square().mean().sqrt()
     assert spread < 0.06
+
+
+@pytest.mark.parametrize("numel", [140_000, 300_000, 3_000_000])
+def test_norm_of_vectors_of_one_sign(numel: int) -> None:
+    """Nor does it matter that all entries are equal, or positive, as gradients behind a ReLU may be."""
+    generator, signs = torch.Generator().manual_seed(0), random_signs(numel, "cpu")
+    rows = torch.rand(numel // 1000, 1, generator=generator) * torch.rand(1, 1000, generator=generator)
+    for vector in (torch.ones(numel), torch.randn(numel, generator=generator).abs(), rows.flatten()):
+        assert float(sketch(vector, signs).norm() / vector.norm()) == pytest.approx(1.0, abs=0.12)  # four deviations
+
+
+def test_norm_of_huge_entries() -> None:
+    """Squares that overflow in fp32 do not make a finite norm infinite."""
+    vector = torch.full((WIDTH,), 1e20)
+    (norm,) = SimulatedScheduler(1).run([norm_of_mean(vector, random_signs(WIDTH, "cpu"), 1)])
+    assert float(norm) == pytest.approx(float(vector.double().norm()))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 508, 509, 510, 5000])
 def test_mean_over_ranks(numel: int) -> None:
     """All ranks have the norm of the mean of their vectors, not the mean of the norms."""
     vectors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    signs = Signs.of(numel, "cpu")
+    signs = random_signs(numel, "cpu")
     norms = SimulatedScheduler(3).run([norm_of_mean(vector, signs, 3) for vector in vectors])
     assert len({float(norm) for norm in norms}) == 1
     exact = torch.stack(vectors).mean(0).norm()

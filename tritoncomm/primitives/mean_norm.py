@@ -8,48 +8,37 @@ Approximating the Frequency Moments" (STOC 1996). The standard deviation of the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 
-WIDTH = 509  # 3 % standard deviation
-# A long vector is added up in pieces of this length first, each with a sign. It is a prime: at the same place of two
-# pieces there are then entries of different columns of a matrix. Those of one column are correlated.
-_PIECE = 65_521
+WIDTH = 509  # 3 % standard deviation. A prime: entries of one column of a matrix then go to different sums
+_CHUNK = WIDTH << 9  # entries of a product that stay in the second-level cache
+_GPU_CHUNK = WIDTH << 15  # few launches, and a product of 67 MB
 _PHASE = "gradient norm"
 
 
-class Signs(NamedTuple):
-    """The signs of the pieces of a vector, and of the entries of a piece, fp32. They are the same in every step."""
-
-    pieces: torch.Tensor
-    entries: torch.Tensor
-
-    @classmethod
-    def of(cls, numel: int, device: torch.device | str) -> Signs:
-        """Return the signs for vectors of ``numel`` entries."""
-        generator = torch.Generator().manual_seed(WIDTH)
-        entries, pieces = (
-            torch.randint(0, 2, (count,), generator=generator, dtype=torch.float32).mul_(2).sub_(1).to(device)
-            for count in (_PIECE, -(-numel // _PIECE))
-        )
-        return cls(pieces, entries)
+def random_signs(numel: int, device: torch.device | str) -> torch.Tensor:
+    """Return a sign for each entry of a vector, int8 ``[numel]``, 1 or -1. They are the same on all ranks."""
+    generator = torch.Generator().manual_seed(WIDTH)
+    return torch.randint(0, 2, (numel,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(device)
 
 
-def sketch(vector: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the sketch of ``vector`` (fp32 ``[numel]``), fp32 ``[WIDTH]``. It reads ``vector`` once."""
-    pieces, rest = divmod(vector.numel(), _PIECE)
-    piece = torch.mv(vector[: pieces * _PIECE].view(pieces, _PIECE).t(), signs.pieces[:pieces])
-    if rest:
-        piece[:rest] += signs.pieces[pieces] * vector[pieces * _PIECE :]
-    piece *= signs.entries
-    return torch.nn.functional.pad(piece, (0, -_PIECE % WIDTH)).view(-1, WIDTH).sum(0)
+def sketch(vector: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Return the sketch of ``vector`` (fp32 ``[numel]``), fp32 ``[WIDTH]``. It reads both arguments once."""
+    sums = vector.new_zeros(WIDTH)
+    chunk = _CHUNK if vector.device.type == "cpu" else _GPU_CHUNK
+    buffer = vector.new_empty(min(chunk, vector.numel()))
+    for part, own in zip(torch.split(vector, chunk), torch.split(signs, chunk), strict=True):
+        signed = buffer[: part.numel()].copy_(own).mul_(part)
+        whole = signed.numel() // WIDTH * WIDTH
+        sums += signed[:whole].view(-1, WIDTH).sum(0)
+        sums[: signed.numel() - whole] += signed[whole:]
+    return sums
 
 
-def norm_of_mean(vector: torch.Tensor, signs: Signs, world_size: int) -> Pattern[torch.Tensor]:
-    """Return an estimate of the norm of the mean of ``vector`` over the ranks, fp32 ``[]``, the same on all ranks."""
+def norm_of_mean(vector: torch.Tensor, signs: torch.Tensor, world_size: int) -> Pattern[torch.Tensor]:
+    """Return an estimate of the norm of the mean of ``vector`` over the ranks, fp64 ``[]``, the same on all ranks."""
     total = yield AllReduce(_PHASE, sketch(vector, signs))
-    norm: torch.Tensor = total.norm()
+    norm: torch.Tensor = total.double().norm()  # squares may overflow in fp32
     return norm / world_size

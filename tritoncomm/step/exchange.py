@@ -364,10 +364,15 @@ class GradientExchange:
         """Return after all ranks have called this for the same step, and none has rejected it."""
         if self.verdict is not None:
             schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
-            any_rank = _any(self._rejected is not None, take_suspects(schedulers), self.verdict.device)
-            rejected, suspicious = self.verdict.run(any_rank)
+            stepping = self.stepping()
+            commit = _commit(self._rejected is not None, stepping, take_suspects(schedulers), self.verdict)
+            rejected, suspicious, alike = self.verdict.run(commit)
             if suspicious:
                 raise self.verdict.suspicion()
+            if not alike:
+                fields = setup_checks.update_fields(stepping)  # options may differ between shards
+                group, device = self.verdict.group, self.verdict.device
+                raise setup_checks.rejection(self.verdict.last_step, fields, stepping, group, device)
             if rejected:
                 raise self._reject()
         elif self._begun:
@@ -375,21 +380,20 @@ class GradientExchange:
             *others, last = [step.vector for step in self._begun]
             stepping = self.stepping()
             alike = last.confirm(trained + "".join(map(setup_checks.options_and_updates, stepping)), others)
-            if not alike or any(isinstance(one.updates, str) for one in stepping):
+            if not alike or any(one.is_stopped for one in stepping):
                 raise self._differs(last, stepping)
 
     def _differs(self, last: VectorExchange, stepping: Sequence[setup_checks.Stepping]) -> ProtocolMismatchError:
         """Return the error that names what differs between the ranks. All ranks call this together."""
-        scheduler = last.scheduler
+        scheduler, group = last.scheduler, self.options.group
         step = "the step" if scheduler is None else scheduler.last_step
         vectors = [begun.vector for begun in self._begun]
         names = {id(p): name for each in vectors for name, p in zip(each.names, each.parameters, strict=True)}
         frozen = [(i, p) for i, p in enumerate(self.parameters) if not p.requires_grad]
         described = [names.get(id(p)) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in frozen]
         fields = {"last step": step, "frozen parameters": described}
-        fields |= setup_checks.option_fields(stepping)
-        found = {} if scheduler is None else setup_checks.differences(fields, scheduler.group, last.device)
-        return ProtocolMismatchError(setup_checks.rejection(step, found, stepping))
+        fields |= setup_checks.update_fields(stepping) | setup_checks.option_fields(stepping)
+        return setup_checks.rejection(step, fields, stepping, group, last.device)
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.
@@ -533,10 +537,20 @@ def _check_range(
         )
 
 
-def _any(flag: bool, suspects: list[torch.Tensor], device: torch.device) -> Pattern[tuple[bool, bool]]:
-    """Return whether ``flag`` is set on any rank, and whether any rank has counted ``suspects`` (int64 ``[1]``)."""
-    flags = torch.full((1,), int(flag), dtype=torch.int64, device=device)
-    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
-        flags = torch.cat([flags, *(suspects or [flags.new_zeros(1)])])
-    total, *suspicious = (yield AllReduce("commit", flags)).tolist()
-    return bool(total), any(suspicious)
+def _commit(
+    rejected: bool,
+    stepping: Sequence[setup_checks.Stepping],
+    suspects: list[torch.Tensor],
+    verdict: ProcessGroupScheduler,
+) -> Pattern[tuple[bool, bool, bool]]:
+    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
+
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
+    """
+    updates = max((one.updates for one in stepping), default=0)
+    own = [int(rejected), int(any(one.is_stopped for one in stepping)), updates]
+    words = torch.tensor(own, dtype=torch.int64, device=verdict.device)
+    if verdict.device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
+        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
+    any_rejected, stopped, total, *suspicious = (yield AllReduce("commit", words)).tolist()
+    return bool(any_rejected), any(suspicious), not stopped and total == updates * verdict.world_size

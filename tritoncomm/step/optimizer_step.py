@@ -140,7 +140,8 @@ class OptimizerStep:
         if self.is_stopped:
             raise RuntimeError(
                 f"an error or a signal stopped update {self.updates + 1} in the middle: parameters may be partly "
-                "updated, and differ between ranks. On all ranks, load the model and the optimizer from a checkpoint"
+                "updated, and differ between ranks. On all ranks, load the model and the optimizer from a checkpoint; "
+                "with torch.distributed.checkpoint, start the program again"
             )
 
     def restart(self) -> None:
@@ -149,7 +150,7 @@ class OptimizerStep:
 
     def stepping(self) -> list[Stepping]:
         """Return the optimizer, as :attr:`GradientExchange.stepping` needs it."""
-        return [Stepping(self.optimizer, f"stopped in update {self.updates + 1}" if self.is_stopped else self.updates)]
+        return [Stepping(self.optimizer, self.updates, self.is_stopped)]
 
     def step(
         self,
@@ -248,7 +249,8 @@ class OptimizerStep:
         before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
         before = [hook for hook in before if hook is not _refuse]
         _run(before, self.optimizer)
-        self.is_stopped = counts  # until the update is complete
+        if counts:
+            self.is_stopped = True  # until the update is complete
         if started is not None:
             started()
         key = hooks_key(self.optimizer)
@@ -262,7 +264,8 @@ class OptimizerStep:
                 aware(self._aware, not before)
         finally:
             _stepping.discard(key)
-        self.updates, self.is_stopped = self.updates + counts, False
+        if counts:
+            self.updates, self.is_stopped = self.updates + 1, False
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:

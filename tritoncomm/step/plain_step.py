@@ -80,7 +80,6 @@ class PlainStep:
             untouched: Whether nobody has seen ``.grad`` since the exchange.
         """
         step_state = self._step_state
-        self._optimizer_step.check_complete()
         if scaled and not untouched and step_state.attempted is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
         self._check_unchanged(exchange)
@@ -119,6 +118,8 @@ class PlainStep:
             )
         except BaseException:
             step_state.versions = [_version(gradient) for gradient in _gradients(exchange)]
+            if self._optimizer_step.is_stopped:
+                step_state.reset()  # the next step is an exchange, in which the other ranks learn it
             raise
 
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError, ProtocolMismatchError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
@@ -28,12 +28,14 @@ from tritoncomm.version import __version__
 logger = logging.getLogger("tritoncomm")
 
 UPDATES = "completed updates"  # a field of option_fields()
+_LONG = 8  # entries of a list that are not all written into a message
 _ERROR = "error"  # key of the error that a rank reports to the others
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
     "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
     "optimizer state": "load the same state on all ranks",
-    UPDATES: "a step was stopped between the exchange and the end of the update: load a checkpoint on all ranks",
+    UPDATES: "an error or a signal has stopped a step between its exchange and the end of its update, so parameters "
+    "may differ; load a checkpoint on all ranks",
 }
 
 
@@ -261,10 +263,11 @@ def check_clip_by(clip_by: str, parameters: Iterable[torch.Tensor], *, hooked: b
 
 
 class Stepping(NamedTuple):
-    """An optimizer that steps by the means of an exchange, and the number of its updates, or where one has stopped."""
+    """An optimizer that steps by the means of an exchange, its completed updates, and whether the last one stopped."""
 
     optimizer: torch.optim.Optimizer
-    updates: int | str
+    updates: int
+    is_stopped: bool
 
 
 def options_and_updates(stepping: Stepping) -> str:
@@ -275,37 +278,55 @@ def options_and_updates(stepping: Stepping) -> str:
     """
     names = sorted(set(getattr(stepping.optimizer, "defaults", ())))
     options = [[_numbers(group.get(name)) for name in names] for group in stepping.optimizer.param_groups]
-    return repr((options, stepping.updates))
+    return repr((options, stepping.updates, stepping.is_stopped))
+
+
+def update_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
+    """Return the completed updates of the optimizers, by name."""
+    return {
+        UPDATES + _of(number, stepping): f"{one.updates}, and one that stopped" if one.is_stopped else one.updates
+        for number, one in enumerate(stepping)
+    }
 
 
 def option_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
-    """Return what :func:`options_and_updates` compares, by name."""
+    """Return the options that :func:`options_and_updates` compares, by name."""
     fields: dict[str, Any] = {}
-    for number, (optimizer, updates) in enumerate(stepping):
-        of_optimizer = f" of optimizer {number}" if len(stepping) > 1 else ""
-        fields[UPDATES + of_optimizer] = updates
+    for number, (optimizer, *_) in enumerate(stepping):
         for position, group in enumerate(optimizer.param_groups):
             for name in getattr(optimizer, "defaults", ()):
                 value = _numbers(group.get(name))
-                fields[f"{name} of parameter group {position}{of_optimizer}"] = (
-                    tuple(value) if isinstance(value, list) else value
-                )
+                text = f"{name} of parameter group {position}{_of(number, stepping)}"
+                fields[text] = tuple(value) if isinstance(value, list) else value
     return fields
 
 
-def rejection(step: str, found: Mapping[str, str], stepping: Sequence[Stepping]) -> str:
-    """Return the message of an error about ``step``, which was rejected for the differences ``found`` between ranks."""
-    if any(name.startswith(UPDATES) for name in found) or any(isinstance(one.updates, str) for one in stepping):
-        own = "; ".join(str(one.updates) for one in stepping)
-        reason = "; ".join(found.values()) or f"on all ranks, the update {own}"
-        return f"{step} was rejected, and nothing has changed. {reason}. {_ADVICE[UPDATES]}"
+def _of(number: int, stepping: Sequence[Stepping]) -> str:
+    return f" of optimizer {number}" if len(stepping) > 1 else ""
+
+
+def rejection(
+    step: str,
+    fields: Mapping[str, Any],
+    stepping: Sequence[Stepping],
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> ProtocolMismatchError:
+    """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
+
+    It names those of ``fields`` that differ between ranks.
+    """
+    found = differences(fields, group, device) if is_distributed() else {}
+    differ = f"ranks differ: {'; '.join(found.values())}"
+    if any(one.is_stopped for one in stepping) or any(name.startswith(UPDATES) for name in found):
+        reason = differ if found else "an update has stopped on all ranks"
+        return ProtocolMismatchError(f"{step} was rejected, because {reason}: {_ADVICE[UPDATES]}")
     if found:
-        return (
-            f"{step} was rejected, and nothing has changed, because ranks differ: {'; '.join(found.values())}. Use the "
-            "same options and freeze the same parameters on all ranks; a schedule that follows a loss needs its mean "
-            "over ranks. Then repeat the step"
+        return ProtocolMismatchError(
+            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
+            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
         )
-    return (
+    return ProtocolMismatchError(
         f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
         "ranks"
     )
@@ -460,6 +481,8 @@ def _difference(name: str, values: Sequence[Any]) -> str:
         return ""
     if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
         return _list_difference(name, values)
+    if any(isinstance(v, list) and len(v) > _LONG for v in values):
+        values = [f"{len(v)} entries" if isinstance(v, list) else v for v in values]
     sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
     return f"{name}: " + ", ".join(sides)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
-from tritoncomm.primitives.mean_norm import Signs, norm_of_mean
+from tritoncomm.primitives.mean_norm import norm_of_mean, random_signs
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
@@ -124,7 +124,7 @@ class VectorExchange:
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
-        self._signs: Signs | None = None
+        self._signs: torch.Tensor | None = None
         self.gradient_norm: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
@@ -201,10 +201,10 @@ class VectorExchange:
     def _clipped(self, limit: float, pattern: Pattern[SparseVector]) -> Pattern[SparseVector]:
         """Run ``pattern`` after scaling :attr:`flat`, so that the norm of its mean is at most ``limit``."""
         if self._signs is None:
-            self._signs = Signs.of(self.flat.numel(), self.flat.device)
+            self._signs = random_signs(self.flat.numel(), self.flat.device)
         self.gradient_norm = norm = yield from norm_of_mean(self.flat, self._signs, self.world_size)
         # A NaN or Inf stays where it is, so that the error names its rank and parameter.
-        self.flat.mul_(torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0))
+        self.flat.mul_(torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float())
         return (yield from pattern)
 
     def confirm(self, state: str, others: Sequence[VectorExchange]) -> bool:
