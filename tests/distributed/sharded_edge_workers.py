@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 
+import pytest
 import torch
 import tritoncomm
 from door_edge_workers import groups_of_torch
@@ -12,6 +14,7 @@ from fsdp_workers import Net, loss_of, mesh, sharded
 from sharded_door_workers import SETTINGS, adamw, whole
 from torch import nn
 from torch.amp import GradScaler
+from tritoncomm import ProtocolMismatchError
 
 
 def groups_are_used_again(rank: int, world_size: int, send) -> None:
@@ -126,3 +129,43 @@ def scaled_micro_batches(rank: int, world_size: int, send) -> None:
             scaler.update()
         finals.append(whole(model))
     assert finals[0] == finals[1] == finals[2]
+
+
+class Failing(torch.optim.SGD):
+    """SGD whose update fails once, if ``fails`` is set."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        if self.fails:
+            self.fails = False
+            raise MemoryError
+        super().step(closure)
+
+
+def stopped_update(rank: int, world_size: int, send) -> None:
+    """An update that stops on one rank is an error on the ranks of all shards in the next step, also with a hook."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    for hooked in (False, True):
+        model = sharded(Net(), grid["shard"])
+        base = Failing(model.parameters(), lr=0.01)
+        given = {"model": model} if hooked else {}
+        optimizer = tritoncomm.wrap(base, process_group=replicas, **given, **SETTINGS)
+
+        def step(number: int, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+
+        for number in range(3):
+            step(number)
+        base.fails = rank == 1
+        with pytest.raises(MemoryError) if rank == 1 else nullcontext():
+            step(3)
+        before = whole(model)
+        for _ in range(2):
+            with pytest.raises(ProtocolMismatchError, match=r"rank 1 has '3, and one that stopped'.*load a checkpoint"):
+                step(4)
+        assert whole(model) == before

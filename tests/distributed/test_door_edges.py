@@ -42,7 +42,7 @@ def test_ddp(situations: list) -> None:
     "situations",
     [
         [sharded_edge_workers.groups_are_used_again],
-        [sharded_edge_workers.discarded_micro_batches],
+        [sharded_edge_workers.discarded_micro_batches, sharded_edge_workers.stopped_update],
         [sharded_edge_workers.saved_micro_batches, sharded_edge_workers.scaled_micro_batches],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
