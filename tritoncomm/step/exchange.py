@@ -35,6 +35,9 @@ from tritoncomm_kernels import Padded
 
 logger = logging.getLogger("tritoncomm")
 
+# Above the number of ranks, and how many updates are told apart where all ranks confirm a step of shards.
+_RANKS, _UPDATES = 1 << 16, 1 << 10
+
 
 @dataclass(frozen=True)
 class Delivered:
@@ -547,10 +550,15 @@ def _commit(
 
     ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
     """
-    updates = max((one.updates for one in stepping), default=0)
-    own = [int(rejected), int(any(one.is_stopped for one in stepping)), updates]
-    words = torch.tensor(own, dtype=torch.int64, device=verdict.device)
+    updates = max((one.updates for one in stepping), default=0) % _UPDATES
+    stopped = any(one.is_stopped for one in stepping)
+    # One word that a kernel fills, because the host would wait for a GPU to copy several. Sums over ranks do not mix.
+    own = int(rejected) + stopped * _RANKS + updates * _RANKS**2
+    words = torch.full((1,), own, dtype=torch.int64, device=verdict.device)
     if verdict.device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
         words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
-    any_rejected, stopped, total, *suspicious = (yield AllReduce("commit", words)).tolist()
-    return bool(any_rejected), any(suspicious), not stopped and total == updates * verdict.world_size
+    total, *suspicious = (yield AllReduce("commit", words)).tolist()
+    of_updates, flags = divmod(total, _RANKS**2)
+    any_stopped, any_rejected = divmod(flags, _RANKS)
+    alike = not any_stopped and of_updates == updates * verdict.world_size
+    return bool(any_rejected), any(suspicious), alike
