@@ -17,8 +17,9 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
+from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
+from tritoncomm.step.exchange import GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.hooked_step import HookedStep
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update

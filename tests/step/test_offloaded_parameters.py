@@ -17,7 +17,8 @@ from tritoncomm import fsdp
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import BucketLayout
-from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.delivered import Delivered
+from tritoncomm.step.exchange import GradientExchange
 
 SHARD = torch.device("meta")
 

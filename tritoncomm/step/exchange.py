@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,45 +26,15 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import setup_checks
-from tritoncomm.step.bucket import BucketLayout, Entries, FlatDelivery, fits_half
+from tritoncomm.step.delivered import Delivered, added, check_range
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
-from tritoncomm_kernels import Padded
 
 logger = logging.getLogger("tritoncomm")
 
 # Above the number of ranks, and how many updates are told apart where all ranks confirm a step of shards.
 _RANKS, _UPDATES = 1 << 16, 1 << 10
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """The mean of one flat vector, and the position of each parameter in this vector."""
-
-    mean: SparseVector
-    layout: BucketLayout
-
-    @cached_property
-    def entries(self) -> list[Entries]:
-        """The delivered entries of each parameter, in the order of ``layout``, on the device of the parameters.
-
-        The host waits for the number of entries of a mean with padding.
-        """
-        mean, device = self.mean.trimmed(), self.layout.device
-        if mean.values.device != device:  # of parameters that FSDP has offloaded
-            mean = SparseVector(mean.indices.to(device), mean.values.to(device), mean.numel)
-        return self.layout.split(mean)
-
-    @property
-    def is_flat(self) -> bool:
-        """True if the mean has padding, and is on the device of the parameters. See :meth:`flat`."""
-        return self.mean.is_padded and self.mean.values.device == self.layout.device
-
-    def flat(self, *, read_gradients: bool) -> FlatDelivery:
-        """Return a mean with padding as one list, for a step that need not know the entries of each parameter."""
-        entries = Padded(self.mean.indices, self.mean.values)
-        return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
 
 class _Begun(NamedTuple):
@@ -289,7 +258,7 @@ class GradientExchange:
             finally:
                 self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
             self._begun[first] = self._begun[first]._replace(span=span.end())
-            _check_range([(vector.layout, means[vector]) for vector in vectors], scale, dtypes)
+            check_range([(vector.layout, means[vector]) for vector in vectors], scale, dtypes)
             for vector in vectors if into_flat else ():
                 vector.write(means[vector])
         except NonFiniteError as error:
@@ -361,7 +330,7 @@ class GradientExchange:
         self._begun = []
 
     def _deliver(self, means: list[Delivered]) -> None:
-        self.delivered = means if self.delivered is None else _added(self.delivered, means)
+        self.delivered = means if self.delivered is None else added(self.delivered, means)
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
@@ -508,36 +477,6 @@ def _norm(values: torch.Tensor) -> float:
 def _noting(vector: VectorExchange, means: dict[VectorExchange, SparseVector], *, dense: bool) -> Running[None]:
     """Exchange ``vector``, and add its mean to ``means``."""
     means[vector] = yield from vector.beginning(dense=dense)
-
-
-def _added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
-    """Return the sums of the means of the same vectors. Their entries are those of either."""
-    held = {id(earlier.layout): earlier for earlier in before}
-    for new in means:
-        earlier = held.get(id(new.layout))
-        held[id(new.layout)] = new if earlier is None else Delivered(earlier.mean.plus(new.mean), new.layout)
-    return list(held.values())
-
-
-def _check_range(
-    delivered: Sequence[tuple[BucketLayout, SparseVector]], scale: float, dtypes: Sequence[torch.dtype]
-) -> None:
-    """Raise :class:`~tritoncomm.NonFiniteError` if ``scale`` times a mean overflows in its dtype of ``dtypes``.
-
-    Without ``dtypes``, in the dtype of each parameter. All ranks have the same means, so all of them raise or none. The
-    host waits for a GPU at most once.
-    """
-    if dtypes:
-        half = [mean.values for (_, mean), dtype in zip(delivered, dtypes, strict=True) if dtype == torch.float16]
-        flags = [~fits_half(values if scale == 1.0 else values * scale).all() for values in half]
-    else:
-        flags = [flag for layout, mean in delivered if (flag := layout.overflow(mean)) is not None]
-    if flags and bool(torch.stack(flags).any()):  # the mean includes residuals: it may exceed every gradient
-        raise NonFiniteError(
-            "the mean of gradients plus residuals overflows in torch.float16. Residuals are unchanged, so this may "
-            "recur in every step: use bfloat16, or a GradScaler if gradients are still scaled; or discard the "
-            "residuals with optimizer.load_state_dict(optimizer.state_dict(), residuals='reset')"
-        )
 
 
 def _commit(

@@ -20,7 +20,8 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import add_pairs, copy_pairs
-from tritoncomm.step.exchange import Delivered, GradientExchange, verdict_of_all
+from tritoncomm.step.delivered import Delivered
+from tritoncomm.step.exchange import GradientExchange, verdict_of_all
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (

@@ -18,7 +18,8 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import carry_over, checkpoint_format, setup_checks
 from tritoncomm.step.aware import is_linear
-from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.delivered import Delivered
+from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
 from tritoncomm.step.options import is_dense, one_of, with_density
 from tritoncomm.step.vector_exchange import VectorExchange

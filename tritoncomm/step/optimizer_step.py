@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
-from tritoncomm.step.exchange import Delivered
+from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.setup_checks import Stepping
 from tritoncomm.step.shards import local

@@ -9,7 +9,8 @@ import torch
 
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.exchange import Delivered, GradientExchange
+from tritoncomm.step.delivered import Delivered
+from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState
 from tritoncomm.step.shards import local
 from tritoncomm.step.vector_exchange import VectorExchange
