@@ -56,6 +56,21 @@ def shared_out(accepted: dict[Place, dict[str, Recipe]]) -> dict[Place, dict[str
     }
 
 
+class FailingSGD(torch.optim.SGD):
+    """SGD whose update fails once, after it has changed a parameter, if ``fails`` is set."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Take a step, or fail."""
+        if self.fails:
+            self.fails = False
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise MemoryError
+        super().step(closure)
+
+
 def total(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks."""
     y = x.clone()

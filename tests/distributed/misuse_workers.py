@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tritoncomm
 from ddp_workers import ddp, net
 from door_workers import log_lines
-from helpers import flat, loss_of, residual, same_everywhere, tiny_model
+from helpers import FailingSGD, flat, loss_of, residual, same_everywhere, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR
@@ -174,25 +174,11 @@ def other_schedule(rank: int, world_size: int, send) -> None:
         hooked(torch.ones(1, 6)).sum().backward()
 
 
-class Failing(torch.optim.SGD):
-    """SGD whose update fails once, after it has changed a parameter, if ``fails`` is set."""
-
-    fails = False
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        if self.fails:
-            self.fails = False
-            self.param_groups[0]["params"][0].add_(1.0)
-            raise MemoryError
-        super().step(closure)
-
-
 def failing_update(rank: int, world_size: int, send) -> None:
     """An update that stops in the middle is noticed on all ranks, and in checkpoints, until a state is loaded."""
     for door, fails in product(("wrap", "ddp"), ((1,), (0, 1))):
         model = net() if door == "wrap" else ddp(net())
-        base = Failing(model.parameters(), lr=0.1)
+        base = FailingSGD(model.parameters(), lr=0.1)
         optimizer = sparse(base, **({} if door == "wrap" else {"model": model}))
         train(model, optimizer, rank, range(3))
         saved = {"model": deepcopy(model.state_dict()), "optimizer": deepcopy(optimizer.state_dict())}

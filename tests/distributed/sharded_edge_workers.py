@@ -11,6 +11,7 @@ import torch
 import tritoncomm
 from door_edge_workers import groups_of_torch
 from fsdp_workers import Net, loss_of, mesh, sharded
+from helpers import FailingSGD
 from sharded_door_workers import SETTINGS, adamw, whole
 from torch import nn
 from torch.amp import GradScaler
@@ -131,26 +132,13 @@ def scaled_micro_batches(rank: int, world_size: int, send) -> None:
     assert finals[0] == finals[1] == finals[2]
 
 
-class Failing(torch.optim.SGD):
-    """SGD whose update fails once, if ``fails`` is set."""
-
-    fails = False
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        if self.fails:
-            self.fails = False
-            raise MemoryError
-        super().step(closure)
-
-
 def stopped_update(rank: int, world_size: int, send) -> None:
     """An update that stops on one rank is an error on the ranks of all shards in the next step, also with a hook."""
     grid = mesh()
     replicas = grid["replicate"].get_group()
     for hooked in (False, True):
         model = sharded(Net(), grid["shard"])
-        base = Failing(model.parameters(), lr=0.01)
+        base = FailingSGD(model.parameters(), lr=0.01)
         given = {"model": model} if hooked else {}
         optimizer = tritoncomm.wrap(base, process_group=replicas, **given, **SETTINGS)
 

@@ -25,7 +25,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
-from tritoncomm.step import setup_checks
+from tritoncomm.step import setup_checks, step_checks
 from tritoncomm.step.delivered import Delivered, added, check_range
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
@@ -92,7 +92,7 @@ class GradientExchange:
         self.rejected = False
         self.total = Meter()
         self.verdict = verdict
-        self.stepping: Callable[[], list[setup_checks.Stepping]] = list
+        self.stepping: Callable[[], list[step_checks.Stepping]] = list
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -342,30 +342,28 @@ class GradientExchange:
             if suspicious:
                 raise self.verdict.suspicion()
             if not alike:
-                fields = setup_checks.update_fields(stepping)  # options may differ between shards
+                fields = step_checks.update_fields(stepping)  # options may differ between shards
                 group, device = self.verdict.group, self.verdict.device
-                raise setup_checks.rejection(self.verdict.last_step, fields, stepping, group, device)
+                raise step_checks.rejection(self.verdict.last_step, fields, stepping, group, device)
             if rejected:
                 raise self._reject()
         elif self._begun:
             trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
             *others, last = [step.vector for step in self._begun]
             stepping = self.stepping()
-            alike = last.confirm(trained + "".join(map(setup_checks.options_and_updates, stepping)), others)
+            alike = last.confirm(trained + "".join(map(step_checks.options_and_updates, stepping)), others)
             if not alike or any(one.is_stopped for one in stepping):
                 raise self._differs(last, stepping)
 
-    def _differs(self, last: VectorExchange, stepping: Sequence[setup_checks.Stepping]) -> ProtocolMismatchError:
+    def _differs(self, last: VectorExchange, stepping: Sequence[step_checks.Stepping]) -> ProtocolMismatchError:
         """Return the error that names what differs between the ranks. All ranks call this together."""
         scheduler, group = last.scheduler, self.options.group
         step = "the step" if scheduler is None else scheduler.last_step
         vectors = [begun.vector for begun in self._begun]
-        names = {id(p): name for each in vectors for name, p in zip(each.names, each.parameters, strict=True)}
-        frozen = [(i, p) for i, p in enumerate(self.parameters) if not p.requires_grad]
-        described = [names.get(id(p)) or f"parameter {i} of shape {tuple(p.shape)}" for i, p in frozen]
-        fields = {"last step": step, "frozen parameters": described}
-        fields |= setup_checks.update_fields(stepping) | setup_checks.option_fields(stepping)
-        return setup_checks.rejection(step, fields, stepping, group, last.device)
+        frozen = [vector.name_of(p) for vector in vectors for p in vector.parameters if not p.requires_grad]
+        fields: dict[str, object] = {"last step": step, "frozen parameters": frozen}
+        fields |= step_checks.update_fields(stepping) | step_checks.option_fields(stepping)
+        return step_checks.rejection(step, fields, stepping, group, last.device)
 
     def reset(self, *, keep_delivered: bool = False) -> None:
         """Prepare for a new step. Roll back a step that was not finished.
@@ -481,7 +479,7 @@ def _noting(vector: VectorExchange, means: dict[VectorExchange, SparseVector], *
 
 def _commit(
     rejected: bool,
-    stepping: Sequence[setup_checks.Stepping],
+    stepping: Sequence[step_checks.Stepping],
     suspects: list[torch.Tensor],
     verdict: ProcessGroupScheduler,
 ) -> Pattern[tuple[bool, bool, bool]]:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step import carry_over, checkpoint_format, setup_checks
+from tritoncomm.step import carry_over, checkpoint_format, setup_checks, step_checks
 from tritoncomm.step.aware import is_linear
 from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.exchange import GradientExchange
@@ -179,13 +179,13 @@ class HookState(ABC):
         self.optimizers.append(weakref.ref(optimizer))
         reference = weakref.WeakMethod(self._stepping)  # no circle: the group is free when this is deleted
 
-        def stepping() -> list[setup_checks.Stepping]:
+        def stepping() -> list[step_checks.Stepping]:
             current = reference()
             return [] if current is None else current()
 
         self.exchange.stepping = stepping
 
-    def _stepping(self) -> list[setup_checks.Stepping]:
+    def _stepping(self) -> list[step_checks.Stepping]:
         """Return the optimizers that have used the last delivery.
 
         One that the user has deleted may be alive on some ranks.

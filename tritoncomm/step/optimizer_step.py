@@ -18,8 +18,8 @@ from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
-from tritoncomm.step.setup_checks import Stepping
 from tritoncomm.step.shards import local
+from tritoncomm.step.step_checks import Stepping
 from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
 
 

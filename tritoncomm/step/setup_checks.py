@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError, ProtocolMismatchError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
@@ -27,15 +27,18 @@ from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
 
-UPDATES = "completed updates"  # a field of option_fields()
+UPDATES = "completed updates"  # a field that ranks compare
+UPDATES_ADVICE = (
+    "an error or a signal has stopped a step between its exchange and the end of its update, so parameters may differ; "
+    "load a checkpoint on all ranks"
+)
 _LONG = 8  # entries of a list that are not all written into a message
 _ERROR = "error"  # key of the error that a rank reports to the others
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
     "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
     "optimizer state": "load the same state on all ranks",
-    UPDATES: "an error or a signal has stopped a step between its exchange and the end of its update, so parameters "
-    "may differ; load a checkpoint on all ranks",
+    UPDATES: UPDATES_ADVICE,
 }
 
 
@@ -260,84 +263,6 @@ def check_clip_by(clip_by: str, parameters: Iterable[torch.Tensor], *, hooked: b
             "clip_by='gradient' needs the whole gradient before the exchange, and the hook of a model or a DTensor has "
             "parts of it: wrap the optimizer of a plain module, or leave clip_by out"
         )
-
-
-class Stepping(NamedTuple):
-    """An optimizer that steps by the means of an exchange, its completed updates, and whether the last one stopped."""
-
-    optimizer: torch.optim.Optimizer
-    updates: int
-    is_stopped: bool
-
-
-def options_and_updates(stepping: Stepping) -> str:
-    """Return what must be equal on all ranks as a text: updates, and numbers among options, such as learning rates.
-
-    Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The host
-    waits for no GPU: the value of an option that is a tensor on a GPU is left out.
-    """
-    names = sorted(set(getattr(stepping.optimizer, "defaults", ())))
-    options = [[_numbers(group.get(name)) for name in names] for group in stepping.optimizer.param_groups]
-    return repr((options, stepping.updates, stepping.is_stopped))
-
-
-def update_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
-    """Return the completed updates of the optimizers, by name."""
-    return {
-        UPDATES + _of(number, stepping): f"{one.updates}, and one that stopped" if one.is_stopped else one.updates
-        for number, one in enumerate(stepping)
-    }
-
-
-def option_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
-    """Return the options that :func:`options_and_updates` compares, by name."""
-    fields: dict[str, Any] = {}
-    for number, (optimizer, *_) in enumerate(stepping):
-        for position, group in enumerate(optimizer.param_groups):
-            for name in getattr(optimizer, "defaults", ()):
-                value = _numbers(group.get(name))
-                text = f"{name} of parameter group {position}{_of(number, stepping)}"
-                fields[text] = tuple(value) if isinstance(value, list) else value
-    return fields
-
-
-def _of(number: int, stepping: Sequence[Stepping]) -> str:
-    return f" of optimizer {number}" if len(stepping) > 1 else ""
-
-
-def rejection(
-    step: str,
-    fields: Mapping[str, Any],
-    stepping: Sequence[Stepping],
-    group: dist.ProcessGroup | None,
-    device: torch.device | None,
-) -> ProtocolMismatchError:
-    """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
-
-    It names those of ``fields`` that differ between ranks.
-    """
-    found = differences(fields, group, device) if is_distributed() else {}
-    differ = f"ranks differ: {'; '.join(found.values())}"
-    if any(one.is_stopped for one in stepping) or any(name.startswith(UPDATES) for name in found):
-        reason = differ if found else "an update has stopped on all ranks"
-        return ProtocolMismatchError(f"{step} was rejected, because {reason}: {_ADVICE[UPDATES]}")
-    if found:
-        return ProtocolMismatchError(
-            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
-            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
-        )
-    return ProtocolMismatchError(
-        f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
-        "ranks"
-    )
-
-
-def _numbers(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, Real):
-        return float(value)
-    return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:

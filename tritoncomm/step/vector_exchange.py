@@ -270,10 +270,11 @@ class VectorExchange:
         if not has_non_finite(self.flat):
             return {}
         parts = zip(self.layout.parameters, self.layout.parts(self.flat), strict=True)
-        counts = {self._name(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
+        counts = {self.name_of(parameter): int((~part.isfinite()).sum()) for parameter, part in parts}
         return {name: count for name, count in counts.items() if count}
 
-    def _name(self, parameter: torch.Tensor) -> str:
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of ``parameter`` for messages, or its number and shape if it has none."""
         number = next(i for i, other in enumerate(self.parameters) if other is parameter)
         return self._by_id[id(parameter)] or f"parameter {number} of shape {tuple(parameter.shape)}"
 
