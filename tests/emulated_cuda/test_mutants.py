@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tritoncomm import OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllGather, AllReduce
 from tritoncomm.step.error_feedback import ErrorFeedback
@@ -45,7 +46,7 @@ def test_without_a_mutant_nothing_is_found(recipe: OkTopk) -> None:
 
 def test_read_before_the_wait_is_found(recipe: OkTopk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler that does not wait for its operations reads memory that NCCL writes."""
-    monkeypatch.setattr(ProcessGroupScheduler, "_wait_for", lambda self, work: None)
+    monkeypatch.setattr(Messages, "wait_for", lambda self, work: None)
     error = _cause(lambda: _exchange(recipe))
     assert isinstance(error, RaceError)
     assert "NCCL stream" in str(error)
@@ -55,12 +56,12 @@ def test_read_before_the_wait_is_found(recipe: OkTopk, monkeypatch: pytest.Monke
 def test_cpu_tensor_in_a_message_is_found(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that is in host memory is refused."""
     sends = SparDL(density=0.2, static=static)  # both of its forms send messages, not only collectives
-    parts = ProcessGroupScheduler._parts
+    parts = Messages._parts
 
     def on_host(self, kind, buffer, *further):
         return parts(self, kind, values_of(buffer) if kind is dist.isend else buffer, *further)
 
-    monkeypatch.setattr(ProcessGroupScheduler, "_parts", on_host)
+    monkeypatch.setattr(Messages, "_parts", on_host)
     assert "No backend type associated with device type cpu" in str(_cause(lambda: _exchange(sends)))
 
 

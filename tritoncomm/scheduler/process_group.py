@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler import cost, failure_report, tracing, watcher, wire
+from tritoncomm.scheduler.messages import Messages
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.rounds import (
@@ -25,7 +26,6 @@ from tritoncomm.scheduler.rounds import (
     AllReduce,
     AllToAll,
     Collective,
-    Inbox,
     InSubgroup,
     Op,
     Pattern,
@@ -39,10 +39,6 @@ from tritoncomm.scheduler.rounds import (
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 
-# Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
-_TAGS = 1 << 30
-# Payload words in the first part of a message, next to its header. A longer message has a second part with the rest.
-_FIRST_PART_WORDS = 1 << 12
 # The highest exchange id in each group, by the group's name; and the subgroups, by id of the group and members.
 _exchange_ids: Counter[str] = Counter()
 # Names of the groups in which an exchange has failed. Their connections may be closed.
@@ -62,15 +58,6 @@ def is_broken(group: dist.ProcessGroup | None) -> bool:
 def is_distributed() -> bool:
     """Return True if the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
-
-
-class _Part(NamedTuple):
-    """A message to or from ``peer``, or a part of it. ``kind`` is :func:`torch.distributed.isend` or ``irecv``."""
-
-    kind: Callable[..., Any]
-    tensor: torch.Tensor
-    peer: int
-    tag: int
 
 
 class ProcessGroupScheduler:
@@ -97,25 +84,17 @@ class ProcessGroupScheduler:
     ) -> None:
         self.group = group
         self.device = torch.device(device)
-        # Whether messages are in host memory, and headers are checked when they arrive. On a GPU, wrong headers are
-        # counted on the device, and confirmation() reports them.
-        self._on_cpu = self.device.type == "cpu"
         self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.meter = Meter()
         self.step = 0
         self._number = 0  # number of the operation within the step, called round in messages
-        # Number of wrong words in the headers of messages that a GPU has received since the last confirmation.
-        self._suspect = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._method = stamp.split(" ", 1)[0] or "unnamed"
         self._stamp_text = stamp
         self._stamp: int | None = None
         self._failure: ExchangeError | ProtocolMismatchError | None = None
-        self._started: list[Any] = []  # the messages of the last round
-        self._waiting: list[int] = []  # peers of the messages that had not arrived when a wait failed
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._messages = Messages(group, self.device, timeout)
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._watcher = watcher.of(group, self.device, timeout)
         self._is_nested = False  # failures are reported by the scheduler whose subgroup this is
@@ -300,11 +279,11 @@ class ProcessGroupScheduler:
 
     def _reply_to(self, op: Op) -> Any:
         if isinstance(op, Round):
-            return self._wait(self._post(op))
+            return self._messages.wait(self._post(op))
         if isinstance(op, Post):
             return self._post(op.round)
         if isinstance(op, Wait):
-            return self._wait(op.ticket)
+            return self._messages.wait(op.ticket)
         if isinstance(op, InSubgroup):
             return self._run_in_subgroup(op)
         assert not isinstance(op, Read), "running() yields it"
@@ -346,7 +325,7 @@ class ProcessGroupScheduler:
     def _report(self, op: Op, error: Exception) -> tuple[failure_report.RankReport, str]:
         """Return the report of this rank about ``error`` in ``op``, and what its own error says in addition."""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
-        at, waiting, details = [self.step, self._number], self._waiting, _peers_text(op)
+        at, waiting, details = [self.step, self._number], self._messages.waiting, _peers_text(op)
         peers = _peers(op)
         ranks = op.ranks if isinstance(op, InSubgroup) else ()
         subgroup = next((each for members, each in self._subgroups.items() if members == ranks), None)
@@ -356,7 +335,7 @@ class ProcessGroupScheduler:
             details = f", in round {subgroup._number}, phase {inner.phase!r} among ranks {among}"  # noqa: SLF001
             numbers = dict(enumerate(ranks))  # a pattern may name a peer that is not in the subgroup
             peers = [numbers[peer] for peer in _peers(inner) if peer in numbers]
-            waiting = [numbers[peer] for peer in subgroup._waiting if peer in numbers]  # noqa: SLF001
+            waiting = [numbers[peer] for peer in subgroup._messages.waiting if peer in numbers]  # noqa: SLF001
             at.append(subgroup._number)  # noqa: SLF001
         kind, others = failure_report.kind_of(error), failure_report.others_at_fault(error)
         at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
@@ -364,93 +343,10 @@ class ProcessGroupScheduler:
 
     def _post(self, round_: Round) -> Ticket:
         assert self._stamp is not None
-        frame = wire.Frame(self.step, self._number, round_.phase, self._stamp)
-        buffers: dict[int, torch.Tensor] = {}
-        sends: list[torch.Tensor] = []
-        parts: list[_Part] = []
-        for peer, words in round_.receives.items():
-            # gloo aborts the process when a message is longer than its buffer, and does not report a shorter one. The
-            # buffer therefore always has room for a whole first part, whose header holds the length. A second part is
-            # received only by a rank that expects exactly its length.
-            capacity = max(words, _FIRST_PART_WORDS) if self._splits_messages else words
-            buffers[peer] = torch.empty(capacity + cost.HEADER_WORDS, dtype=torch.int32, device=self.device)
-            parts += self._parts(dist.irecv, buffers[peer], words, peer, self._received)
-        for peer, payload in round_.sends.items():
-            sends.append(wire.framed(payload, frame) if self._on_cpu else wire.framed_on_device(payload, frame))
-            parts += self._parts(dist.isend, sends[-1], payload.numel(), peer, self._sent)
-        works = self._start(parts)
-        self._count(round_)
-        # Keep the sent messages until the wait, because the backend reads them in the background.
-        peers = [part.peer for part in parts]
-        return Ticket(round_.phase, (frame, works, buffers, dict(round_.receives), sends, peers))
-
-    def _parts(
-        self, kind: Callable[..., Any], buffer: torch.Tensor, words: int, peer: int, counter: Counter[int]
-    ) -> list[_Part]:
-        """Return the parts of one message: one of a short message, two of a long one.
-
-        The tag of a first part is the number of the message, which both ends count. It therefore matches the next
-        message of the peer, whatever its length. The tag of a second part also depends on the length. It matches only a
-        second part of a message of the same length.
-        """
-        counter[peer] += 1
-        first_part = cost.HEADER_WORDS + _FIRST_PART_WORDS
-        tag = counter[peer] % _TAGS
-        if not self._splits_messages or words <= _FIRST_PART_WORDS:
-            return [_Part(kind, buffer, peer, tag)]
-        second_tag = _TAGS + wire.stamp(f"{tag}/{words}") % (_TAGS - 1)
-        return [_Part(kind, buffer[:first_part], peer, tag), _Part(kind, buffer[first_part:], peer, second_tag)]
-
-    def _start(self, parts: Sequence[_Part]) -> list[Any]:
-        """Send and receive ``parts`` in the background. Return what to wait for."""
-        if self._on_cpu:  # the calls that isend() and irecv() make, without their time
-            group: Any = self.group or dist.group.WORLD
-            starts = {dist.isend: group.send, dist.irecv: group.recv}
-            self._started = []  # kept if one of them fails, because the backend may use the tensors of the others
-            for part in parts:
-                self._started.append(starts[part.kind]([part.tensor], part.peer, part.tag))
-            return self._started
-        operations = [
-            dist.P2POp(part.kind, part.tensor, self._global_ranks[part.peer], self.group, part.tag) for part in parts
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def _wait(self, ticket: Ticket) -> Inbox:
-        frame, works, buffers, words, _, peers = ticket.token
-        pending = list(zip(peers, works, strict=False))  # wait for each exactly once, as gloo counts the waits
-        totals: dict[int, int] = {}
-        if self._splits_messages:  # first parts first: the second part of a message of the wrong length never arrives
-            at = 0
-            for peer, buffer in buffers.items():
-                self._wait_for_one(*pending.pop(at), pending)
-                header = buffer[: cost.HEADER_WORDS]
-                totals[peer] = self._checked(peer, wire.check_frame, header, frame, words[peer])
-                at += words[peer] > _FIRST_PART_WORDS
-        while pending:
-            self._wait_for_one(*pending.pop(0), pending)
-        inbox: Inbox = {}
-        for peer, buffer in buffers.items():
-            inbox[peer] = buffer[cost.HEADER_WORDS : cost.HEADER_WORDS + words[peer]]
-            if not self._on_cpu:
-                self._suspect += wire.check_on_device(buffer[: cost.HEADER_WORDS], inbox[peer], frame)
-                continue
-            self._checked(peer, wire.check_payload, inbox[peer], totals[peer])
-        return inbox
-
-    def _checked(self, peer: int, check: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of a check of a message. Add the sending and the receiving rank to its error."""
-        try:
-            return check(*arguments)
-        except ProtocolMismatchError as error:
-            raise ProtocolMismatchError(f"message to rank {self.rank} from rank {peer}: {error}") from error
-
-    @property
-    def _splits_messages(self) -> bool:
-        """True if long messages are sent in two parts.
-
-        This needs messages that are shorter than their buffers. gloo accepts them, NCCL does not.
-        """
-        return self._on_cpu
+        ticket = self._messages.post(round_, wire.Frame(self.step, self._number, round_.phase, self._stamp))
+        sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
+        self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
+        return ticket
 
     def _collective(self, op: Collective) -> torch.Tensor:
         tensor = op.tensor.contiguous()
@@ -469,30 +365,9 @@ class ProcessGroupScheduler:
             work = _all_gather(result.view(-1), tensor, group=self.group, async_op=True)
             traffic = cost.all_gather(size, itemsize, self.world_size)
         ProcessGroupScheduler._last_collective = work  # before the wait, which may fail: the process may exit then
-        self._wait_for(work)
+        self._messages.wait_for(work)
         self.meter.count(op.phase, traffic, traffic)
         return result
-
-    def _wait_for(self, work: Any) -> None:
-        if self.timeout is None or self.device.type == "cuda":  # NCCL would poll. The watcher has the time-out
-            work.wait()
-        else:
-            work.wait(self.timeout)
-
-    def _wait_for_one(self, peer: int, work: Any, others: Sequence[tuple[int, Any]]) -> None:
-        """Wait for a message to or from ``peer``. If that fails, note which ``others`` had not arrived either."""
-        try:
-            self._wait_for(work)
-        except RuntimeError:
-            if self._splits_messages:  # else a work may hold messages of several peers
-                self._waiting = sorted(
-                    {peer, *(other for other, left in others if not failure_report.has_arrived(left))}
-                )
-            raise
-
-    def _count(self, round_: Round) -> None:
-        sent = cost.messages_of([payload.numel() for payload in round_.sends.values()])
-        self.meter.count(round_.phase, sent, cost.messages_of(list(round_.receives.values())))
 
 
 def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Tensor]:
@@ -501,11 +376,12 @@ def take_suspects(schedulers: Iterable[ProcessGroupScheduler]) -> list[torch.Ten
     There is one number for all ``schedulers`` on a GPU, and none on a CPU, where headers are checked when they arrive.
     """
     whole = [each for scheduler in schedulers for each in (scheduler, *scheduler._subgroups.values())]  # noqa: SLF001
-    suspects = [each._suspect for each in whole if not each._on_cpu]  # noqa: SLF001 - same module
-    if not suspects:
+    messages = [each._messages for each in whole if not each._messages.checks_on_arrival]  # noqa: SLF001 - same module
+    if not messages:
         return []
-    for each in whole:
-        each._suspect = torch.zeros_like(each._suspect)  # noqa: SLF001 - same module
+    suspects = [each.suspect for each in messages]
+    for each in messages:
+        each.suspect = torch.zeros_like(each.suspect)
     return [torch.stack(suspects).sum(0).long()]
 
 
