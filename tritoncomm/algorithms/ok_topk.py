@@ -20,6 +20,7 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
 from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
+from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
 from tritoncomm.primitives import collectives, distributed_topk
 from tritoncomm.primitives.accumulator import Accumulator
@@ -29,7 +30,7 @@ from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, Formula
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
@@ -156,11 +157,11 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         self.recipe = recipe
         self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
-        self.local_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.local_cap))
-        self.global_cap = math.ceil(self.k * (1.0 if recipe.strict_volume else recipe.global_cap))
-        self.balance_trigger = recipe.balance_trigger
-        if recipe.strict_volume:
-            self.balance_trigger = min(recipe.balance_trigger, _STRICT_BALANCE_TRIGGER)
+        strict, trigger = recipe.strict_volume, recipe.balance_trigger
+        self.local_cap = math.ceil(self.k * (1.0 if strict else recipe.local_cap))
+        self.global_cap = math.ceil(self.k * (1.0 if strict else recipe.global_cap))
+        self.balance_trigger = min(trigger, _STRICT_BALANCE_TRIGGER) if strict else trigger
+        self.caps = Caps(numel, self.k, self.encoding, self.local_cap, self.global_cap, strict, self.balance_trigger)
         self.rules = Rules(
             numel,
             self.k,
@@ -463,21 +464,24 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow."""
+        if self.goes_dense:
+            return cost.dense(self.numel, world_size)
+        if world_size == 1:
+            return Forecast({})
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
-        if self.is_static and world_size > 1:
-            span = None if reevaluate or repartition else widest(state.cuts)
-            worth = self._worth_gathering(world_size)
-            return self.static_form.forecast(
-                world_size, span, reevaluate=reevaluate, repartition=repartition, worth_gathering=worth
-            )
-        return self._forecast(world_size, reevaluate, repartition)
+        width = widest(state.cuts) if state.cuts and not repartition else None  # None before the cuts are computed
+        kinds = {"reevaluate": reevaluate, "repartition": repartition}
+        worth = self._worth_gathering(world_size)
+        if self.is_static:
+            span = None if reevaluate else width
+            return self.static_form.forecast(world_size, span, **kinds, worth_gathering=worth)
+        return self.caps.most(world_size, width or self.numel, **kinds, worth_gathering=worth)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
+        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts, with regions of equal width.
 
-        Every rank has k/P entries for every owner, and every owner delivers k/P sums. Nothing is balanced. The static
-        form sends its fixed length, for regions of equal width.
+        The static form sends its fixed length. For other messages, see :meth:`Caps.even`.
         """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
@@ -485,68 +489,4 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             return Forecast({})
         if self.is_static:
             return self.static_form.forecast(world_size, -(-self.numel // world_size))
-        peers, rounds = world_size - 1, cost.log2(world_size)
-        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
-        gathered = section + int(self.encoding.rounds)
-        return Forecast(
-            {
-                "counts": both(cost.all_to_all(1, 8, world_size)),
-                "split-and-reduce": both(cost.messages(peers, peers * section)),
-                "sizes": both(cost.all_gather(3, 8, world_size)),
-                "all-gather": both(cost.messages(rounds, peers * gathered)),
-            }
-        )
-
-    def _forecast(self, world_size: int, reevaluate: bool, repartition: bool) -> Forecast:
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        if world_size == 1:
-            return Forecast({})
-        peers, rounds = world_size - 1, cost.log2(world_size)
-        sent = self.k if reevaluate else self.local_cap
-        pair = math.ceil(self.k / world_size) if self.recipe.strict_volume and not reevaluate else sent
-        sizes = cost.all_gather(3, 8, world_size)
-        exact = Encoding("fp32", self.encoding.packed)
-
-        cuts = self._state_for(world_size).cuts
-        known = cuts and not repartition  # the cuts of a repartition are not known before it
-        region = max(high - low for low, high in itertools.pairwise(cuts)) if known else self.numel
-
-        def words(entries: int, sections: int, encoding: Encoding = self.encoding) -> int:
-            return encoding.words_at_most(self.numel, entries, sections)
-
-        phases = {
-            "counts": both(cost.all_to_all(1, 8, world_size)),
-            # A rank sends each entry once. In the worst case one owner receives all entries of all peers, as far as
-            # its region has room for them.
-            "split-and-reduce": Flow(
-                cost.messages(peers, words(min(sent, peers * pair), peers)),
-                cost.messages(peers, peers * self.encoding.words_at_most(region, pair, 1)),
-            ),
-            # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
-            "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
-        }
-        if repartition:
-            phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
-        if reevaluate:
-            gathered = min(self.numel, world_size * self.k, self._worth_gathering(world_size))
-            volume = words(gathered, world_size, exact)
-            phases["re-evaluation"] = Flow(cost.messages(rounds, rounds * volume), cost.messages(rounds, volume))
-            if gathered == min(self.numel, world_size * self.k):
-                return Forecast(phases)
-            phases.update(distributed_topk.forecast(world_size).phases)
-        delivered = self.k if reevaluate else self.global_cap
-        share = math.ceil(delivered / world_size)
-        largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))
-        pieces = world_size
-        if self.balance_trigger < world_size:
-            pieces = 2 * world_size - 1  # a balanced block may hold entries of several regions
-            phases["balance"] = Flow(
-                cost.messages(peers, words(delivered, peers, exact)), cost.messages(peers, words(share, peers, exact))
-            )
-        # Bruck: each block arrives once, but a rank sends its own block, which may be large, in every round.
-        extra = int(self.encoding.rounds)
-        received = words(delivered, pieces) + extra * world_size
-        leaving = min(rounds * received, peers * (words(largest, min(pieces, largest)) + extra))
-        phases["all-gather"] = Flow(cost.messages(rounds, leaving), cost.messages(rounds, received))
-        return Forecast(phases)
+        return self.caps.even(world_size)

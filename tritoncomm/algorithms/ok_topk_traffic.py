@@ -1,0 +1,111 @@
+"""The traffic of Ok-Topk with messages of exact lengths: the most that the caps allow, and that of an even step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tritoncomm.primitives import distributed_topk
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Flow, Forecast, both
+from tritoncomm.scheduler.wire import Encoding
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The limits of a step of :class:`~tritoncomm.OkTopk`, from which its traffic follows.
+
+    ``local_cap`` and ``global_cap`` are the largest number of entries that a rank selects, and that a step delivers. If
+    ``limits_pairs``, a rank sends at most k/P entries to one owner in steps that reuse thresholds. Blocks are balanced
+    if the largest exceeds ``balance_trigger`` times the mean size.
+    """
+
+    numel: int
+    k: int
+    encoding: Encoding
+    local_cap: int
+    global_cap: int
+    limits_pairs: bool
+    balance_trigger: float
+
+    def even(self, world_size: int) -> Forecast:
+        """Return the traffic of a step that reuses thresholds and cuts. 4k(P-1)/P words, if plain.
+
+        Every rank has k/P entries for every owner, and every owner delivers k/P sums. Nothing is balanced.
+        """
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+        gathered = section + int(self.encoding.rounds)
+        return Forecast(
+            {
+                "counts": both(cost.all_to_all(1, 8, world_size)),
+                "split-and-reduce": both(cost.messages(peers, peers * section)),
+                "sizes": both(cost.all_gather(3, 8, world_size)),
+                "all-gather": both(cost.messages(rounds, peers * gathered)),
+            }
+        )
+
+    def most(
+        self, world_size: int, region: int, *, reevaluate: bool, repartition: bool, worth_gathering: int
+    ) -> Forecast:
+        """Return the most that a step sends and receives.
+
+        Args:
+            world_size: Number of ranks, at least 2.
+            region: Width of the widest region.
+            reevaluate: Whether the step computes thresholds.
+            repartition: Whether it computes the cuts.
+            worth_gathering: Largest number of sums that a re-evaluation gathers. Above it, it counts magnitudes.
+        """
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        sent = self.k if reevaluate else self.local_cap
+        pair = math.ceil(self.k / world_size) if self.limits_pairs and not reevaluate else sent
+        sizes = cost.all_gather(3, 8, world_size)
+        phases = {
+            "counts": both(cost.all_to_all(1, 8, world_size)),
+            # A rank sends each entry once. In the worst case one owner receives all entries of all peers, as far as
+            # its region has room for them.
+            "split-and-reduce": Flow(
+                cost.messages(peers, self._words(min(sent, peers * pair), peers)),
+                cost.messages(peers, peers * self.encoding.words_at_most(region, pair, 1)),
+            ),
+            # A re-evaluation exchanges sizes twice if its warm start finds fewer than k candidates.
+            "sizes": both(sizes.plus(sizes) if reevaluate else sizes),
+        }
+        if repartition:
+            phases["repartition"] = both(cost.all_reduce(world_size, 8, world_size))
+        if reevaluate:
+            gathered = min(self.numel, world_size * self.k, worth_gathering)
+            volume = self._exact_words(gathered, world_size)
+            phases["re-evaluation"] = Flow(cost.messages(rounds, rounds * volume), cost.messages(rounds, volume))
+            if gathered == min(self.numel, world_size * self.k):
+                return Forecast(phases)
+            phases.update(distributed_topk.forecast(world_size).phases)
+        return Forecast(phases | self._gathering(self.k if reevaluate else self.global_cap, world_size))
+
+    def _gathering(self, delivered: int, world_size: int) -> dict[str, Flow]:
+        """Return the most that it takes to balance and gather ``delivered`` entries."""
+        peers, rounds = world_size - 1, cost.log2(world_size)
+        phases: dict[str, Flow] = {}
+        share = math.ceil(delivered / world_size)
+        largest = max(share, math.ceil(min(delivered, self.balance_trigger * delivered / world_size)))
+        pieces = world_size
+        if self.balance_trigger < world_size:
+            pieces = 2 * world_size - 1  # a balanced block may hold entries of several regions
+            phases["balance"] = Flow(
+                cost.messages(peers, self._exact_words(delivered, peers)),
+                cost.messages(peers, self._exact_words(share, peers)),
+            )
+        # Bruck: each block arrives once, but a rank sends its own block, which may be large, in every round.
+        extra = int(self.encoding.rounds)
+        received = self._words(delivered, pieces) + extra * world_size
+        leaving = min(rounds * received, peers * (self._words(largest, min(pieces, largest)) + extra))
+        phases["all-gather"] = Flow(cost.messages(rounds, leaving), cost.messages(rounds, received))
+        return phases
+
+    def _words(self, entries: int, sections: int) -> int:
+        return self.encoding.words_at_most(self.numel, entries, sections)
+
+    def _exact_words(self, entries: int, sections: int) -> int:
+        """Return the words of entries whose values are not rounded."""
+        return Encoding("fp32", self.encoding.packed).words_at_most(self.numel, entries, sections)
