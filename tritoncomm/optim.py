@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
-from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.exchange import GradientExchange, verdict_of_all
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.exchanged_parameters import KnownParameters, check_not_reduced, exchange_of
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.hooked_step import HookedStep
+from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update
 from tritoncomm.step.options import (
     WrapOptions,
@@ -33,14 +34,12 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.plain_step import PlainStep
-from tritoncomm.step.shards import by_split, local
 from tritoncomm.step.torch_internals import without_compile
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+from tritoncomm.step.vector_exchange import VectorExchange
 
 __all__ = ["SparseOptimizer"]
 
 logger = logging.getLogger("tritoncomm")
-
 
 # Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
 _ALONE = False
@@ -51,17 +50,12 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
     return not _ALONE and not (is_distributed() and dist.get_world_size(group) > 1)
 
 
-class SparseOptimizer(torch.optim.Optimizer):
+class SparseOptimizer(OptimizerProxy):
     """The optimizer that :func:`wrap` returns.
 
     It shares ``param_groups``, ``state`` and ``defaults`` with the original optimizer, which is ``optimizer``. A copy
     uses the same process group, an unpickled optimizer the default process group. Hooks are not copied.
     """
-
-    # A GradScaler then always calls step(). It sets the other two: its scale, and its overflow flag of this rank.
-    _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None
-    found_inf: torch.Tensor | None
 
     def __init__(
         self,
@@ -97,10 +91,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         options: WrapOptions,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self.optimizer = optimizer
-        # Not super().__init__(): parameters and state stay those of the original optimizer. Like unpickling, this
-        # initializes only hooks and profiling.
-        super().__setstate__({})
+        self._stand_for(optimizer)
         self.recipe = recipe
         self._options = options
         self._optimizer_step = OptimizerStep(
@@ -109,29 +100,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._optimizer_step.check()
         self._step_state = StepState()
         self._plain = PlainStep(self._step_state, self._optimizer_step, options.on_nonfinite)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the original optimizer that this class does not have."""
-        if name.startswith("_") or name in ("optimizer", "grad_scale", "found_inf"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
-
-    # Properties, because load_state_dict() of the original optimizer replaces these objects.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the original optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the original optimizer."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default options of the original optimizer."""
-        return self.optimizer.defaults
+        self._parameters = KnownParameters(optimizer)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -184,16 +153,14 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseOptimizer:
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        clone._restore(  # noqa: SLF001 - of the same class
-            copy.deepcopy(self.__getstate__(), memo), self.process_group
-        )
+        clone._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)  # noqa: SLF001 - same class
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         self._bind(state["optimizer"], state["recipe"], state["options"], group)
         self._hook = None
         self._exchange = self._build(group)
-        self._restore_vectors(exchange_state.loaded(self._exchange, state["exchange"]))
+        self._exchange.restore(exchange_state.loaded(self._exchange, state["exchange"]))
         self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
         self._optimizer_step.guard()
 
@@ -210,7 +177,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._compare(exchange)
         except BaseException:
             del self.param_groups[before:]
-            self._note_parameters()
+            self._parameters.note()
             raise
         if self._hook is None:
             for vector in exchange.vectors:
@@ -328,9 +295,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         try:
             return self._step(closure)
-        except BaseException:  # a GradScaler removes these attributes only if step() succeeds
-            for name in ("grad_scale", "found_inf"):
-                vars(self).pop(name, None)
+        except BaseException:
+            self._forget_scaler()
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -347,18 +313,18 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._optimizer_step.initialize_state(self._exchange.parameters or self._hooked.parameters)
             return loss
         if self._hook is not None:
-            self._check_parameters()
-            scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            self._parameters.check()
+            scale, found = self._scaler
             with torch.no_grad():
                 if not self._hooked.step(scale, found):
-                    self._warn_about_scale()
+                    self._step_state.warn_about_scale(found, self.process_group)
             return loss
         untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
         if untouched:
             self.synchronize()
-        scaled = getattr(self, "grad_scale", None) is not None
-        if not self._plain.step(self._exchange, scaled=scaled, untouched=untouched):
-            self._warn_about_scale()
+        scale, found = self._scaler
+        if not self._plain.step(self._exchange, scaled=scale is not None, untouched=untouched):
+            self._step_state.warn_about_scale(found, self.process_group)
         return loss
 
     def note_unscaled(self, found: torch.Tensor) -> None:
@@ -384,9 +350,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._hook is not None:
             self._hooked.check_averaged()
             return
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        inspect = None if self._exchange.steps or scale is not None else self._check_not_reduced
-        self._plain.average(self._exchange, scale, found, local_error=self._local_error, inspect=inspect)
+        scale, found = self._scaler
+        inspect = None if self._exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
+        self._plain.average(self._exchange, scale, found, local_error=self._parameters.local_error, inspect=inspect)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -398,11 +364,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self._hook is not None:
             self._hooked.check_connected()
         self._check_no_pending_step("flush()")
-        delivered = []
-        for each in self._exchange.flush() if self._hook is None else self._hook.flush():
-            mean = each.mean
-            found = mean.values.nonzero().reshape(-1).to(torch.int32)
-            delivered.append(Delivered(SparseVector(found, mean.values[found.long()], mean.numel), each.layout))
+        means = self._exchange.flush() if self._hook is None else self._hook.flush()
+        delivered = [each.without_zeros() for each in means]
         if self._hook is None:
             self._plain.apply(self._exchange, delivered)
             self.zero_grad()
@@ -434,18 +397,13 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: :meth:`synchronize` was called without :meth:`step`, so the gradients hold the delivered
-                entries. Or an error has stopped an update.
+                entries. An error or a signal has stopped an update, so parameters may differ between ranks.
         """
-        for before in list(self._optimizer_state_dict_pre_hooks.values()):
-            before(self)
+        self._run_hooks_before_saving()
         self._optimizer_step.check_complete()
         self._check_no_pending_step("state_dict()")
         own = exchange_state.saved(self._exchange) if self._hook is None else self._hook.state_dict()
-        state = self.optimizer.state_dict() | {"tritoncomm": own}
-        for after in list(self._optimizer_state_dict_post_hooks.values()):
-            changed = after(self, state)
-            state = state if changed is None else changed
-        return state
+        return self._after_saving(self.optimizer.state_dict() | {"tritoncomm": own})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:
@@ -463,9 +421,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
-        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        state_dict = self._before_loading(state_dict)
         with setup_checks.propagate_errors(self._everybody, self._device):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
@@ -473,18 +429,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         saved, hook = state_dict.get("tritoncomm"), self._hook
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            common: dict[str, Any] = {"steps": saved["steps"] if saved else None}
-            if self.has_shards:  # methods of other shards have other states
-                setup_checks.compare(common, self._everybody, self._device)
-            common["optimizer state"] = setup_checks.state_outline(inner)
-            if feedbacks:
-                common |= {"loaded state": repr([feedback.algorithm.common_state() for feedback in feedbacks])}
-            setup_checks.compare(common, self.process_group if hook is None else hook.replicas, self._device)
+            replicas = self.process_group if hook is None else hook.replicas
+            everybody = self._everybody if self.has_shards else replicas
+            exchange_state.compare(inner, saved, feedbacks, replicas, everybody, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         self._optimizer_step.restart()
         if feedbacks:
-            self._restore_vectors(feedbacks)
+            self._exchange.restore(feedbacks)
             self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
             self._exchange.delivered = None
         elif saved is not None and self._hook is not None:
@@ -495,8 +447,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._step_state.reset()
         if self._hook is not None:
             self._hooked.consume()
-        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
-            after(self)
+        self._run_hooks_after_loading()
 
     def loadable(self, state_dict: dict[str, Any]) -> list[ErrorFeedback]:
         """Return the residual and method state of each vector in ``state_dict``. Raise if this rank cannot load them.
@@ -513,68 +464,19 @@ class SparseOptimizer(torch.optim.Optimizer):
             return [vector.feedback for vector in self._exchange.vectors]
         return exchange_state.loaded(self._exchange, saved)
 
-    def _restore_vectors(self, feedbacks: list[ErrorFeedback]) -> None:
-        for vector, feedback in zip(self._exchange.vectors, feedbacks, strict=True):
-            vector.feedback = feedback
-
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
-        trained = self._note_parameters()
-        parameters = [parameter for parameter, _ in trained]
+        self._parameters.note()
+        known = self._parameters.trained
+        parameters = [parameter for parameter, _ in known]
         setup_checks.check_clip_by(self._options.clip_by, parameters, hooked=self._hook is not None)
         if self._hook is not None:
             setup_checks.check_exchanged(parameters, self._hook.parameters.values())
             return self._hook.exchange
-        options = ExchangeOptions(
-            recipe=self.recipe,
-            group=group,
-            timeout=self._options.timeout,
-            dense_below=self._options.dense_below,
-            small=self._options.small,
-            max_gradient_norm=self._options.max_grad_norm if self._options.clip_by == "gradient" else None,
-            by_update=selects_by_update(self.optimizer, self.recipe, self._options),
-            flattened=all(parameter.dim() <= 1 for parameter in parameters),
-            alone=_ALONE,
-        )
         before: GradientExchange | None = vars(self).get("_exchange")
-        sharded = setup_checks.check_shards(parameters, group)
-        verdict = None
-        if sharded:
-            verdict = (
-                before.verdict
-                if before is not None and before.verdict is not None
-                else verdict_of_all(options, local(parameters[0]).device)
-            )
-        exchange = GradientExchange(options, verdict=verdict)
-        exchange.trained, exchange.vectors = parameters, self._vectors(trained, options)
+        exchange = exchange_of(self.optimizer, known, self.recipe, self._options, group, alone=_ALONE, before=before)
         exchange.stepping = self._optimizer_step.stepping
         return exchange
-
-    def _vectors(self, trained: list[tuple[torch.Tensor, str]], options: ExchangeOptions) -> list[VectorExchange]:
-        """Return the flat vectors of the parameters ``trained``, each given with its name.
-
-        Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own,
-        so that the ranks with copies of them select the same entries. Otherwise there is one vector.
-        """
-        parameters = [parameter for parameter, _ in trained]
-        groups = by_split(parameters)
-        if len(groups) <= 1:
-            return [VectorExchange(parameters, [name for _, name in trained], options)]
-        if self._options.on_nonfinite == "zero":
-            raise ConfigurationError(
-                "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy "
-                "would become zero in this copy alone: choose 'skip' or 'raise'"
-            )
-        # A vector counts its own parameters. Errors count those of the optimizer.
-        names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
-        return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
-
-    def _note_parameters(self) -> list[tuple[torch.Tensor, str]]:
-        """Return the parameters that require gradients, with their names, and remember the others."""
-        named = setup_checks.named_parameters(self.optimizer)
-        self._known = setup_checks.parameter_ids(self.optimizer)
-        self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
-        return [(parameter, name) for parameter, name in named if parameter.requires_grad]
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         parameters = exchange.parameters if self._hook is None else self._hooked.parameters
@@ -589,47 +491,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _device(self) -> torch.device | None:
         return setup_checks.device_of(self.optimizer) if self._hook is None else self._hook.device
 
-    def _local_error(self) -> ConfigurationError | None:
-        """Return why the gradients of this rank cannot be exchanged, if so."""
-        try:
-            self._check_parameters()
-            setup_checks.check_frozen(self._frozen)
-        except ConfigurationError as error:
-            return error
-        return None
-
-    def _check_not_reduced(self, means: list[tuple[VectorExchange, SparseVector]]) -> None:
-        first = [
-            setup_checks.FirstMean(mean, vector.layout, vector.equal_on_all_ranks if vector.rounds else None)
-            for vector, mean in means
-        ]
-        setup_checks.check_not_reduced(first, self.process_group)
-
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
         self._optimizer_step.unguard()
-
-    def _warn_about_scale(self) -> None:
-        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale."""
-        found = getattr(self, "found_inf", None)
-        if found is not None and not bool(found) and not self._step_state.scale_warning_logged:
-            self._step_state.scale_warning_logged = True
-            logger.warning(
-                "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It "
-                "keeps its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for "
-                "steps that are not skipped needs that",
-                dist.get_rank(self.process_group) if is_distributed() else 0,
-            )
-
-    def _check_parameters(self) -> None:
-        """Raise if the user has added parameters to the original optimizer, or replaced some."""
-        new = [each for group in self.param_groups for each in group["params"] if id(each) not in self._known]
-        if new:
-            raise ConfigurationError(
-                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "
-                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer, or wrap again if parameters "
-                "were replaced"
-            )
 
     def _check_no_pending_step(self, action: str) -> None:
         new = self._hook is not None and self._hooked.has_new_gradients

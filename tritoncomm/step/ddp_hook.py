@@ -5,12 +5,11 @@ This file evaluates annotations, because DDP rejects hooks whose annotations are
 
 import copy
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,7 @@ from tritoncomm.errors import (
 )
 from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import carry_over, setup_checks
-from tritoncomm.step.bucket import copy_pairs
+from tritoncomm.step.ddp_pass import BackwardPass
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -58,24 +57,6 @@ _UNUSED = (
     "each pass, and call the DDP module, not its inner module; or call tritoncomm.wrap() on the optimizer of the plain "
     "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, without tritoncomm"
 )
-
-
-@dataclass
-class _Pass:
-    """One backward pass.
-
-    ``scale`` is the loss scale. ``arrived`` holds each parameter's part of DDP's buffers, by id of the parameter.
-    ``ready`` are vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet. ``exchanged``
-    are the others that have arrived. ``written`` are the ids of parameters whose part holds the mean. ``waiting`` are
-    buckets whose future is not set.
-    """
-
-    scale: float
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
-    ready: list[tuple[VectorExchange, torch.dtype]] = field(default_factory=list)
-    exchanged: list[VectorExchange] = field(default_factory=list)
-    written: set[int] = field(default_factory=set)
-    waiting: list[tuple[set[int], torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
 
 
 class CommState(HookState):
@@ -156,7 +137,7 @@ class CommState(HookState):
         self._thread: ThreadPoolExecutor | None = None
         self._queued: list[Callable[[], None]] = []  # on a GPU, until the last bucket
         self._device: torch.device | None = None
-        self._pass = _Pass(1.0)
+        self._pass = BackwardPass(1.0)
         self._keep_layout = False
         self._built: list[VectorExchange] = []  # in this pass
         self._failure: BaseException | None = None
@@ -222,7 +203,7 @@ class CommState(HookState):
             finally:  # DDP always waits for this future
                 if last:
                     self._finish()
-                self._release(last=last)
+                self._pass.release(last=last, failed=self._failure is not None)
 
         self._submit(work, first=first, last=last, on_gpu=on_gpu)
         if last:  # DDP queues its own callback between the two
@@ -306,7 +287,7 @@ class CommState(HookState):
         """Begin a backward pass, and discard a previous one that did not finish."""
         self.exchange.reset()
         self.consumed = False
-        self._pass, self._failure, self._built = _Pass(scale), self._broken, []
+        self._pass, self._failure, self._built = BackwardPass(scale), self._broken, []
         if self.model is not None and joins(self.model):  # on all ranks, so none of them waits
             self._failure = ConfigurationError(_JOINED)
 
@@ -317,8 +298,7 @@ class CommState(HookState):
         if buffer.layout != torch.strided:
             self._keep_sparse(parameters, buffer)
             return
-        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
-        self._pass.arrived |= dict(zip(map(id, parameters), parts, strict=True))
+        self._pass.add(parameters, buffer)
         # On this thread, not in the hook: the comparison of ranks must not overlap with an exchange.
         names = [self.name_of(parameter) for parameter in parameters]
         if self._loaded is not None and set(self._loaded["residuals"]) <= set(self.parameters):
@@ -326,10 +306,7 @@ class CommState(HookState):
         if self._loaded is not None:
             return
         if self._keep_layout:
-            arrived = self._pass.arrived
-            whole = [v for v in self.exchange.vectors if all(id(p) in arrived for p in v.parameters)]
-            noted = [*self._pass.exchanged, *(vector for vector, _ in self._pass.ready)]
-            ready = [vector for vector in whole if vector not in noted]
+            ready = self._pass.whole(self.exchange.vectors)
         else:
             ready = [v for v in self.exchange.vectors if v.names == names] or [self._new_vector_of(parameters)]
         self._pass.ready += [(vector, buffer.dtype) for vector in ready]
@@ -349,9 +326,8 @@ class CommState(HookState):
         """Exchange the vectors that are ready."""
         if self._failure is not None or not self._pass.ready:
             return
-        ready, self._pass.ready = self._pass.ready, []
         try:
-            self._average(ready)
+            self._average(self._pass.take_ready())
         except BaseException as error:  # other ranks may be in an exchange with this one
             self._broken = self.exchange.fail(error)
             raise
@@ -359,38 +335,13 @@ class CommState(HookState):
     def _average(self, ready: list[tuple[VectorExchange, torch.dtype]]) -> None:
         """Replace the parts of the vectors ``ready`` in DDP's buffers, which have these dtypes, by their mean."""
         vectors, scale = [vector for vector, _ in ready], self._pass.scale
-        self._pass.exchanged += vectors
-        copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
+        self._pass.read(vectors)
         self.unscale(vectors, scale)
         # A NaN that becomes zero changes the gradient of a single worker, too.
         kept = [vector.keeps_gradient() and self.on_nonfinite != "zero" for vector in vectors]
         self.exchange.deliver(*vectors, scale=scale, dtypes=[dtype for _, dtype in ready])
-        changed = [vector for vector, keeps in zip(vectors, kept, strict=True) if not keeps]
-        means = [vector.flat if scale == 1.0 else vector.flat * scale for vector in changed]
-        pairs = [pair for vector, mean in zip(changed, means, strict=True) for pair in self._pairs(vector, mean)]
-        copy_pairs([(arrived, part) for part, arrived in pairs])
+        self._pass.write([vector for vector, keeps in zip(vectors, kept, strict=True) if not keeps])
         self._pass.written.update(id(parameter) for vector in vectors for parameter in vector.parameters)
-
-    def _pairs(self, vector: VectorExchange, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter's part of ``values`` (``[numel]`` of ``vector``), and its view of DDP's buffer."""
-        arrived = [self._pass.arrived[id(parameter)] for parameter in vector.layout.parameters]
-        return list(zip(vector.layout.parts(values), arrived, strict=True))
-
-    def _release(self, *, last: bool) -> None:
-        """Set the futures of the buckets that hold the mean, and of all buckets after the last one.
-
-        A bucket without a mean gets NaN. DDP would report an exception without its type.
-        """
-        waiting = []
-        for parameters, buffer, future in self._pass.waiting:
-            averaged = parameters <= self._pass.written
-            if not (averaged or last):
-                waiting.append((parameters, buffer, future))
-                continue
-            if buffer.layout == torch.strided and (not averaged or (last and self._failure is not None)):
-                buffer.fill_(math.nan)
-            future.set_result(buffer)
-        self._pass.waiting = waiting
 
     def _raise_failure(self) -> None:
         error, self._failure = self._failure, None

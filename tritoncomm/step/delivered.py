@@ -42,6 +42,11 @@ class Delivered:
         entries = Padded(self.mean.indices, self.mean.values)
         return FlatDelivery(self.layout.parameters, self.layout.bounds[:-1], entries, read_gradients)
 
+    def without_zeros(self) -> Delivered:
+        """Return the same mean without its entries of zero. The host waits for their number."""
+        found = self.mean.values.nonzero().reshape(-1).to(torch.int32)
+        return Delivered(SparseVector(found, self.mean.values[found.long()], self.mean.numel), self.layout)
+
 
 def added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
     """Return the sums of the means of the same vectors. Their entries are those of either."""

@@ -22,19 +22,16 @@ from tritoncomm.errors import (
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import setup_checks, step_checks
 from tritoncomm.step.delivered import Delivered, added, check_range
+from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
 
 logger = logging.getLogger("tritoncomm")
-
-# Above the number of ranks, and how many updates are told apart where all ranks confirm a step of shards.
-_RANKS, _UPDATES = 1 << 16, 1 << 10
 
 
 class _Begun(NamedTuple):
@@ -121,6 +118,11 @@ class GradientExchange:
             vector.agree_on_exchange_id()
         self.options, self.vectors = options, vectors
         return list(zip(vectors, before, strict=True))
+
+    def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
+        """Continue with the residual and method state ``feedbacks`` of each vector."""
+        for vector, feedback in zip(self.vectors, feedbacks, strict=True):
+            vector.feedback = feedback
 
     def continue_from(self, before: GradientExchange) -> None:
         """Take over the counters of ``before``, which this exchange replaces."""
@@ -337,8 +339,9 @@ class GradientExchange:
         if self.verdict is not None:
             schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
             stepping = self.stepping()
-            commit = _commit(self._rejected is not None, stepping, take_suspects(schedulers), self.verdict)
-            rejected, suspicious, alike = self.verdict.run(commit)
+            suspects, world_size, device = take_suspects(schedulers), self.verdict.world_size, self.verdict.device
+            vote = step_checks.vote(self._rejected is not None, stepping, suspects, world_size, device)
+            rejected, suspicious, alike = self.verdict.run(vote)
             if suspicious:
                 raise self.verdict.suspicion()
             if not alike:
@@ -475,27 +478,3 @@ def _norm(values: torch.Tensor) -> float:
 def _noting(vector: VectorExchange, means: dict[VectorExchange, SparseVector], *, dense: bool) -> Running[None]:
     """Exchange ``vector``, and add its mean to ``means``."""
     means[vector] = yield from vector.beginning(dense=dense)
-
-
-def _commit(
-    rejected: bool,
-    stepping: Sequence[step_checks.Stepping],
-    suspects: list[torch.Tensor],
-    verdict: ProcessGroupScheduler,
-) -> Pattern[tuple[bool, bool, bool]]:
-    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
-
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
-    """
-    updates = max((one.updates for one in stepping), default=0) % _UPDATES
-    stopped = any(one.is_stopped for one in stepping)
-    # One word that a kernel fills, because the host would wait for a GPU to copy several. Sums over ranks do not mix.
-    own = int(rejected) + stopped * _RANKS + updates * _RANKS**2
-    words = torch.full((1,), own, dtype=torch.int64, device=verdict.device)
-    if verdict.device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
-        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
-    total, *suspicious = (yield AllReduce("commit", words)).tolist()
-    of_updates, flags = divmod(total, _RANKS**2)
-    any_stopped, any_rejected = divmod(flags, _RANKS)
-    alike = not any_stopped and of_updates == updates * verdict.world_size
-    return bool(any_rejected), any(suspicious), alike

@@ -147,6 +147,36 @@ def restored(
     return feedback
 
 
+def compare(
+    inner: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    feedbacks: Sequence[ErrorFeedback],
+    replicas: dist.ProcessGroup | None,
+    everybody: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> None:
+    """Check that all ranks load the state of the same step. All of them call this together.
+
+    Args:
+        inner: The state of the original optimizer.
+        saved: What :func:`saved` returned, if the state has it.
+        feedbacks: What :func:`loaded` returned.
+        replicas: The ranks that exchange gradients.
+        everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
+        device: The device of the exchange. See :func:`~tritoncomm.step.setup_checks.gather`.
+
+    Raises:
+        ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
+    """
+    fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
+    if everybody is not replicas:  # methods of other shards have other states
+        setup_checks.compare(fields, everybody, device)
+    fields["optimizer state"] = setup_checks.state_outline(inner)
+    if feedbacks:
+        fields["loaded state"] = repr([feedback.algorithm.common_state() for feedback in feedbacks])
+    setup_checks.compare(fields, replicas, device)
+
+
 def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, reset: bool) -> dict[str, Any]:
     """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
 

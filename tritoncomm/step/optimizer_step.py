@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
 from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.delivered import Delivered
@@ -21,6 +23,8 @@ from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.shards import local
 from tritoncomm.step.step_checks import Stepping
 from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
+
+logger = logging.getLogger("tritoncomm")
 
 
 @dataclass
@@ -56,6 +60,21 @@ class StepState:
         """Discard the last exchange, which has been used or is not needed."""
         self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
         self.attempted, self.versions, self.zeroed = None, [], False
+
+    def warn_about_scale(self, found: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
+        """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
+
+        ``found`` is the overflow flag of a ``GradScaler``, if there is one.
+        """
+        if found is None or bool(found) or self.scale_warning_logged:
+            return
+        self.scale_warning_logged = True
+        logger.warning(
+            "rank %d: the step was skipped because of an overflow that this rank's GradScaler did not find. It keeps "
+            "its scale. With tritoncomm.amp.GradScaler, all scales stay equal. A schedule that waits for steps that "
+            "are not skipped needs that",
+            dist.get_rank(group) if is_distributed() else 0,
+        )
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:

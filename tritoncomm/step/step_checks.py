@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
+
+# Above the number of ranks, and how many updates are told apart by a vote.
+_RANKS, _UPDATES = 1 << 16, 1 << 10
 
 
 class Stepping(NamedTuple):
@@ -92,3 +96,28 @@ def _numbers(value: object) -> object:
     if isinstance(value, Real):
         return float(value)
     return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
+
+
+def vote(
+    rejected: bool,
+    stepping: Sequence[Stepping],
+    suspects: list[torch.Tensor],
+    world_size: int,
+    device: torch.device,
+) -> Pattern[tuple[bool, bool, bool]]:
+    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
+
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
+    """
+    updates = max((one.updates for one in stepping), default=0) % _UPDATES
+    stopped = any(one.is_stopped for one in stepping)
+    # One word that a kernel fills, because the host would wait for a GPU to copy several. Sums over ranks do not mix.
+    own = int(rejected) + stopped * _RANKS + updates * _RANKS**2
+    words = torch.full((1,), own, dtype=torch.int64, device=device)
+    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
+        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
+    total, *suspicious = (yield AllReduce("commit", words)).tolist()
+    of_updates, flags = divmod(total, _RANKS**2)
+    any_stopped, any_rejected = divmod(flags, _RANKS)
+    alike = not any_stopped and of_updates == updates * world_size
+    return bool(any_rejected), any(suspicious), alike

@@ -1,0 +1,83 @@
+"""One backward pass of ``DistributedDataParallel``: what has arrived in its buckets, and which futures wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tritoncomm.step.bucket import copy_pairs
+from tritoncomm.step.vector_exchange import VectorExchange
+
+
+@dataclass
+class BackwardPass:
+    """The buckets of one backward pass, whose buffers DDP copies to the gradients when their futures are set.
+
+    Attributes:
+        scale: The loss scale.
+        arrived: Each parameter's part of DDP's buffers, by id of the parameter.
+        ready: Vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet.
+        exchanged: The other vectors that have arrived.
+        written: Ids of parameters whose part holds the mean.
+        waiting: Parameters (ids), buffer and future of each bucket whose future is not set.
+    """
+
+    scale: float
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    ready: list[tuple[VectorExchange, torch.dtype]] = field(default_factory=list)
+    exchanged: list[VectorExchange] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)
+    waiting: list[tuple[set[int], torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
+
+    def add(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Note that the ``buffer`` of a bucket (one-dimensional) holds the gradients of ``parameters``."""
+        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
+        self.arrived |= dict(zip(map(id, parameters), parts, strict=True))
+
+    def whole(self, vectors: Sequence[VectorExchange]) -> list[VectorExchange]:
+        """Return those of ``vectors`` that have arrived with all parameters, and are neither ready nor exchanged."""
+        noted = [*self.exchanged, *(vector for vector, _ in self.ready)]
+        return [
+            v for v in vectors if v not in noted and all(id(parameter) in self.arrived for parameter in v.parameters)
+        ]
+
+    def take_ready(self) -> list[tuple[VectorExchange, torch.dtype]]:
+        """Return the vectors that are ready, which are about to be exchanged."""
+        ready, self.ready = self.ready, []
+        self.exchanged += [vector for vector, _ in ready]
+        return ready
+
+    def read(self, vectors: Sequence[VectorExchange]) -> None:
+        """Copy the gradients of ``vectors`` from DDP's buffers into ``vector.flat``."""
+        copy_pairs([pair for vector in vectors for pair in self._pairs(vector, vector.flat)])
+
+    def write(self, vectors: Sequence[VectorExchange]) -> None:
+        """Copy ``vector.flat`` of each of ``vectors``, times the loss scale, to DDP's buffers."""
+        means = [vector.flat if self.scale == 1.0 else vector.flat * self.scale for vector in vectors]
+        pairs = [pair for vector, mean in zip(vectors, means, strict=True) for pair in self._pairs(vector, mean)]
+        copy_pairs([(arrived, part) for part, arrived in pairs])
+
+    def _pairs(self, vector: VectorExchange, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter's part of ``values`` (``[numel]`` of ``vector``), and its view of DDP's buffer."""
+        arrived = [self.arrived[id(parameter)] for parameter in vector.layout.parameters]
+        return list(zip(vector.layout.parts(values), arrived, strict=True))
+
+    def release(self, *, last: bool, failed: bool) -> None:
+        """Set the futures of the buckets that hold the mean, and of all buckets after the ``last`` one.
+
+        A bucket without a mean gets NaN, and so do those that still wait if the pass has ``failed``. DDP would report
+        an exception without its type.
+        """
+        waiting = []
+        for parameters, buffer, future in self.waiting:
+            averaged = parameters <= self.written
+            if not (averaged or last):
+                waiting.append((parameters, buffer, future))
+                continue
+            if buffer.layout == torch.strided and (not averaged or (last and failed)):
+                buffer.fill_(math.nan)
+            future.set_result(buffer)
+        self.waiting = waiting

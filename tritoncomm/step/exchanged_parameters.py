@@ -1,0 +1,132 @@
+"""The parameters that a wrapped optimizer exchanges by itself, and the flat vectors that they form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step import setup_checks
+from tritoncomm.step.exchange import GradientExchange, verdict_of_all
+from tritoncomm.step.optimizer_step import selects_by_update
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.shards import by_split, local
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+
+
+class KnownParameters:
+    """The parameters that ``optimizer`` has at ``wrap``, or at the last :meth:`note`.
+
+    Attributes:
+        trained: Those that require gradients, each with its name, in the order of the optimizer. Unnamed ones have the
+            name ``""``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.note()
+
+    def note(self) -> None:
+        """Take the present parameters of the optimizer for known."""
+        named = setup_checks.named_parameters(self._optimizer)
+        self._known = setup_checks.parameter_ids(self._optimizer)
+        self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
+        self.trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
+
+    def check(self) -> None:
+        """Raise if the user has added parameters to the original optimizer, or replaced some."""
+        groups = self._optimizer.param_groups
+        new = [each for group in groups for each in group["params"] if id(each) not in self._known]
+        if new:
+            raise ConfigurationError(
+                f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "
+                f"{tuple(new[0].shape)}: call add_param_group() of the wrapped optimizer, or wrap again if parameters "
+                "were replaced"
+            )
+
+    def local_error(self) -> ConfigurationError | None:
+        """Return why the gradients of this rank cannot be exchanged, if so."""
+        try:
+            self.check()
+            setup_checks.check_frozen(self._frozen)
+        except ConfigurationError as error:
+            return error
+        return None
+
+
+def exchange_of(
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[tuple[torch.Tensor, str]],
+    recipe: Recipe,
+    options: WrapOptions,
+    group: dist.ProcessGroup | None,
+    *,
+    alone: bool,
+    before: GradientExchange | None,
+) -> GradientExchange:
+    """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
+
+    Args:
+        optimizer: The original optimizer.
+        trained: Its parameters that require gradients.
+        recipe: The recipe of the exchange.
+        options: The options of ``wrap``.
+        group: Process group of the exchange. None is the default group.
+        alone: Whether a single worker selects entries, as several do.
+        before: The exchange that this one replaces, if any.
+    """
+    parameters = [parameter for parameter, _ in trained]
+    exchange_options = ExchangeOptions(
+        recipe=recipe,
+        group=group,
+        timeout=options.timeout,
+        dense_below=options.dense_below,
+        small=options.small,
+        max_gradient_norm=options.max_grad_norm if options.clip_by == "gradient" else None,
+        by_update=selects_by_update(optimizer, recipe, options),
+        flattened=all(parameter.dim() <= 1 for parameter in parameters),
+        alone=alone,
+    )
+    verdict = None
+    if setup_checks.check_shards(parameters, group):
+        verdict = None if before is None else before.verdict
+        verdict = verdict or verdict_of_all(exchange_options, local(parameters[0]).device)
+    exchange = GradientExchange(exchange_options, verdict=verdict)
+    exchange.trained = parameters
+    exchange.vectors = _vectors(trained, exchange_options, options.on_nonfinite)
+    return exchange
+
+
+def _vectors(
+    trained: Sequence[tuple[torch.Tensor, str]], options: ExchangeOptions, on_nonfinite: str
+) -> list[VectorExchange]:
+    """Return the flat vectors of the parameters ``trained``, each given with its name.
+
+    Selection depends on the whole vector. Parameters that tensor parallelism replicates have a vector of their own, so
+    that the ranks with copies of them select the same entries. Otherwise there is one vector.
+    """
+    parameters = [parameter for parameter, _ in trained]
+    groups = by_split(parameters)
+    if len(groups) <= 1:
+        return [VectorExchange(parameters, [name for _, name in trained], options)]
+    if on_nonfinite == "zero":
+        raise ConfigurationError(
+            "on_nonfinite='zero': some parameters are replicated by tensor parallelism, and a NaN in one copy would "
+            "become zero in this copy alone: choose 'skip' or 'raise'"
+        )
+    # A vector counts its own parameters. Errors count those of the optimizer.
+    names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
+    return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
+
+
+def check_not_reduced(group: dist.ProcessGroup | None, means: Sequence[tuple[VectorExchange, SparseVector]]) -> None:
+    """See :func:`tritoncomm.step.setup_checks.check_not_reduced`. ``means`` are those of the first exchange."""
+    first = [
+        setup_checks.FirstMean(mean, vector.layout, vector.equal_on_all_ranks if vector.rounds else None)
+        for vector, mean in means
+    ]
+    setup_checks.check_not_reduced(first, group)

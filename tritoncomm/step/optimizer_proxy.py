@@ -1,0 +1,83 @@
+"""An optimizer that stands for another one: same parameters and state, its own hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["OptimizerProxy"]
+
+
+class OptimizerProxy(torch.optim.Optimizer):
+    """Shares ``param_groups``, ``state`` and ``defaults`` with the original optimizer, which is ``optimizer``.
+
+    Public attributes that this class does not have are those of the original optimizer. Hooks are not shared.
+    """
+
+    # A GradScaler then always calls step(). It sets the other two: its scale, and its overflow flag of this rank.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor | None
+    optimizer: torch.optim.Optimizer
+
+    def _stand_for(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # Not super().__init__(): parameters and state stay those of the original optimizer. Like unpickling, this
+        # initializes only hooks and profiling.
+        super().__setstate__({})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a public attribute of the original optimizer that this class does not have."""
+        if name.startswith("_") or name in ("optimizer", "grad_scale", "found_inf"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    # Properties, because load_state_dict() of the original optimizer replaces these objects.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the original optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the original optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default options of the original optimizer."""
+        return self.optimizer.defaults
+
+    @property
+    def _scaler(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What a ``GradScaler`` has set: its scale, if it has not unscaled the gradients, and its overflow flag."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _forget_scaler(self) -> None:
+        """Remove what a ``GradScaler`` has set. It does so itself only if ``step()`` succeeds."""
+        for name in ("grad_scale", "found_inf"):
+            vars(self).pop(name, None)
+
+    def _run_hooks_before_saving(self) -> None:
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)
+
+    def _after_saving(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks after ``state_dict()`` leave it."""
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def _before_loading(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` as the hooks before ``load_state_dict()`` leave it."""
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = hook(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def _run_hooks_after_loading(self) -> None:
+        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            hook(self)
