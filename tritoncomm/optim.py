@@ -385,9 +385,8 @@ class SparseOptimizer(OptimizerProxy):
         if self._options.max_grad_norm is None:
             return self._exchange.metrics()
         before = next((vector.gradient_norm for vector in self._exchange.vectors), None)
-        return self._exchange.metrics() | {
-            "grad_norm": self._optimizer_step.grad_norm if before is None else float(before)
-        }
+        norm = self._optimizer_step.grad_norm if before is None else float(before)
+        return self._exchange.metrics() | {"grad_norm": norm}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
