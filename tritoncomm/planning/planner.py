@@ -296,14 +296,6 @@ def advice(
     if world_size == 1:
         return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
     dense = next(estimate for estimate in ranked if estimate.is_dense)
-    trained_well = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density == density]
-    rest = [e for e in ranked if e.recipe.name not in (*TRUSTED, dense.recipe.name) and e.recipe.density == density]
-    at_others = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density in others]
-    groups = {
-        f"Dense, and the methods known to train well, at density {_percent(density)}": [dense, *trained_well],
-        f"Other methods at density {_percent(density)}": rest,
-        f"{both} at other densities": at_others,
-    }
     on_gpu = torch.device(device).type == "cuda"
     network = f"{link.bandwidth * 8 / 1e9:g} Gbit/s, {link.latency * 1e6:g} us"
     on_device = f"{'form':>8}{'syncs':>7}{'launches':>10}" if on_gpu else ""
@@ -315,7 +307,7 @@ def advice(
         f"{numel:,} parameters, {world_size} workers, {network}{further}",
         f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
     ]
-    for title, group in groups.items():
+    for title, group in _groups(ranked, dense, density).items():
         lines += ["", f"{title}:", *(_row(e, dense, on_gpu) for e in sorted(group, key=lambda estimate: estimate.step))]
     lines += [
         "",
@@ -340,19 +332,34 @@ def advice(
             f"more than {1 - WORTH_IT:.0%} faster than a dense step."
         )
     else:
-        formats = f", values={values!r}" if isinstance(chosen, EntryRecipe) else ""
-        if getattr(chosen, "packed", None) is True:
-            formats += ", packed=True"
-        if getattr(chosen, "static", "auto") is False:
-            formats += ", static=False"
-        arguments = f"algo={chosen.name!r}, density={chosen.density}{formats}"
-        model = "model=model, " if buckets else ""
-        lines += ["Use:", f"optimizer = tritoncomm.wrap(optimizer, {model}{arguments})"]
+        lines += ["Use:", _line_of_code(chosen, values, hooked=buckets > 0)]
         if not chosen.delivers_all():
             step = next(e.step for e in ranked if (e.recipe.name, e.recipe.density) == (chosen.name, chosen.density))
             exchange = warmup_seconds(numel, world_size, link, device, used) + hook_seconds(buckets, device) / used
             lines += ["", dense_start(step_seconds + exchange + rest_of_step(numel, device) / used, step)]
     return "\n".join(lines)
+
+
+def _groups(ranked: Sequence[Estimate], dense: Estimate, density: float) -> dict[str, list[Estimate]]:
+    """Return the groups of rows of the plan, each with its title."""
+    trained_well = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density == density]
+    rest = [e for e in ranked if e.recipe.name not in (*TRUSTED, dense.recipe.name) and e.recipe.density == density]
+    at_others = [e for e in ranked if e.recipe.name in TRUSTED and e.recipe.density != density]
+    return {
+        f"Dense, and the methods known to train well, at density {_percent(density)}": [dense, *trained_well],
+        f"Other methods at density {_percent(density)}": rest,
+        f"{' and '.join(TRUSTED)} at other densities": at_others,
+    }
+
+
+def _line_of_code(chosen: Recipe, values: str, *, hooked: bool) -> str:
+    formats = f", values={values!r}" if isinstance(chosen, EntryRecipe) else ""
+    if getattr(chosen, "packed", None) is True:
+        formats += ", packed=True"
+    if getattr(chosen, "static", "auto") is False:
+        formats += ", static=False"
+    arguments = f"algo={chosen.name!r}, density={chosen.density}{formats}"
+    return f"optimizer = tritoncomm.wrap(optimizer, {'model=model, ' if hooked else ''}{arguments})"
 
 
 def dense_start(dense: float, sparse: float, *, quantized: bool = True) -> str:
