@@ -3,8 +3,8 @@
 AdamW with betas of 0.9 and 0.95 and a weight decay of 0.1 on matrices trains the demo's model. A step averages the
 gradients of two micro-batches, and clips them to a norm of 1. The learning rate rises to 1e-3 in 30 steps and follows a
 cosine to 1e-4. ``dense`` is ``DistributedDataParallel`` with ``torch.nn.utils.clip_grad_norm_``. The others are
-``wrap`` with its defaults. ``delivered`` and ``gradient`` are values of ``clip_by``. ``none`` does not clip, and
-``dense-none`` is its dense run.
+``wrap`` with its defaults. ``delivered`` and ``gradient`` are values of ``clip_by``, behind DDP in ``ddp-delivered``
+and ``ddp-gradient``. ``none`` does not clip, and ``dense-none`` is its dense run.
 
 The loss is the validation loss at the end, in nats per byte.
 """
@@ -30,7 +30,7 @@ from tritoncomm.scheduler.local_workers import Send, run_workers
 
 WORKERS, MICRO_BATCHES, ROWS, CONTEXT, LIMIT = 4, 2, 8, 64, 1.0
 RATE, LAST_RATE, RISE = 1e-3, 1e-4, 30
-WAYS = ("dense", "delivered", "gradient", "dense-none", "none")
+WAYS = ("dense", "delivered", "gradient", "ddp-delivered", "ddp-gradient", "dense-none", "none")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def built(way: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     if way.startswith("dense"):
         return DistributedDataParallel(model), optimizer
-    return model, tritoncomm.wrap(optimizer, **({"max_grad_norm": LIMIT, "clip_by": way} if way != "none" else {}))
+    hooked = DistributedDataParallel(model) if way.startswith("ddp") else None
+    limits = {"max_grad_norm": LIMIT, "clip_by": way.removeprefix("ddp-")} if way != "none" else {}
+    return hooked or model, tritoncomm.wrap(optimizer, model=hooked, **limits)
 
 
 def train(rank: int, world_size: int, send: Send, way: str, seed: int, steps: int) -> None:

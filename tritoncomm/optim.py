@@ -17,6 +17,7 @@ from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
+from tritoncomm.step.clipping import check_clipping
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.exchanged_parameters import KnownParameters, check_not_reduced, exchange_of
@@ -72,11 +73,11 @@ class SparseOptimizer(OptimizerProxy):
         if hook is not None:
             self._hooked = HookedStep(hook, optimizer, self._step_state, self._optimizer_step)
         self._exchange = self._build(process_group)
-        setup_checks.warn_about_lost_residual(optimizer)
+        if hook is None or not hook.steps:  # else the hook has kept the residuals
+            setup_checks.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, broadcast=broadcast_parameters)
         if hook is not None:
-            by_update = selects_by_update(optimizer, recipe, options)
-            hook.connect(self, by_update=by_update, on_nonfinite=options.on_nonfinite)
+            hook.connect(self, options, by_update=selects_by_update(optimizer, recipe, options))
             self._step_state.used_delivery = self._exchange.deliveries
         elif is_distributed():
             self._exchange.log_choice()
@@ -136,9 +137,7 @@ class SparseOptimizer(OptimizerProxy):
         self._optimizer_step.check_complete()
         self._check_no_pending_step("copying")
         if self._hook is not None:
-            raise RuntimeError(
-                "this optimizer belongs to the hook of a model: copy optimizer.optimizer, and wrap the copy"
-            )
+            raise RuntimeError("a hook of a model has the residuals: copy optimizer.optimizer, and wrap the copy")
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
@@ -384,7 +383,7 @@ class SparseOptimizer(OptimizerProxy):
         """
         if self._options.max_grad_norm is None:
             return self._exchange.metrics()
-        before = next((vector.gradient_norm for vector in self._exchange.vectors), None)
+        before = self._exchange.gradient_norm
         norm = self._optimizer_step.grad_norm if before is None else float(before)
         return self._exchange.metrics() | {"grad_norm": norm}
 
@@ -466,14 +465,14 @@ class SparseOptimizer(OptimizerProxy):
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
-        known = self._parameters.trained
-        parameters = [parameter for parameter, _ in known]
-        setup_checks.check_clip_by(self._options.clip_by, parameters, hooked=self._hook is not None)
+        parameters = [parameter for parameter, _ in self._parameters.trained]
+        exchanged = parameters if self._hook is None else list(self._hook.parameters.values())
+        setup_checks.check_exchanged(parameters, exchanged)
+        check_clipping(self._options.gradient_limit, parameters, exchanged)
         if self._hook is not None:
-            setup_checks.check_exchanged(parameters, self._hook.parameters.values())
             return self._hook.exchange
-        before: GradientExchange | None = vars(self).get("_exchange")
-        exchange = exchange_of(self.optimizer, known, self.recipe, self._options, group, alone=_ALONE, before=before)
+        trained, before = self._parameters.trained, vars(self).get("_exchange")
+        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, alone=_ALONE, before=before)
         exchange.stepping = self._optimizer_step.stepping
         return exchange
 

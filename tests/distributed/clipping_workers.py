@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -11,8 +12,10 @@ import tritoncomm
 from helpers import flat, loss_of, residual, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import ConfigurationError, NonFiniteError
+from tritoncomm.step.shards import local
 
 SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 0}
 
@@ -35,23 +38,122 @@ def backward(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+def residuals(optimizer: tritoncomm.SparseOptimizer, model: nn.Module) -> torch.Tensor:
+    """Return the residuals of this rank's shards in the order of the parameters of ``model``, flat."""
+    found = {}
+    for vector in optimizer._exchange.vectors:
+        found |= vector.residuals_by_parameter()
+    return torch.cat([found.get(each, torch.zeros_like(local(each)).flatten()) for each in model.parameters()])
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """Return this rank's shards of all gradients, flat."""
+    return torch.cat([local(parameter.grad).flatten() for parameter in model.parameters()])
+
+
+def clips(
+    optimizer: tritoncomm.SparseOptimizer, model: nn.Module, reference: nn.Module, rank: int, world_size: int,
+    shards: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None, scaler: torch.amp.GradScaler | None = None,
+) -> None:  # fmt: skip
+    """Train ``model``. In each step, exactly the gradient times one factor is added to residuals and deliveries.
+
+    The factor is that of the norm of the whole mean, up to the error of its estimate. ``reference`` is the plain module
+    without shards. ``shards`` are the groups of the replicas and of the shards, if there are several.
+    """
+    replicas, whole = shards if shards is not None else (None, None)
+    size, clipped = dist.get_world_size(replicas), 0
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        dist.all_reduce(y, group=replicas)
+        return y
+
+    for step in range(8):
+        with torch.no_grad():
+            for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs.full_tensor() if hasattr(theirs, "full_tensor") else theirs)
+        norm_of_dense = float((total(backward(reference, rank, step)) / world_size).norm())
+        before = summed(residuals(optimizer, model))
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        own = gradients(model).clone() if optimizer._hook is None else None
+        if optimizer._hook is None:
+            optimizer.synchronize()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        delivered = gradients(model).clone()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        norm = optimizer.metrics()["grad_norm"]
+        assert norm == pytest.approx(norm_of_dense, rel=0.2)
+        factor = min(1.0, 0.5 / norm)
+        clipped += factor < 0.8
+        added = size * delivered + summed(residuals(optimizer, model)) - before
+        squares = added.square().sum()
+        if whole is not None:
+            dist.all_reduce(squares, group=whole)
+        # What was added is the mean of the gradients times the factor.
+        assert float(squares.sqrt()) / size == pytest.approx(factor * norm_of_dense, rel=1e-3)
+        if own is not None:
+            assert torch.allclose(added, factor * summed(own), rtol=1e-4, atol=1e-5)
+    assert clipped >= 2
+
+
+class Logged(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.messages.append(record.getMessage())
+
+
+CLIPPED = {"max_grad_norm": 0.5, "clip_by": "gradient"}
+
+
 def limits_gradients(rank: int, world_size: int, send) -> None:
     """The mean of the gradients is clipped before it is added to the residual, by its norm up to a few per cent."""
-    model, clips = net(), 0
-    optimizer = wrapped(model, max_grad_norm=0.5, clip_by="gradient")
-    for step in range(8):
-        mean, before = total(backward(model, rank, step)) / world_size, total(residual(optimizer))
-        optimizer.synchronize()
-        delivered = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        optimizer.step()
-        norm = optimizer.metrics()["grad_norm"]
-        assert norm == pytest.approx(float(mean.norm()), rel=0.2)
-        factor = min(1.0, 0.5 / norm)
-        clips += factor < 0.8
-        after = total(residual(optimizer))
-        assert torch.allclose(before + factor * mean * world_size, world_size * delivered + after, rtol=1e-4, atol=1e-5)
-    assert clips >= 2
+    model = net()
+    clips(wrapped(model, **CLIPPED), model, net(), rank, world_size)
     assert same_everywhere(flat(model))
+
+
+def limits_gradients_of_buckets(rank: int, world_size: int, send) -> None:
+    """Behind DDP, the norm is that of all buckets, also after DDP has built them anew."""
+    ddp = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.004)
+    optimizer = wrapped(ddp, model=ddp, **CLIPPED)
+    clips(optimizer, ddp, net(), rank, world_size)
+    assert len(optimizer._exchange.vectors) > 1
+    assert same_everywhere(flat(ddp))
+
+
+def limits_unscaled_gradients(rank: int, world_size: int, send) -> None:
+    """The limit is in unscaled units, whatever the scale of the loss."""
+    ddp = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.004)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    clips(wrapped(ddp, model=ddp, scaler=scaler, **CLIPPED), ddp, net(), rank, world_size, scaler=scaler)
+
+
+def limits_gradients_of_shards(rank: int, world_size: int, send) -> None:
+    """Behind FSDP2, and without a hook, the norm is that of all shards."""
+    grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    replicas, shards = (grid[name].get_group() for name in ("replicate", "shard"))
+    for hooked in (True, False):
+        model = net()
+        for layer in (model[2], model):
+            fully_shard(layer, mesh=grid["shard"])
+        fields = {"model": model} if hooked else {}
+        optimizer = wrapped(model, process_group=replicas, **fields, **CLIPPED)
+        assert (optimizer._hook is not None) == hooked
+        clips(optimizer, model, net(), rank, world_size, (replicas, shards))
+        dist.barrier()
 
 
 def limit_above_all_norms(rank: int, world_size: int, send) -> None:
@@ -78,19 +180,78 @@ def bad_gradient_is_named(rank: int, world_size: int, send) -> None:
     assert not residual(optimizer).any()
 
 
-def refused_with_a_hook(rank: int, world_size: int, send) -> None:
-    """Where the norm is not known before the exchange, the option is refused on all ranks. So are other values."""
-    model = nn.parallel.DistributedDataParallel(net())
-    with pytest.raises(ConfigurationError, match="clip_by='gradient' needs the whole gradient"):
-        wrapped(model, model=model, max_grad_norm=0.5, clip_by="gradient")
+def bad_gradient_behind_ddp(rank: int, world_size: int, send) -> None:
+    """The same behind DDP: nothing is scaled, and the next step is an ordinary one."""
+    ddp = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.004)
+    optimizer = wrapped(ddp, model=ddp, on_nonfinite="raise", **CLIPPED)
+    handle = ddp.module[0].weight.register_hook(lambda grad: grad * math.nan if rank == 1 else grad)
+    with pytest.raises(NonFiniteError, match="gradients of rank 1: ") as caught:
+        loss_of(ddp, rank, 0).backward()
+    assert "rank 0" not in str(caught.value)
+    handle.remove()
+    optimizer.zero_grad()
+    loss_of(ddp, rank, 1).backward()
+    optimizer.step()
+    assert all(vector.feedback.residual.isfinite().all() for vector in optimizer._exchange.vectors)
+    assert same_everywhere(flat(ddp))
+
+
+def changes_between_wraps(rank: int, world_size: int, send) -> None:
+    """Another wrap of the optimizer of a registered model sets the limit anew, and a new density keeps it."""
+    ddp = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.004)
+    inner = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    first = tritoncomm.wrap(inner, model=ddp, **SETTINGS, **CLIPPED)
+    for step in range(3):
+        first.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        first.step()
+    norm = first.metrics()["grad_norm"]
+    first.set_density(0.2)
+    assert first.metrics()["grad_norm"] == norm > 0
+    first.zero_grad()
+    loss_of(ddp, rank, 3).backward()
+    first.step()
+    assert first.metrics()["grad_norm"] not in (0.0, norm)
+    first.release()
+    logged = Logged(logging.WARNING)
+    logging.getLogger("tritoncomm").addHandler(logged)
+    second = tritoncomm.wrap(inner, model=ddp)
+    assert not logged.messages  # the hook has kept the residuals
+    second.zero_grad()
+    loss_of(ddp, rank, 4).backward()
+    second.step()
+    assert "grad_norm" not in second.metrics()
+    assert second._exchange.options.max_gradient_norm is None
+
+
+def refused(rank: int, world_size: int, send) -> None:
+    """Where the norm is not that of the optimizer's parameters, the option is refused on all ranks. So are others."""
+    ddp = nn.parallel.DistributedDataParallel(net())
+    part = torch.optim.AdamW(ddp.module[0].parameters())
+    with pytest.raises(ConfigurationError, match="this optimizer has 2 of the 6 parameters of the model"):
+        tritoncomm.wrap(part, model=ddp, **CLIPPED)
     with pytest.raises(ConfigurationError, match="clip_by='gradient' needs max_grad_norm"):
         wrapped(net(), clip_by="gradient")
     with pytest.raises(ConfigurationError, match="clip_by='norm': choose one of 'delivered', 'gradient'"):
         wrapped(net(), max_grad_norm=0.5, clip_by="norm")
-    grid = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
-    shards = distribute_module(nn.Linear(8, 8), grid["shard"])
-    with pytest.raises(ConfigurationError, match="clip_by='gradient' needs the whole gradient"):
-        wrapped(shards, process_group=grid["replicate"].get_group(), max_grad_norm=0.5, clip_by="gradient")
+    grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    split = parallelize_module(net(), grid["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(ConfigurationError, match="tensor parallelism keeps copies of a parameter of shape"):
+        wrapped(split, process_group=grid["replicate"].get_group(), **CLIPPED)
+    dist.barrier()
+
+
+def refused_with_early_users(rank: int, world_size: int, send) -> None:
+    """FSDP averages a group in the middle of the pass if a hook of the user waits for it, before the norm is known."""
+    grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    model = net()
+    for layer in (model[2], model):
+        fully_shard(layer, mesh=grid["shard"])
+    optimizer = wrapped(model, model=model, process_group=grid["replicate"].get_group(), **CLIPPED)
+    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigurationError, match=r"clip_by='gradient'.*register_post_accumulate_grad_hook"):
+        loss_of(model, rank, 0).backward()
+    assert not optimizer._exchange.steps
     dist.barrier()
 
 

@@ -10,10 +10,20 @@ def test_situations() -> None:
     """Each situation passes with three ranks."""
     situations = [
         clipping_workers.limits_gradients, clipping_workers.limit_above_all_norms,
-        clipping_workers.bad_gradient_is_named, clipping_workers.refused_with_a_hook,
+        clipping_workers.bad_gradient_is_named, clipping_workers.limits_gradients_of_buckets,
+        clipping_workers.limits_unscaled_gradients, clipping_workers.bad_gradient_behind_ddp,
+        clipping_workers.changes_between_wraps, clipping_workers.refused,
     ]  # fmt: skip
     done: list[str] = []
     run_workers(several, 3, situations, listen=done.append)
+    assert done == [situation.__name__ for situation in situations]
+
+
+def test_shards() -> None:
+    """With two replicas of two shards, the norm is that of the whole gradient."""
+    situations = [clipping_workers.limits_gradients_of_shards, clipping_workers.refused_with_early_users]
+    done: list[str] = []
+    run_workers(several, 4, situations, listen=done.append)
     assert done == [situation.__name__ for situation in situations]
 
 

@@ -40,7 +40,7 @@ def test_norm_of_vectors_of_one_sign(numel: int) -> None:
 def test_norm_of_huge_entries() -> None:
     """Squares that overflow in fp32 do not make a finite norm infinite."""
     vector = torch.full((WIDTH,), 1e20)
-    (norm,) = SimulatedScheduler(1).run([norm_of_mean(vector, random_signs(WIDTH, "cpu"), 1)])
+    (norm,) = SimulatedScheduler(1).run([norm_of_mean(sketch(vector, random_signs(WIDTH, "cpu")), 1)])
     assert float(norm) == pytest.approx(float(vector.double().norm()))
 
 
@@ -49,8 +49,19 @@ def test_mean_over_ranks(numel: int) -> None:
     """All ranks have the norm of the mean of their vectors, not the mean of the norms."""
     vectors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     signs = random_signs(numel, "cpu")
-    norms = SimulatedScheduler(3).run([norm_of_mean(vector, signs, 3) for vector in vectors])
+    norms = SimulatedScheduler(3).run([norm_of_mean(sketch(vector, signs), 3) for vector in vectors])
     assert len({float(norm) for norm in norms}) == 1
     exact = torch.stack(vectors).mean(0).norm()
     # A vector that is not longer than the sketch loses nothing.
     assert float(norms[0]) == pytest.approx(float(exact), rel=1e-5 if numel <= WIDTH else 0.15)
+
+
+def test_norm_of_several_vectors() -> None:
+    """The sum of sketches with other signs is a sketch of all vectors. With the same signs, equal vectors add up."""
+    vectors = [torch.ones(100_000)] * 4
+    exact = 400_000**0.5
+    signs = [random_signs(100_000, "cpu", seed) for seed in range(4)]
+    total = torch.stack([sketch(vector, own) for vector, own in zip(vectors, signs, strict=True)]).sum(0)
+    assert float(total.norm()) == pytest.approx(exact, rel=0.12)
+    same = torch.stack([sketch(vector, signs[0]) for vector in vectors]).sum(0)
+    assert float(same.norm()) > 1.8 * exact

@@ -18,9 +18,12 @@ _GPU_CHUNK = WIDTH << 15  # few launches, and a product of 67 MB
 _PHASE = "gradient norm"
 
 
-def random_signs(numel: int, device: torch.device | str) -> torch.Tensor:
-    """Return a sign for each entry of a vector, int8 ``[numel]``, 1 or -1. They are the same on all ranks."""
-    generator = torch.Generator().manual_seed(WIDTH)
+def random_signs(numel: int, device: torch.device | str, seed: int = WIDTH) -> torch.Tensor:
+    """Return a sign for each entry of a vector, int8 ``[numel]``, 1 or -1. They are the same on all ranks.
+
+    Sketches of several vectors may be added up. Each vector needs another ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (numel,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(device)
 
 
@@ -37,8 +40,13 @@ def sketch(vector: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def norm_of_mean(vector: torch.Tensor, signs: torch.Tensor, world_size: int) -> Pattern[torch.Tensor]:
-    """Return an estimate of the norm of the mean of ``vector`` over the ranks, fp64 ``[]``, the same on all ranks."""
-    total = yield AllReduce(_PHASE, sketch(vector, signs))
+def norm_of_mean(own: torch.Tensor, world_size: int) -> Pattern[torch.Tensor]:
+    """Return an estimate of the norm of the mean of vectors, fp64 ``[]``, the same on all ranks.
+
+    Args:
+        own: The sketch of this rank's vector.
+        world_size: Number of vectors in the mean.
+    """
+    total = yield AllReduce(_PHASE, own)
     norm: torch.Tensor = total.double().norm()  # squares may overflow in fp32
     return norm / world_size

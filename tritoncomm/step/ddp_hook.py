@@ -196,7 +196,8 @@ class CommState(HookState):
                 if ready is not None:  # buckets may be filled on several streams
                     torch.cuda.current_stream(buffer.device).wait_event(ready)
                 self._arrive(parameters, buffer)
-                if last or not on_gpu:  # on a GPU, the host waits as often for all as for one
+                # On a GPU, the host waits as often for all as for one. A limit on the norm is that of all.
+                if last or not (on_gpu or self.exchange.options.max_gradient_norm is not None):
                     self._average_ready()
             except BaseException as error:
                 self._failure = self._failure or error

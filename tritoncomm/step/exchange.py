@@ -22,13 +22,14 @@ from tritoncomm.errors import (
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
+from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import setup_checks, step_checks
+from tritoncomm.step.clipping import clipped
 from tritoncomm.step.delivered import Delivered, added, check_range
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
-from tritoncomm.step.private_group import private_group
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
 
 logger = logging.getLogger("tritoncomm")
@@ -75,6 +76,8 @@ class GradientExchange:
         skipped: Number of rejected steps.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
+        gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
+            ``[]``). None before.
         stepping: Function that returns the optimizers that step by the means. What they return must be equal on all
             ranks.
     """
@@ -88,6 +91,7 @@ class GradientExchange:
         self.steps = self.skipped = self.zeroed = self.deliveries = 0
         self.rejected = False
         self.total = Meter()
+        self.gradient_norm: torch.Tensor | None = None
         self.verdict = verdict
         self.stepping: Callable[[], list[step_checks.Stepping]] = list
         self._distributed = is_distributed()
@@ -127,6 +131,7 @@ class GradientExchange:
     def continue_from(self, before: GradientExchange) -> None:
         """Take over the counters of ``before``, which this exchange replaces."""
         self.steps, self.skipped, self.zeroed, self.total = before.steps, before.skipped, before.zeroed, before.total
+        self.gradient_norm = before.gradient_norm
 
     def agree_on_exchange_id(self) -> None:
         """See :meth:`VectorExchange.agree_on_exchange_id`."""
@@ -252,11 +257,18 @@ class GradientExchange:
             ExchangeError: A peer was lost, or a wait timed out.
         """
         self._prepare(vectors)
+        limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
+        clipping = None if limit is None else self._clip(vectors, limit)
         means: dict[VectorExchange, SparseVector] = {}
         span, first = Span(vectors[0].device), len(self._begun)
         try:
+            if clipping is not None and self.verdict is not None:  # the norm is that of all shards
+                self.verdict.run(clipping, new_step=False)
+                clipping = None
             try:
-                run_together([_noting(vector, means, dense=dense) for vector in vectors])
+                one, *others = vectors
+                runs = [_noting(one, means, dense=dense, first=clipping)]
+                run_together([*runs, *(_noting(vector, means, dense=dense) for vector in others)])
             finally:
                 self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
             self._begun[first] = self._begun[first]._replace(span=span.end())
@@ -278,6 +290,11 @@ class GradientExchange:
             self.fail(error)
             raise
         return True
+
+    def _clip(self, vectors: Sequence[VectorExchange], limit: float) -> Pattern[None]:
+        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
+        shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
+        self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
 
     def fail(self, error: BaseException) -> Exception | None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves.
@@ -458,23 +475,17 @@ class GradientExchange:
         }
 
 
-def verdict_of_all(options: ExchangeOptions, device: torch.device | str = "cpu") -> ProcessGroupScheduler:
-    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.verdict`.
-
-    No shard of a model may step alone. All ranks of the default process group call this together.
-    """
-    device = torch.device(device)
-    everybody, belongs_to = private_group(None, options.timeout, device)
-    scheduler = ProcessGroupScheduler(everybody, options.timeout, device, f"{options.recipe.name} of all shards")
-    belongs_to(scheduler)
-    return scheduler
-
-
 def _norm(values: torch.Tensor) -> float:
     norm = float(values.norm())
     return norm if math.isfinite(norm) else float(values.double().norm())  # the squares may overflow in fp32
 
 
-def _noting(vector: VectorExchange, means: dict[VectorExchange, SparseVector], *, dense: bool) -> Running[None]:
+def _noting(
+    vector: VectorExchange,
+    means: dict[VectorExchange, SparseVector],
+    *,
+    dense: bool,
+    first: Pattern[None] | None = None,
+) -> Running[None]:
     """Exchange ``vector``, and add its mean to ``means``."""
-    means[vector] = yield from vector.beginning(dense=dense)
+    means[vector] = yield from vector.beginning(dense=dense, first=first)

@@ -11,9 +11,10 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step import setup_checks
-from tritoncomm.step.exchange import GradientExchange, verdict_of_all
+from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.optimizer_step import selects_by_update
 from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.private_group import verdict_of_all
 from tritoncomm.step.shards import by_split, local
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
@@ -86,7 +87,7 @@ def exchange_of(
         timeout=options.timeout,
         dense_below=options.dense_below,
         small=options.small,
-        max_gradient_norm=options.max_grad_norm if options.clip_by == "gradient" else None,
+        max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
         flattened=all(parameter.dim() <= 1 for parameter in parameters),
         alone=alone,
@@ -94,7 +95,7 @@ def exchange_of(
     verdict = None
     if setup_checks.check_shards(parameters, group):
         verdict = None if before is None else before.verdict
-        verdict = verdict or verdict_of_all(exchange_options, local(parameters[0]).device)
+        verdict = verdict or verdict_of_all(recipe.name, options.timeout, local(parameters[0]).device)
     exchange = GradientExchange(exchange_options, verdict=verdict)
     exchange.trained = parameters
     exchange.vectors = _vectors(trained, exchange_options, options.on_nonfinite)

@@ -21,8 +21,9 @@ from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFinite
 from tritoncomm.step import setup_checks
 from tritoncomm.step.bucket import add_pairs, copy_pairs
 from tritoncomm.step.delivered import Delivered
-from tritoncomm.step.exchange import GradientExchange, verdict_of_all
+from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
+from tritoncomm.step.private_group import verdict_of_all
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     at_end_of_backward,
@@ -215,7 +216,7 @@ class FSDPState(HookState):
         device: torch.device,
         parameters: Mapping[str, torch.Tensor],
     ) -> None:
-        exchange = GradientExchange(options, verdict=verdict_of_all(options, device))
+        exchange = GradientExchange(options, verdict=verdict_of_all(options.recipe.name, options.timeout, device))
         super().__init__(exchange, None, "propagate", scaler)
         self.name(parameters)
         self.group = options.group
@@ -339,6 +340,11 @@ class FSDPState(HookState):
                     f"{told['groups']}, and rank {told['replicas'][0]} for {first['groups']}: call it for the same "
                     "parameters on all ranks"
                 )
+        if self.exchange.options.max_gradient_norm is not None and any(told["groups"] for told in everybody):
+            raise ConfigurationError(
+                "clip_by='gradient' needs the gradients of all groups before the first is averaged, and "
+                "register_post_accumulate_grad_hook() waits for one: leave clip_by out, or do not call it"
+            )
         self.early, self._compared_hooks = set(found), True
 
     def scale_of_pass(self) -> float:

@@ -21,7 +21,7 @@ from tritoncomm.step.aware import is_linear
 from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.exchange_state import for_this_rank, restored_by_name, saved_by_name
-from tritoncomm.step.options import is_dense, one_of, with_density
+from tritoncomm.step.options import WrapOptions, is_dense, one_of, with_density
 from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -140,7 +140,7 @@ class HookState(ABC):
         """The wrapped optimizers that are alive."""
         return [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
 
-    def connect(self, optimizer: Any, *, by_update: bool, on_nonfinite: str) -> None:
+    def connect(self, optimizer: Any, wrap: WrapOptions, *, by_update: bool) -> None:
         """Let a wrapped ``optimizer`` take its steps over what this hook delivers.
 
         It replaces an optimizer that was wrapped earlier for one of its parameters, which cannot step any more. If that
@@ -148,13 +148,13 @@ class HookState(ABC):
 
         Args:
             optimizer: The wrapped optimizer.
+            wrap: The options of :func:`tritoncomm.wrap`.
             by_update: Whether to select entries by their update.
-            on_nonfinite: ``"skip"``, ``"raise"`` or ``"zero"``, see :func:`tritoncomm.wrap`.
 
         Raises:
             ConfigurationError: The exchange has begun, and selects entries by another criterion.
         """
-        options = self.exchange.options
+        self.exchange.options = options = replace(self.exchange.options, max_gradient_norm=wrap.gradient_limit)
         if by_update and not options.by_update:
             if self.exchange.vectors and (self.exchange.steps or self.exchange.skipped):
                 raise ConfigurationError(
@@ -164,7 +164,7 @@ class HookState(ABC):
             self.exchange.options = replace(options, by_update=True)
             self._replace_vectors()
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
-        self.on_nonfinite = on_nonfinite if self.scaler is None else "skip"
+        self.on_nonfinite = wrap.on_nonfinite if self.scaler is None else "skip"
         own = setup_checks.parameter_ids(optimizer)
         replaced = [each for each in self.connected if own & setup_checks.parameter_ids(each)]
         others = [_kind(each) for each in replaced if each.optimizer is not optimizer.optimizer]

@@ -86,6 +86,11 @@ class WrapOptions:
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
 
+    @property
+    def gradient_limit(self) -> float | None:
+        """The largest norm of the mean of the gradients before they are exchanged, or None."""
+        return self.max_grad_norm if self.clip_by == "gradient" else None
+
 
 def is_number(value: object) -> bool:
     """Return True for an int or a float, but not for a bool."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.new_group import new_group
-from tritoncomm.scheduler.process_group import is_broken
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_broken
 from tritoncomm.scheduler.watcher import timeout_of
 from tritoncomm.step import setup_checks
 from tritoncomm.step.torch_internals import number_of_groups
@@ -59,6 +59,17 @@ def private_group(
         weakref.finalize(owner, free.__setitem__, chosen.group_name, chosen).atexit = False
 
     return chosen, belongs_to
+
+
+def verdict_of_all(method: str, timeout: timedelta | None, device: torch.device) -> ProcessGroupScheduler:
+    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.verdict`.
+
+    No shard of a model may step alone. All ranks of the default process group call this together.
+    """
+    everybody, belongs_to = private_group(None, timeout, device)
+    scheduler = ProcessGroupScheduler(everybody, timeout, device, f"{method} of all shards")
+    belongs_to(scheduler)
+    return scheduler
 
 
 def _new_group(

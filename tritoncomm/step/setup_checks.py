@@ -256,15 +256,6 @@ def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tenso
     ]
 
 
-def check_clip_by(clip_by: str, parameters: Iterable[torch.Tensor], *, hooked: bool) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if gradients cannot be clipped before the exchange begins."""
-    if clip_by == "gradient" and (hooked or any(hasattr(parameter, "device_mesh") for parameter in parameters)):
-        raise ConfigurationError(
-            "clip_by='gradient' needs the whole gradient before the exchange, and the hook of a model or a DTensor has "
-            "parts of it: wrap the optimizer of a plain module, or leave clip_by out"
-        )
-
-
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the ids of the parameters of all groups."""
     return {id(parameter) for parameter, _ in named_parameters(optimizer)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
-from tritoncomm.primitives.mean_norm import norm_of_mean, random_signs
+from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
@@ -45,8 +46,8 @@ class ExchangeOptions:
         device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
             keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
-        max_gradient_norm: Maximum norm of the mean of the gradients before they are added to the residual. None does
-            not limit it.
+        max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
+            residual. None does not limit it.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
         alone: Whether a single worker selects entries and keeps a residual, as in simulation. If False, it delivers
@@ -97,7 +98,6 @@ class VectorExchange:
         dense_numel: Number of elements that are sent dense.
         packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
-        gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
 
@@ -125,7 +125,6 @@ class VectorExchange:
         self.feedback = self.new_feedback()
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None
-        self.gradient_norm: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
         self._last_mean: SparseVector | None = None
@@ -177,16 +176,26 @@ class VectorExchange:
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
-    def beginning(self, *, dense: bool = False) -> Running[SparseVector]:
+    def sketch(self, shard: int) -> torch.Tensor:
+        """Return a sketch of :attr:`flat`, see :mod:`tritoncomm.primitives.mean_norm`.
+
+        Its signs are those of the names of the parameters and of ``shard``, the number of this rank's shard.
+        """
+        if self._signs is None:
+            seed = zlib.crc32(f"{shard} {self.names}".encode())
+            self._signs = random_signs(self.flat.numel(), self.flat.device, seed)
+        return sketch(self.flat, self._signs)
+
+    def beginning(self, *, dense: bool = False, first: Pattern[Any] | None = None) -> Running[SparseVector]:
         """Return a generator that exchanges :attr:`flat`, which is only read, for :func:`run_together`.
 
         It returns the mean. Commit or roll back :attr:`feedback` next. It rolls back itself if the exchange fails.
-        ``dense`` delivers all entries, whatever the recipe.
+        ``dense`` delivers all entries, whatever the recipe. ``first`` is a pattern that runs before that of the method.
         """
         algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
         pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm)
-        if self.options.max_gradient_norm is not None and not dense and not self.is_bare:
-            pattern = self._clipped(self.options.max_gradient_norm, pattern)
+        if first is not None:
+            pattern = _after(first, pattern)
         try:
             if self.scheduler is None:
                 return SimulatedScheduler(1).run([pattern])[0]
@@ -197,15 +206,6 @@ class VectorExchange:
         except BaseException:
             self.feedback.rollback()
             raise
-
-    def _clipped(self, limit: float, pattern: Pattern[SparseVector]) -> Pattern[SparseVector]:
-        """Run ``pattern`` after scaling :attr:`flat`, so that the norm of its mean is at most ``limit``."""
-        if self._signs is None:
-            self._signs = random_signs(self.flat.numel(), self.flat.device)
-        self.gradient_norm = norm = yield from norm_of_mean(self.flat, self._signs, self.world_size)
-        # A NaN or Inf stays where it is, so that the error names its rank and parameter.
-        self.flat.mul_(torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float())
-        return (yield from pattern)
 
     def confirm(self, state: str, others: Sequence[VectorExchange]) -> bool:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
@@ -309,6 +309,11 @@ class VectorExchange:
             **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
+
+
+def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
+    yield from first
+    return (yield from second)
 
 
 def listed(bad: Mapping[str, int]) -> str:

@@ -1,0 +1,66 @@
+"""Limit the norm of the mean of the gradients of a step, before they are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.mean_norm import norm_of_mean
+from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.step.vector_exchange import VectorExchange
+
+
+def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:
+    """Scale each ``vector.flat``, so that the norm of the mean of all of them is at most ``limit``.
+
+    The norm is an estimate, equal on all ranks (:mod:`tritoncomm.primitives.mean_norm`). It is returned, fp64 ``[]``.
+
+    Args:
+        vectors: All flat vectors of this rank, with its gradient.
+        limit: The largest norm.
+        shard: Number of this rank's shard of the model, equal on the ranks that hold the same shard.
+        world_size: Number of ranks that hold the same shard.
+    """
+    total, *others = [vector.sketch(shard) for vector in vectors]
+    for other in others:
+        total += other
+    norm = yield from norm_of_mean(total, world_size)
+    # A NaN or Inf stays where it is, so that the error names its rank and parameter.
+    factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float()
+    for vector in vectors:
+        vector.flat.mul_(factor)
+    return norm
+
+
+def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor], exchanged: Sequence[torch.Tensor]) -> None:
+    """Raise if there is a ``limit`` and the norm of what is ``exchanged`` is not that of the optimizer's gradients.
+
+    Raises:
+        ConfigurationError: An optimizer has a part of the parameters that a hook exchanges, or ranks hold copies of a
+            parameter, which would count several times.
+    """
+    if limit is None:
+        return
+    if len(parameters) < len(exchanged):
+        raise ConfigurationError(
+            f"clip_by='gradient' limits the norm of the whole gradient, and this optimizer has {len(parameters)} of "
+            f"the {len(exchanged)} parameters of the model: wrap one optimizer with all of them, or leave clip_by out"
+        )
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    for parameter in parameters:
+        if sharded and _has_copies(parameter):
+            raise ConfigurationError(
+                f"clip_by='gradient': tensor parallelism keeps copies of a parameter of shape "
+                f"{tuple(parameter.shape)}, which would count several times in the norm: leave clip_by out"
+            )
+
+
+def _has_copies(parameter: Any) -> bool:
+    """Return True if ranks that hold other shards of the model hold a copy of ``parameter``."""
+    if not hasattr(parameter, "device_mesh"):
+        return True
+    mesh = parameter.device_mesh
+    return any(each.is_replicate() and mesh.size(dimension) > 1 for dimension, each in enumerate(parameter.placements))
