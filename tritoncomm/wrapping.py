@@ -107,7 +107,9 @@ def wrap(
         clip_by: What ``max_grad_norm`` limits. ``"delivered"``: the entries of a step that were delivered, which are
             sums of several gradients. ``"gradient"``: the mean over ranks of the gradients of this step, before they
             are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation of 3 %, from
-            2 KB that all ranks sum. Not with ``model=`` or DTensors. Default: ``"delivered"``.
+            2 KB that all ranks sum. DDP on a CPU then exchanges at the end of the backward pass. An optimizer of a part
+            of a model with a hook raises an error, and so do copies of parameters that tensor parallelism keeps.
+            Default: ``"delivered"``.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: None,

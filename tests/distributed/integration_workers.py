@@ -62,11 +62,12 @@ def under_torchrun(rank: int, world_size: int) -> None:
     }  # fmt: skip
 
 
-def by_hand(batches: list[torch.Tensor]) -> tuple[Net, list[float], tritoncomm.SparseOptimizer]:
+def by_hand(batches: list[torch.Tensor], clip_by: str) -> tuple[Net, list[float], tritoncomm.SparseOptimizer]:
     """Train on ``batches`` with tritoncomm.wrap(AdamW, model=ddp). Also return the norms before clipping."""
     net = Net()
     model = DistributedDataParallel(net)
-    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    limit = {"max_grad_norm": MAX_NORM, "clip_by": clip_by} if clip_by == "gradient" else {}
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS, **limit)
     schedule, norms = linear_decay(optimizer), []
     for number, x in enumerate(batches):
         if (number + 1) % ACCUMULATE:
@@ -74,8 +75,11 @@ def by_hand(batches: list[torch.Tensor]) -> tuple[Net, list[float], tritoncomm.S
                 (model(x)["loss"] / ACCUMULATE).backward()
             continue
         (model(x)["loss"] / ACCUMULATE).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        if not limit:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
+        if limit:
+            norms.append(optimizer.metrics()["grad_norm"])
         schedule.step()
         optimizer.zero_grad()
     return net, norms, optimizer
@@ -86,9 +90,9 @@ def weights(net: Net) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
-def check_same_as_by_hand(net: Net, sparse: tritoncomm.SparseOptimizer) -> None:
+def check_same_as_by_hand(net: Net, sparse: tritoncomm.SparseOptimizer, clip_by: str = "delivered") -> None:
     """The same losses, weights and residuals, to the bit. One exchange per step, of averaged and clipped gradients."""
-    reference, norms, optimizer = by_hand(net.batches)
+    reference, norms, optimizer = by_hand(net.batches, clip_by)
     assert len(net.losses) == STEPS * ACCUMULATE
     assert net.losses == reference.losses
     assert torch.equal(weights(net), weights(reference))
@@ -191,25 +195,52 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     under_torchrun(rank, world_size)
     data = [{"x": x, "labels": 0.0} for x in rows(2 * 8 * STEPS * ACCUMULATE)]
 
-    def train(path: str | None, residuals: str = "restore") -> tuple[Net, tritoncomm.SparseOptimizer]:
+    def train(path: str | None, residuals: str = "restore", **clip: str) -> tuple[Net, tritoncomm.SparseOptimizer]:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8, gradient_accumulation_steps=ACCUMULATE,
             max_grad_norm=MAX_NORM, learning_rate=LR, weight_decay=0.1, lr_scheduler_type="linear", use_cpu=True,
             ddp_backend="gloo", report_to=[], disable_tqdm=True, logging_strategy="no",
             save_strategy="no" if path else "steps", save_steps=SAVE_AT,
         )  # fmt: skip
-        callback = SparseGradients(residuals=residuals, **SETTINGS)
+        callback = SparseGradients(residuals=residuals, **SETTINGS, **clip)
         net = Net()
         trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback])
         trainer.train(resume_from_checkpoint=path)
+        assert arguments.max_grad_norm == MAX_NORM
         assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
         return net, callback.optimizer
 
+    check_same_as_by_hand(*train(None, clip_by="delivered"))
     whole = train(None)
-    check_same_as_by_hand(*whole)
+    check_same_as_by_hand(*whole, "gradient")
     path = f"{folder}/checkpoint-{SAVE_AT}"
     check_resumed(whole, train(path))
     check_lost_residual(Path(path) / "tritoncomm", rank, lambda residuals: train(path, residuals), "SparseGradients()")
+    check_limits(folder, data)
+
+
+def check_limits(folder: str, data: list[Any]) -> None:
+    """Without a limit nothing is clipped. A limit that is passed has precedence. The Trainer clips again afterwards."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    def trained(limit: float, **settings: Any) -> tuple[transformers.Trainer, tritoncomm.SparseOptimizer]:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=2, max_grad_norm=limit, use_cpu=True, ddp_backend="gloo", report_to=[],
+            disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        )  # fmt: skip
+        callback = SparseGradients(**SETTINGS, **settings)
+        trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[callback])
+        trainer.train()
+        return trainer, callback.optimizer
+
+    assert "grad_norm" not in trained(0.0)[1].metrics()
+    trainer, optimizer = trained(MAX_NORM, max_grad_norm=123.0)
+    assert optimizer._options.max_grad_norm == 123.0
+    parameter = nn.Parameter(torch.ones(100))
+    parameter.grad = torch.ones(100)
+    trainer.accelerator.clip_grad_norm_([parameter], 1.0)
+    assert float(parameter.grad.norm()) == pytest.approx(1.0)
 
 
 def lightning_worker(rank: int, world_size: int, send: Any, folder: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,11 +35,37 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
             "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
         )
     sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, scaler=prepared.scaler, **settings)
-    replace_inner(prepared, sparse)
+    _replace_inner(prepared, sparse)
     return sparse
 
 
-def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+def with_limit(settings: dict[str, Any], limit: float | None, accelerator: Accelerator) -> dict[str, Any]:
+    """Return ``settings`` of :func:`tritoncomm.wrap` that clip gradients to ``limit`` before they are exchanged.
+
+    ``accelerator`` does not clip then, and still returns norms. A limit in ``settings`` has precedence. With
+    ``clip_by="delivered"``, or without a limit, nothing changes.
+    """
+    limit = settings.get("max_grad_norm", limit)
+    if settings.get("clip_by") == "delivered" or not limit:
+        return settings
+    clip = accelerator.clip_grad_norm_
+
+    def norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # noqa: ARG001
+        return clip(parameters, math.inf, norm_type)
+
+    accelerator.clip_grad_norm_ = norm  # until disconnect()
+    return settings | {"max_grad_norm": limit, "clip_by": "gradient"}
+
+
+def disconnect(trainer: Any) -> None:
+    """Let the optimizer of ``trainer`` step, and its accelerator clip, as before."""
+    sparse = trainer.optimizer.optimizer
+    _replace_inner(trainer.optimizer, sparse.optimizer)
+    sparse.release()
+    vars(trainer.accelerator).pop("clip_grad_norm_", None)
+
+
+def _replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Let ``prepared`` step ``optimizer``."""
     # As if it were unpickled, because with a scaler it keeps methods of its optimizer.
     prepared.__setstate__(prepared.__getstate__() | {"optimizer": optimizer})

@@ -12,23 +12,24 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared import connect, replace_inner
+from tritoncomm.integrations.prepared import connect, disconnect, with_limit
 from tritoncomm.optim import SparseOptimizer
 
 __all__ = ["SparseGradients"]
 
 
 class SparseGradients(TrainerCallback):
-    """Callback that exchanges gradients sparsely: ``Trainer(..., callbacks=[SparseGradients(density=0.01)])``.
+    """Callback that exchanges gradients sparsely: ``Trainer(..., callbacks=[SparseGradients()])``.
 
-    The Trainer's optimizer, schedule, accumulation and clipping stay as they are. A checkpoint gets a folder
-    ``tritoncomm`` with the residual of each rank. ``ddp_find_unused_parameters`` is False unless it is set.
+    Optimizer, schedule and accumulation stay as they are. ``max_grad_norm`` limits gradients as in a dense run, by
+    ``clip_by="gradient"`` of ``wrap``. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
+    ``ddp_find_unused_parameters`` is False unless it is set.
 
     Args:
         algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
-        **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``.
+        **settings: Further arguments of :func:`tritoncomm.wrap`. With ``clip_by="delivered"``, the Trainer clips.
 
     Attributes:
         optimizer: The wrapped optimizer, for example for its ``metrics()``. None before training.
@@ -41,16 +42,16 @@ class SparseGradients(TrainerCallback):
 
     def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Let DDP assume that every parameter is used. Otherwise it discards what is delivered to an unused one."""
-        options = _trainer_frame()["self"].accelerator.ddp_handler
-        if options is not None and args.ddp_find_unused_parameters is None:
+        if args.ddp_find_unused_parameters is None and (options := _trainer_frame()["self"].accelerator.ddp_handler):
             options.find_unused_parameters = False
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         if load := resumed is not None and self._restore:
             trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
-        self.optimizer = connect(trainer.model_wrapped, trainer.optimizer, self._algo, **self._settings)
+        settings = with_limit(self._settings, args.max_grad_norm, trainer.accelerator)
+        self.optimizer = connect(trainer.model_wrapped, trainer.optimizer, self._algo, **settings)
         if load:
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
@@ -65,8 +66,7 @@ class SparseGradients(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
         if self.optimizer is not None:
-            replace_inner(_trainer_frame()["self"].optimizer, self.optimizer.optimizer)
-            self.optimizer.release()
+            disconnect(_trainer_frame()["self"])
 
 
 def _trainer_frame() -> Any:
