@@ -5,7 +5,8 @@ other data, as after a backward pass. Ratios are to the faster bare AdamW, of mi
 ``wrap`` runs as a single worker, once as for a user, whose optimizer takes its own step, and once with a residual, as
 among several workers. Then the time of its selection is subtracted. ``weight decay alone`` is the only part of the
 staleness-aware step that passes over all values. ``memory alone`` is weight decay, and the reads and writes of the
-delivered entries of the parameters and of three states, without arithmetic. The last rows time new imports.
+delivered entries of the parameters and of three states, without arithmetic. In ``memory alone, one record``, the states
+of an entry are in one record of 16 bytes. The last rows time new imports.
 """
 
 from __future__ import annotations
@@ -92,14 +93,20 @@ def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> C
     return run
 
 
-def memory_alone(parameters: list[nn.Parameter], delivered: list[torch.Tensor | None]) -> Callable[[], None]:
-    """Return a function that decays ``parameters``, and reads and writes what a step does, without arithmetic."""
+def memory_alone(
+    parameters: list[nn.Parameter], delivered: list[torch.Tensor | None], *, one_record: bool = False
+) -> Callable[[], None]:
+    """Return a function that decays ``parameters``, and reads and writes what a step does, without arithmetic.
+
+    With ``one_record``, the three states of an entry are next to each other, in one record of 16 bytes.
+    """
     arrays = [parameter.detach().numpy().reshape(-1) for parameter in parameters]
     where = [np.arange(array.size) if at is None else at.numpy() for array, at in zip(arrays, delivered, strict=True)]
     starts = itertools.accumulate((array.size for array in arrays[:-1]), initial=0)
     places = np.concatenate([at + start for at, start in zip(where, starts, strict=True)])
     chunks = [places[start : start + CHUNK] for start in range(0, places.size, CHUNK)]
-    states = [np.ones(sum(array.size for array in arrays), np.float32) for _ in range(3)]
+    numel, dtype = sum(array.size for array in arrays), np.complex128 if one_record else np.float32
+    states = [np.ones(numel, dtype) for _ in range(1 if one_record else 3)]
     keep = np.array(0.99999, np.float32)
 
     def run() -> None:
@@ -145,6 +152,7 @@ def contenders(model: Callable[[], list[nn.Parameter]], density: float) -> dict[
         "same, reading .grad": timed(lambda: reading.step(from_gradients, deliveries[next(taken)])),
         "weight decay alone": timed(lambda: torch._foreach_mul_(decayed, 0.99999)),
         "memory alone": timed(memory_alone(model(), deliveries[0])),
+        "memory alone, one record": timed(memory_alone(model(), deliveries[0], one_record=True)),
         "wrap, one worker": wrapped(model(), density, alone=False),
         "wrap, sparse": wrapped(model(), density, alone=True),
     }
