@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 import tritoncomm
 from checkpoint_workers import train as train_plain
 from checkpoint_workers import wrap as wrap_plain
-from fsdp_workers import Net, sharded
+from fsdp_models import Net, sharded
 from helpers import tiny_model
 from sharded_door_workers import adamw, agree, train, whole
 from torch import nn

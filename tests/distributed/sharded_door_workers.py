@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 from door_workers import log_lines
-from fsdp_workers import Net, loss_of, mesh, sharded
+from fsdp_models import Net, loss_of, mesh, sharded
 from helpers import same_everywhere
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

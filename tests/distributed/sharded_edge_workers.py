@@ -10,7 +10,7 @@ import pytest
 import torch
 import tritoncomm
 from door_edge_workers import groups_of_torch
-from fsdp_workers import Net, loss_of, mesh, sharded
+from fsdp_models import Net, loss_of, mesh, sharded
 from helpers import FailingSGD
 from sharded_door_workers import SETTINGS, adamw, whole
 from torch import nn
