@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_workers import ddp, loss_of, net
-from helpers import flat, same_everywhere, total
+from ddp_models import ddp, net
+from helpers import flat, loss_of, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

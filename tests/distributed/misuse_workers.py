@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_workers import ddp, net
+from ddp_models import ddp, net
 from door_workers import log_lines
 from helpers import FailingSGD, flat, loss_of, residual, same_everywhere, tiny_model
 from torch import nn

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
+import ddp_precision_workers as precision
 import ddp_workers
 import pytest
 from helpers import run_workers, several
@@ -20,13 +21,13 @@ from tritoncomm.scheduler.local_workers import WorkerError
             ddp_workers.training,
             ddp_workers.exchange_thread,
             ddp_workers.accumulation,
-            ddp_workers.half_precision_wrappers,
+            precision.half_precision_wrappers,
         ],
-        [ddp_workers.loss_scaling, ddp_workers.resume],
+        [precision.loss_scaling, ddp_workers.resume],
         [
-            ddp_workers.non_finite,
-            ddp_workers.zeroed_alone,
-            ddp_workers.half_precision_buckets,
+            precision.non_finite,
+            precision.zeroed_alone,
+            precision.half_precision_buckets,
             ddp_workers.small_tensors,
             ddp_workers.changed_density,
         ],
