@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 import os
 import pickle
 import signal
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from ddp_models import HeadFirst, ddp, net, residuals
-from helpers import flat, loss_of, same_everywhere, total
+from helpers import flat, log_lines, loss_of, same_everywhere, total
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -234,26 +233,20 @@ def changed_density(rank: int, world_size: int, send) -> None:
 
 def small_tensors(rank: int, world_size: int, send) -> None:
     """Biases and norms are sent dense with any buckets of DDP, and the choice is logged once."""
-    logged = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logger = logging.getLogger("tritoncomm")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
     model = DistributedDataParallel(inner, bucket_cap_mb=0.0001)  # a bucket for every tensor
-    state = register(model, "topk_allgather", density=0.01, dense_below=10)
-    for step in range(3):
-        model.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 64, generator=generator)).square().sum().backward()
+    with log_lines() as logged:
+        state = register(model, "topk_allgather", density=0.01, dense_below=10)
+        for step in range(3):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            model(torch.randn(4, 64, generator=generator)).square().sum().backward()
     assert {name for name, left in residuals(state).items() if not left.any()} == {
         name for name, parameter in inner.named_parameters() if parameter.dim() <= 1
     }
     chosen = [line for line in logged if "values, of which 256 in small tensors are sent dense" in line]
     assert len(chosen) == (rank == 0)
-    logger.removeHandler(handler)
 
 
 def resume(rank: int, world_size: int, send) -> None:

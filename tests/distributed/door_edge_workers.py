@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from ddp_models import ddp, net
-from door_workers import adamw, log_lines
-from helpers import flat, loss_of, same_everywhere
+from helpers import adamw, flat, log_lines, loss_of, same_everywhere
 from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.ddp import CommState, comm_hook, register, state_of

@@ -20,8 +20,6 @@ from helpers import run_workers, several
             misuse_workers.settings_of_some_ranks,
         ],
         [misuse_workers.groups_that_are_none, misuse_workers.other_schedule],
-        [misuse_workers.failing_hook, misuse_workers.given_up_step, misuse_workers.failing_after_the_step],
-        [misuse_workers.failing_update, misuse_workers.failing_on_the_way],
         [misuse_workers.usual_scripts, misuse_workers.replaced_steps, misuse_workers.other_default_dtype],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
