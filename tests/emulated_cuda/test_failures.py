@@ -18,7 +18,7 @@ from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 
 from emulated_cuda import device, doors, ranks
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE = 1, 3
 SOON, LATE = timedelta(seconds=1.5), timedelta(seconds=15)

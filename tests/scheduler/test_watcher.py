@@ -24,7 +24,7 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 import recipes
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
 SOON, LATE = timedelta(seconds=1), timedelta(seconds=15)
