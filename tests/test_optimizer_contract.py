@@ -14,6 +14,8 @@ import tritoncomm
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from small_model import backward, model
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 BARE: dict[str, Make] = {
@@ -31,20 +33,6 @@ def wrapped(make: Make) -> Make:
 MAKERS = BARE | {f"wrapped-{name}": wrapped(make) for name, make in BARE.items()}
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 every_bare = pytest.mark.parametrize("make", BARE.values(), ids=BARE)
-
-
-def model() -> nn.Module:
-    """Return a small model with fixed weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
-    """Backpropagate a loss and return it."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    return loss
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
