@@ -30,7 +30,6 @@ _FACTORIES = (
 )  # fmt: skip
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _UPLOADS = ("tensor", "as_tensor", "asarray")
-_NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
 # Module state of the library that belongs to a process, and here to a rank: each rank has its own.
 _STATE = (
     (process_group, "_exchange_ids"),
