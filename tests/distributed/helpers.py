@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -114,12 +115,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         optimizer.step()
 
 
-def several(rank: int, world_size: int, send, situations: list) -> None:
-    """Run situations one after the other and send the name of each that ended."""
+def run_situations(situations: list[Callable[..., None]], world_size: int) -> None:
+    """Run situations one after the other in the same worker processes, because starting them is slow. All must end."""
+    ended: list[str] = []
+    run_workers(_several, world_size, situations, listen=ended.append)
+    assert ended == [_name(situation) for situation in situations], ended
+
+
+def _several(rank: int, world_size: int, send, situations: list[Callable[..., None]]) -> None:
     for situation in situations:
         situation(rank, world_size, send)
         if rank == 0:
-            send(getattr(situation, "__name__", ""))
+            send(_name(situation))
+
+
+def _name(situation: Callable[..., None]) -> str:
+    return getattr(situation, "__name__", "")
 
 
 def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import ddp_precision_workers as precision
 import ddp_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
 
@@ -38,9 +38,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
 @pytest.mark.parametrize("world_size", [3])
 def test_situations(situations: list, world_size: int) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, world_size, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, world_size)
 
 
 def test_nodes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import interrupted_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,4 @@ from helpers import run_workers, several
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 2, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 2)

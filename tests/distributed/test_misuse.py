@@ -6,7 +6,7 @@ from functools import partial
 
 import misuse_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,7 @@ from helpers import run_workers, several
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 2, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 2)
 
 
 def test_one_folder_for_two(tmp_path) -> None:

@@ -7,16 +7,14 @@ from functools import partial
 import pytest
 import training_precision_workers as precision
 import training_workers
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
 def test_loss_scaling(ours: bool) -> None:
     """Both GradScalers work with and without unscale_() and clipping, before and after synchronize()."""
     routes = [partial(precision.loss_scaling, ours=ours, route=route) for route in precision.ROUTES]
-    done: list[str] = []
-    run_workers(several, 3, routes, listen=done.append)
-    assert len(done) == len(routes)
+    run_situations(routes, 3)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +35,7 @@ def test_loss_scaling(ours: bool) -> None:
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)
 
 
 def test_nodes() -> None:

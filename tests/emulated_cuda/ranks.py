@@ -44,6 +44,10 @@ _STATE = (
 _installing = threading.RLock()
 
 
+class Died(BaseException):
+    """A function of a rank raises it to end without a word, like SIGKILL."""
+
+
 class RankError(RuntimeError):
     """A rank raised an exception, which is the cause. The message names the rank."""
 

@@ -34,10 +34,6 @@ METHODS = (
 )
 
 
-class Died(BaseException):
-    """Ends a rank without a word, like SIGKILL."""
-
-
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "POLL_SECONDS", 0.05)
@@ -133,10 +129,10 @@ def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
     """All others name it after the time-out."""
 
     def fault() -> None:
-        raise Died
+        raise ranks.Died
 
     found = outcomes(name, number, fault, SOON, garbage=garbage)
-    assert isinstance(found[VICTIM], Died)
+    assert isinstance(found[VICTIM], ranks.Died)
     for error, seconds, unchanged in survivors(found):
         assert type(error) is ExchangeTimeoutError, error
         assert error.peers == (VICTIM,)
@@ -197,7 +193,7 @@ def test_garbage_is_not_a_result(result: str) -> None:
         scheduler.agree_on_exchange_id()
         ranks.meet()
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
 
         def pattern() -> Pattern[float]:
             total = yield AllReduce("sum", torch.ones(2, device="cuda"))
@@ -368,7 +364,7 @@ def test_a_store_that_does_not_answer() -> None:
         scheduler.agree_on_exchange_id()
         ranks.meet()
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
         scheduler._watcher._store = SilentStore(released)
         started = time.monotonic()
         with pytest.raises(ExchangeTimeoutError):
@@ -426,7 +422,7 @@ def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPa
 
     def main(rank: int) -> float:
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
         started = time.monotonic()
         with pytest.raises(ExchangeError, match=r"a rank was lost or did not take part: the wait .*timed out"):
             setup_checks.compare({"density": 0.1}, None, torch.device("cuda", 0))
