@@ -30,8 +30,9 @@ from torch import nn
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from emulated_cuda import nccl, ranks  # noqa: E402
+from emulated_cuda import ranks  # noqa: E402
 from emulated_cuda.device import current_gpu, to_gpu  # noqa: E402
+from emulated_cuda.network import Network  # noqa: E402
 
 # Seconds on a GPU, for the estimate of what a step costs beside the kernels' own time.
 SYNC, LAUNCH = 15e-6, 5e-6
@@ -105,7 +106,7 @@ def measure(method: str, form: str, values: str, workers: int, density: float, s
             )
         return seen
 
-    found = ranks.run(main, workers, seed=None, network=nccl.Network(workers, seed=None, limit=300.0))
+    found = ranks.run(main, workers, seed=None, network=Network(workers, seed=None, limit=300.0))
     rows = []
     for name, number in (("first", 0), ("ordinary", steps - 1)):
         busiest = max((rank[number] for rank in found), key=lambda each: sum(each["syncs"].values()))

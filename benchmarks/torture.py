@@ -24,17 +24,8 @@ from typing import Any
 import torch
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 
-from torture_situations import (
-    GOOD_WITH_FSDP,
-    NOT_APPLICABLE,
-    OURS,
-    SITUATIONS,
-    TIMEOUT,
-    VICTIM,
-    WORKERS,
-    WRAP_FSDP,
-    Trainer,
-)
+from torture_situations import GOOD_WITH_FSDP, NOT_APPLICABLE, SITUATIONS
+from torture_trainer import OURS, TIMEOUT, VICTIM, WORKERS, WRAP_FSDP, Trainer
 
 LIMIT = 40
 LIBRARIES = ("DDP", "PowerSGD", *OURS)

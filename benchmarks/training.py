@@ -111,17 +111,14 @@ def train(
     sent, score, late = Sent(), math.nan, math.nan
     for step in range(task.steps):
         set_learning_rate(optimizer, task, step)
-        backward(task, model, layout, seed, step, gradients, accumulate)
-        if see_all:
-            gradients[:] = gradients.mean(0)
+        backward(task, model, layout, seed, step, gradients, accumulate, see_all=see_all)
         if not gradients.isfinite().all():
             break
         with sent.counted(world, dense=step < warmup):
             mean = world.step(gradients)[0]
         update(layout, mean, optimizer, adam, clip)
         if step + 1 in (task.steps * 9 // 10, task.steps):
-            with torch.no_grad():
-                late, score = score, task.score(model)
+            late, score = score, scored(task, model)
     seconds = time.perf_counter() - started
     return Outcome(score, late, sent.kilobytes, sent.sparse_kilobytes, sent.bits_per_entry, seconds)
 
@@ -249,13 +246,26 @@ def backward(
     step: int,
     gradients: Tensor,
     accumulate: int,
+    *,
+    see_all: bool,
 ) -> None:
-    """Compute every worker's gradient, the mean over ``accumulate`` micro-batches, into its row of ``gradients``."""
+    """Compute every worker's gradient, the mean over ``accumulate`` micro-batches, into its row of ``gradients``.
+
+    With ``see_all``, every row is the mean over workers.
+    """
     for rank in range(WORKERS):
         model.zero_grad()
         for micro_batch in range(step * accumulate, (step + 1) * accumulate):
             (task.loss(model, seed, micro_batch, rank) / accumulate).backward()
         layout.gather(gradients[rank])
+    if see_all:
+        gradients[:] = gradients.mean(0)
+
+
+@torch.no_grad()
+def scored(task: Task, model: nn.Module) -> float:
+    """Return the task's score of ``model``."""
+    return task.score(model)
 
 
 def around(

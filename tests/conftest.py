@@ -9,9 +9,11 @@ import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
 from hypothesis import settings
 from tritoncomm import optim
@@ -46,6 +48,14 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

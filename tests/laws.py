@@ -166,7 +166,7 @@ def recorded(recipe: Recipe, case: Case, *, with_states: bool = True) -> Run:
         given = gradient.clone()
         means = world.step(given)
         assert same_bits(given, gradient)
-        states = copy.deepcopy(_states(world)) if with_states else []
+        states = copy.deepcopy(states_of(world)) if with_states else []
         steps.append(Step(gradient, before, means, world.residuals, states, allowed, world.scheduler.meters))
     return Run(recipe, case, steps, saved)
 
@@ -301,7 +301,7 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
     for gradient in case.gradients():
         expected, rounds = fatal_rounds(control, gradient, None if every_round else generator)
         for fatal in rounds:
-            before, states = world.residuals, _states(world)
+            before, states = world.residuals, states_of(world)
 
             def fail(number: int, _: object, fatal: int = fatal) -> None:
                 if number == fatal:
@@ -312,7 +312,7 @@ def atomicity(recipe: Recipe, case: Case, *, every_round: bool = False) -> None:
                 world.step(gradient, before_round=fail)
             assert same_bits(world.residuals, before)
             assert same_bits(gradient, kept)
-            assert _states(world) == states
+            assert states_of(world) == states
         _same_step(world, gradient, expected, control)
 
 
@@ -329,7 +329,7 @@ def faults(recipe: Recipe, case: Case, *, rounds: float = 2) -> int:
         quiet = Faults(KINDS[0], -1, 0)
         expected = control.step(gradient, faults=quiet)
         met = int(min(rounds, len(quiet.seen)))
-        before, states, after = world.residuals, _states(world), world
+        before, states, after = world.residuals, states_of(world), world
         for kind in KINDS:
             for number in generator.sample(sorted(quiet.seen), met):
                 trial, network = copy.deepcopy(world), Faults(kind, number, case.seed, quiet.seen[number])
@@ -344,13 +344,13 @@ def faults(recipe: Recipe, case: Case, *, rounds: float = 2) -> int:
                     assert repr(network) in reported  # with the seed that reproduces it
                     assert kind != "delay", network
                     assert same_bits(trial.residuals, before), network
-                    assert _states(trial) == states, network
+                    assert states_of(trial) == states, network
                     means = trial.step(gradient)
                 else:
                     assert kind not in ("drop", "corrupt"), network
                 assert all(same_vector(a, b) for a, b in zip(means, expected, strict=True)), network
                 assert same_bits(trial.residuals, control.residuals), network
-                assert _states(trial) == _states(control), network
+                assert states_of(trial) == states_of(control), network
                 after = trial
         if after is world:  # it sends no messages
             _same_step(world, gradient, expected, control)
@@ -381,14 +381,14 @@ def refusal(recipe: Recipe, case: Case, bad: float = float("nan")) -> None:
         where = int(torch.randint(case.numel, (1,), generator=generator))
         poisoned = gradient.clone()
         poisoned[rank, where] = bad
-        before, states = world.residuals, _states(world)
+        before, states = world.residuals, states_of(world)
         with pytest.raises(NonFiniteError) as caught:
             world.step(poisoned)
         assert caught.value.ranks in ((rank,), ())
         assert sorted(world.scheduler.raised) == list(range(case.world_size))
         assert all(isinstance(error, NonFiniteError) for error in world.scheduler.raised.values())
         assert same_bits(world.residuals, before)
-        assert _states(world) == states
+        assert states_of(world) == states
         world.step(gradient)
 
 
@@ -402,13 +402,13 @@ def overflow(recipe: Recipe, case: Case) -> None:
     for gradient in case.gradients():
         huge = gradient.clone()
         huge[:, where] = 3e38
-        before, states = world.residuals, _states(world)
+        before, states = world.residuals, states_of(world)
         try:
             means = world.step(huge)
         except NonFiniteError:
             assert sorted(world.scheduler.raised) == list(range(case.world_size))
             assert same_bits(world.residuals, before)
-            assert _states(world) == states
+            assert states_of(world) == states
             world.step(gradient)
         else:
             held, residual = (before + huge)[:, where], world.residuals[:, where]
@@ -424,7 +424,7 @@ def _same_as(step: Step, world: SimulatedWorld) -> None:
     """Assert that ``world`` repeats a recorded step with the same bits."""
     assert all(same_vector(a, b) for a, b in zip(step.means, world.step(step.gradient), strict=True))
     assert same_bits(step.after, world.residuals)
-    assert step.states == _states(world)
+    assert step.states == states_of(world)
 
 
 def _same_step(
@@ -433,8 +433,9 @@ def _same_step(
     """Assert that a step of ``world`` has the ``expected`` means and ends as ``control`` has."""
     assert all(same_vector(a, b) for a, b in zip(world.step(gradient), expected, strict=True))
     assert same_bits(world.residuals, control.residuals)
-    assert _states(world) == _states(control)
+    assert states_of(world) == states_of(control)
 
 
-def _states(world: SimulatedWorld) -> list[object]:
+def states_of(world: SimulatedWorld) -> list[object]:
+    """Return the algorithm's state on each rank."""
     return [worker.algorithm.state for worker in world.workers]

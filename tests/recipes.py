@@ -44,11 +44,9 @@ ROUNDED = [
 ]
 
 
-@cache
-def under_test(density: float) -> Mapping[str, Recipe]:
-    """Return the recipes by the name that the test report shows."""
-    named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
-    named |= {
+def _settings_of_methods(density: float) -> dict[str, Recipe]:
+    """Return methods with settings that reach more branches."""
+    return {
         "oktopk-short-periods": OkTopk(density=density, **SHORT),
         "oktopk-strict-volume": OkTopk(density=density, strict_volume=True, **SHORT),
         "oktopk-always-balance": OkTopk(density=density, balance_trigger=1.0, bucket_width=1),
@@ -68,6 +66,12 @@ def under_test(density: float) -> Mapping[str, Recipe]:
         "random-block-wrap": RandomBlock(density=density, mode="wrap", reduced_lr=True),
         "random-block-grid": RandomBlock(density=density, mode="grid", reduced_lr=True, alignment=1),
         "topk-dsa-always-dense": TopkDSA(density=density, dense_switch=0.0),
+    }
+
+
+def _around_others(density: float) -> dict[str, Recipe]:
+    """Return recipes around other recipes."""
+    return {
         "warmup": Warmup(recipe=OkTopk(density=density), steps=2),
         "warmup-8bit": Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="8bit"),
         "warmup-8bit-static": Warmup(recipe=TopkAllgather(density=density, static=True), steps=2, values="8bit"),
@@ -100,6 +104,12 @@ def under_test(density: float) -> Mapping[str, Recipe]:
         "preconditioned-hierarchical": Preconditioned(
             recipe=Hierarchical(recipe=OkTopk(density=density), node_size=2), shapes=((40,), (6, 6)), renew_every=1
         ),
+    }
+
+
+def _packed_or_rounded(density: float) -> dict[str, Recipe]:
+    """Return recipes whose entries are packed or whose values are rounded, and dense tails beside them."""
+    return {
         **{
             f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
             for name, values, more in ROUNDED
@@ -131,6 +141,12 @@ def under_test(density: float) -> Mapping[str, Recipe]:
         "random-k-8bit-warmup": Warmup(recipe=RandomK(density=density, values="8bit"), steps=1),
         "random-block-8bit": RandomBlock(density=density, values="8bit", reduced_lr=True, alignment=4),
         "random-block-4bit": RandomBlock(density=density, values="4bit", mode="wrap", reduced_lr=True),
+    }
+
+
+def _static_forms(density: float) -> dict[str, Recipe]:
+    """Return recipes in their static form, also inside others."""
+    return {
         "topk-allgather-static": TopkAllgather(density=density, static=True),
         "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
@@ -180,8 +196,16 @@ def under_test(density: float) -> Mapping[str, Recipe]:
         "dense-tail-oktopk-static": DenseTail(
             recipe=Warmup(recipe=OkTopk(density=density, static=True, **SHORT), steps=1), tail=3
         ),
-        "dense-tail-warmup": DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3),
     }
+
+
+@cache
+def under_test(density: float) -> Mapping[str, Recipe]:
+    """Return the recipes by the name that the test report shows. test_pinned.py depends on their order."""
+    named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
+    for further in (_settings_of_methods, _around_others, _packed_or_rounded, _static_forms):
+        named |= further(density)
+    named["dense-tail-warmup"] = DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3)
     return MappingProxyType(named)
 
 

@@ -33,6 +33,7 @@ PARTS = {  # of other scripts
     "selection_routes.py",
     "tasks.py",
     "torture_situations.py",
+    "torture_trainer.py",
     "training_results.py",
 }
 # Outside of a deep run: the laws try every method, and these are treated in different ways by the script. The task that

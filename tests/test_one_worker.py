@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, optim
 
-# The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
-sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
-
-
-def model() -> nn.Module:
-    """Return a small model with fixed weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+from small_model import model, sparse_wrap
 
 
 def test_one_worker_accepts_what_its_optimizer_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.bucket import BucketLayout
 
-import tritoncomm_kernels as kernels
-from tritoncomm_kernels import root_mean_square
-
-# The models here are small. With the default ``dense_below``, all their tensors would be sent dense.
-sparse_wrap = partial(tritoncomm.wrap, dense_below=0)
-
-
-def model() -> nn.Module:
-    """Return a small model with fixed weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
-    """Backpropagate a loss and return it."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    return loss
-
-
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+from small_model import backward, model, sgd, sparse_wrap
 
 
 def test_wrapper_shares_groups_and_state() -> None:
@@ -163,66 +137,6 @@ def test_non_finite_gradients(policy: str) -> None:
     assert not all(map(torch.equal, before, net.parameters()))
 
 
-@pytest.mark.parametrize("make", [sgd, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)], ids=["sgd", "adamw"])
-def test_resume(make) -> None:
-    """A saved and resumed run equals an uninterrupted one, and the bare optimizer can load the checkpoint."""
-    straight, stopped = model(), model()
-    first = sparse_wrap(make(straight), density=0.1)
-    second = sparse_wrap(make(stopped), density=0.1)
-
-    def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        backward(net, seed)
-        optimizer.step()
-
-    for seed in range(5):
-        step(straight, first, seed)
-        step(stopped, second, seed)
-    file = io.BytesIO()
-    torch.save([stopped.state_dict(), second.state_dict()], file)
-    file.seek(0)
-    weights, saved = torch.load(file, weights_only=True)
-    resumed = model()
-    resumed.load_state_dict(weights)
-    third = sparse_wrap(make(resumed), density=0.1)
-    third.load_state_dict(saved)
-    for seed in range(5, 9):
-        step(straight, first, seed)
-        step(resumed, third, seed)
-    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
-    make(model()).load_state_dict(saved)
-
-
-def test_foreign_checkpoints_are_rejected() -> None:
-    """A checkpoint of another rank, world size or model is rejected and changes nothing."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net))
-    backward(net)
-    optimizer.step()
-    residual_norm = optimizer.metrics()["residual_norm"]
-    for field, value in (("rank", 3), ("world_size", 4), ("schema", 99), ("recipe", "dense")):
-        saved = optimizer.state_dict()
-        saved["tritoncomm"][field] = value
-        with pytest.raises(ConfigurationError, match=f"{field}={value!r}"):
-            optimizer.load_state_dict(saved)
-    saved = optimizer.state_dict()
-    saved["tritoncomm"]["residuals"][0] += 1
-    with pytest.raises(ConfigurationError, match="corrupt"):
-        optimizer.load_state_dict(saved)
-    del saved["tritoncomm"]["algorithm"]
-    with pytest.raises(ConfigurationError, match="truncated: it has no algorithm"):
-        optimizer.load_state_dict(saved)
-    other = sparse_wrap(sgd(nn.Linear(3, 2)))
-    with pytest.raises(ConfigurationError, match=r"groups of \[2\] parameters, .* the optimizer have \[4\]"):
-        optimizer.load_state_dict(other.state_dict())
-    foreign = optimizer.state_dict() | {"tritoncomm": other.state_dict()["tritoncomm"]}
-    with pytest.raises(ConfigurationError, match="other parameters"):
-        optimizer.load_state_dict(foreign)
-    with pytest.raises(ConfigurationError, match=r"expected keys 'state', 'param_groups', got \['epoch'\]"):
-        optimizer.load_state_dict({"epoch": 3})
-    assert optimizer.metrics()["residual_norm"] == residual_norm
-
-
 def test_add_param_group_keeps_residuals() -> None:
     """New parameters join the exchange, and the residuals of the old ones stay."""
     net = model()
@@ -337,48 +251,10 @@ def test_unsupported_optimizers_are_rejected() -> None:
         optimizer.step()
 
 
-def test_layout_of_a_mean_with_padding() -> None:
-    """Entries with padding are written to all gradients at once, and checked against the range of fp16 parameters."""
-    a, b = nn.Parameter(torch.zeros(2, 3).t()), nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    layout, workspace = BucketLayout([a, b]), kernels.Workspace()
-    for entries, fits in (([(1, 7.0), (6, 9.0)], True), ([(0, 1e5), (9, 2.0)], True), ([(2, 1.0), (7, 1e5)], False)):
-        indices, values = (torch.tensor(part) for part in zip(*entries, strict=True))
-        padded = kernels.Padded.of(kernels.Selection.of(indices.int(), values), 5)
-        mean = SparseVector.padded(padded, 10)
-        assert [bool(layout.overflow(each)) for each in (mean, mean.trimmed())] == [not fits] * 2
-        layout.scatter_flat(mean.write_to(torch.empty(10), workspace=workspace))
-        found = [parameter.grad.clone() for parameter in (a, b)]
-        layout.scatter(layout.split(mean.trimmed()))
-        assert all(torch.equal(grad, parameter.grad) for grad, parameter in zip(found, (a, b), strict=True))
-
-
 def test_algo_accepts_a_recipe() -> None:
     """``algo`` may be a recipe with all its settings."""
     optimizer = sparse_wrap(sgd(model()), algo=tritoncomm.OkTopk(density=0.2, bucket_width=2))
     assert optimizer.recipe == tritoncomm.OkTopk(density=0.2, bucket_width=2)
-
-
-def test_bucket_layout() -> None:
-    """Gather and scatter are inverse for all dtypes, shapes and strides, and split maps flat indices to parameters."""
-    a = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    b = nn.Parameter(torch.zeros(0))
-    c = nn.Parameter(torch.tensor(5.0, dtype=torch.bfloat16))
-    layout = BucketLayout([a, b, c])
-    a.grad, c.grad = a.detach() * 2, c.detach() * 2
-    flat = layout.gather(torch.full((7,), float("nan")))
-    assert flat.tolist() == [0, 6, 2, 8, 4, 10, 10]
-    layout.scatter(layout.split(SparseVector.full(flat + 1)))
-    assert torch.equal(a.grad, a.detach() * 2 + 1)
-    assert (c.grad.dtype, float(c.grad)) == (torch.bfloat16, 11.0)
-    sparse = SparseVector(torch.tensor([1, 5, 6], dtype=torch.int32), torch.tensor([7.0, -0.0, 9.0]), 7)
-    entries = layout.split(sparse)
-    assert [at if at is None else at.tolist() for at, _ in entries] == [[1, 5], None, None]
-    assert [values.tolist() for _, values in entries] == [[7, 0], [], [9]]
-    b.grad = torch.full((0,), 1.0)
-    c.grad = None
-    layout.scatter(entries)
-    assert a.grad.stride() == (1, 3), "memory that is not contiguous is kept"
-    assert (a.grad.reshape(-1).tolist(), float(c.grad), c.grad.dtype) == ([0, 7, 0, 0, 0, 0], 9, torch.bfloat16)
 
 
 def test_replaced_gradients_are_rejected() -> None:
@@ -437,88 +313,6 @@ def test_expanded_gradients() -> None:
     weight.grad = torch.ones(1).expand(6)
     optimizer.step()
     assert weight.tolist() == [-1, -1, -1, 0, 0, 0]
-
-
-def test_state_dict_raises_between_synchronize_and_step() -> None:
-    """state_dict() raises between synchronize() and step(), when only the gradients hold the delivered values."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net))
-    backward(net)
-    optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="have not been used yet: call step"):
-        optimizer.state_dict()
-
-
-def test_rejected_checkpoint_changes_nothing() -> None:
-    """A checkpoint of another method is rejected before the wrapped optimizer changes."""
-    net = model()
-    optimizer = sparse_wrap(sgd(net), algo="topk_allgather")
-    other = sparse_wrap(torch.optim.SGD(model().parameters(), lr=9.0, momentum=0.9))
-    with pytest.raises(ConfigurationError, match="recipe='oktopk'"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_unmodified_steps_reset_staleness() -> None:
-    """After steps of unmodified AdamW, a loaded checkpoint counts every coordinate as recently delivered."""
-    net = model()
-    aware = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    backward(net)
-    aware.step()
-    bare = torch.optim.AdamW(net.parameters(), lr=0.01)
-    bare.load_state_dict(aware.state_dict())
-    for _ in range(5):
-        bare.step()
-    again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=1.0)
-    again.load_state_dict(bare.state_dict())
-    net[0].weight.data.mul_(3)
-    again.step()
-    assert again.state[net[0].weight]["last_delivered"].unique().tolist() == [7]
-    late = root_mean_square(net[0].weight)
-    assert float(again.state[net[0].weight]["param_rms"]) == pytest.approx(float(late), rel=0.1)
-
-
-def test_param_rms_is_resumed() -> None:
-    """A checkpoint restores ``param_rms``, which only some steps compute, also for bf16 parameters."""
-    net = model().bfloat16()
-    optimizer = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    for _ in range(21):  # the first steps all compute it
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    before = optimizer.state[net[0].weight]["param_rms"]
-    net[0].weight.data.mul_(3)
-    again = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    again.load_state_dict(optimizer.state_dict())
-    again.step()
-    after = again.state[net[0].weight]["param_rms"]
-    assert after.dtype == torch.float32
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 9), (torch.bfloat16, 259)])  # bf16 cannot represent 259
-def test_wrapping_a_loaded_optimizer(dtype: torch.dtype, steps: int) -> None:
-    """The bare optimizer casts a loaded state to the parameter's dtype. Exact delivery steps are kept, others reset."""
-    net = model().to(dtype)
-    weight = net[0].weight
-    first = sparse_wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.2)
-    for step in range(steps):
-        for parameter in net.parameters():
-            parameter.grad = torch.linspace(-step, 1, parameter.numel()).view_as(parameter).to(dtype)
-        first.step()
-    delivered_at = first.state[weight]["last_delivered"]
-    assert delivered_at.unique().numel() > 1
-    bare = torch.optim.AdamW(net.parameters(), lr=0.01)
-    bare.load_state_dict(first.state_dict())
-    again = sparse_wrap(bare, density=1 / weight.numel())  # one coordinate
-    again.step()
-    after = again.state[weight]["last_delivered"]
-    assert after.dtype == torch.int32
-    late = after != steps + 1
-    expected = delivered_at if dtype == torch.float32 else torch.full_like(delivered_at, steps)
-    assert torch.equal(after[late], expected[late])
-    assert late.any()
-    assert again.state[weight]["param_rms"].dtype == torch.float32
 
 
 def test_add_param_group_keeps_the_warm_up() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from small_model import backward, model
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -33,20 +34,6 @@ every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 every_bare = pytest.mark.parametrize("make", BARE.values(), ids=BARE)
 
 
-def model() -> nn.Module:
-    """Return a small model with fixed weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def backward(net: nn.Module, seed: int = 0) -> torch.Tensor:
-    """Backpropagate a loss and return it."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    return loss
-
-
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
     """Train for ``steps`` steps. The batch depends on the step."""
     for step in range(start, start + steps):
@@ -58,14 +45,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: i
 def same(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models are equal bit for bit."""
     return all(map(torch.equal, a.parameters(), b.parameters()))
-
-
-@pytest.fixture
-def alone(tmp_path) -> Iterator[None]:
-    """A process group of this process alone, which torch.distributed.checkpoint requires."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @every
@@ -275,7 +254,7 @@ def test_compile(make: Make) -> None:
 
 
 @every
-def test_distributed_checkpoint_state(make: Make, alone: None) -> None:
+def test_distributed_checkpoint_state(make: Make, group_of_one: None) -> None:
     """get_ and set_optimizer_state_dict transfer the state, and their synthetic step moves no parameter."""
     net = model()
     optimizer = make(net)
@@ -295,7 +274,7 @@ def test_distributed_checkpoint_state(make: Make, alone: None) -> None:
 
 
 @every_bare
-def test_synthetic_step_exchanges_nothing(make: Make, alone: None) -> None:
+def test_synthetic_step_exchanges_nothing(make: Make, group_of_one: None) -> None:
     """The synthetic step of get_optimizer_state_dict exchanges nothing and keeps the residual."""
     net = model()
     optimizer = wrapped(make)(net)

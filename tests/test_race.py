@@ -10,12 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 
 import pytest
 
 from pages import ROOT
+from processes import end_soon, is_running
 
 FOLDER = str(ROOT / "benchmarks")
 RESULTS = ROOT / "benchmarks/results"
@@ -159,13 +158,6 @@ def test_missing_tools(module, monkeypatch) -> None:
     assert "need root" in found.missing()
 
 
-def is_running(process: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    with suppress(OSError), open(f"/proc/{process}/stat") as stat:  # noqa: PTH123
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 SEND = """
 import socket, time
 from namespaces import Host
@@ -236,10 +228,7 @@ def test_nothing_is_left_after_a_kill(namespaces) -> None:
         assert len(holders) == 2
         assert all(map(is_running, holders))
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(map(is_running, holders)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, holders))
+    assert end_soon(holders)
 
 
 def test_continues_a_file(tmp_path, launcher) -> None:

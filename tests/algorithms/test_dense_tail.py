@@ -12,17 +12,7 @@ from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.step.bucket import split_by_size
 
 import laws
-
-
-def backward(net: nn.Module) -> None:
-    """Backpropagate a loss."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
-
-
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+from small_model import backward, sgd
 
 
 def test_small_tensors_are_sent_dense() -> None:

@@ -187,7 +187,7 @@ def test_pair_ratio_crosses_a_plateau() -> None:
 
 
 def test_golden_thresholds() -> None:
-    """Both factor rules match to the last digit, on both sides of the band's edges."""
+    """Both factor rules match to the last digit, on both sides of the band's edges, and the third one the oracle."""
     ref, fixed = (algorithm(11_173_962, mode="paper", density=0.001, threshold_rule=r) for r in ("ref", "ref_fixed"))
     assert ref.k == 11_173
     delta = ref._state_for(8, ref.layout(8)).threshold
@@ -206,6 +206,10 @@ def test_golden_thresholds() -> None:
     ):
         delta, other = ref._scaled(delta, found), fixed._scaled(other, found)
         assert (delta, other) == (by_ref, by_fixed)
+    for density in (1e-4, 0.001, 0.003, 0.05):
+        prop = algorithm(11_173_962, density=density)
+        for found in (prop.k * 2 // 3, prop.k, prop.k + 7, prop.k * 3 // 2):
+            assert prop._scaled(delta, found) == oracle.threshold_prop(delta, found, prop.k, density)
 
 
 def test_golden_step() -> None:

@@ -31,11 +31,6 @@ WORKED = torch.tensor(
 )
 
 
-def state(world: SimulatedWorld, rank: int = 0):
-    """Return the algorithm's state on one rank."""
-    return world.workers[rank].algorithm.state
-
-
 def normal(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
     """Return normally distributed gradients."""
     return torch.randn(world_size, numel, generator=torch.Generator().manual_seed(seed))
@@ -48,9 +43,9 @@ def test_worked_example() -> None:
     for mean in means:
         assert mean.indices.tolist() == [1, 3, 5, 7]
         assert torch.equal(mean.values, torch.tensor([8.0, 24.0, -15.0, 16.0]) / 3)
-    assert [state(world, r).local_threshold for r in range(3)] == [5, 6, 5]
-    assert all(state(world, r).cuts == (0, 3, 4, 12) for r in range(3))
-    assert all(state(world, r).global_threshold == 8 for r in range(3))
+    assert [state.local_threshold for state in laws.states_of(world)] == [5, 6, 5]
+    assert all(state.cuts == (0, 3, 4, 12) for state in laws.states_of(world))
+    assert all(state.global_threshold == 8 for state in laws.states_of(world))
     assert world.residuals.tolist() == [
         [9, -1, 0, 0, 2, 0, 1, 0, 5, -2, 3, 0],
         [0, 0, -3, 0, -7, 1, 0, 0, -1, 2, 0, 4],
@@ -153,7 +148,8 @@ def test_scaling_by_a_power_of_two() -> None:
         assert torch.equal(a.indices, b.indices)
         assert torch.equal(a.values * 1024, b.values)
         assert torch.equal(small.residuals * 1024, large.residuals)
-    assert state(large).global_threshold == pytest.approx(1024 * state(small).global_threshold, rel=1e-12)
+    thresholds = [laws.states_of(world)[0].global_threshold for world in (small, large)]
+    assert thresholds[1] == pytest.approx(1024 * thresholds[0], rel=1e-12)
 
 
 def test_permuting_the_ranks() -> None:
@@ -229,7 +225,7 @@ def test_drift_triggers_reevaluation() -> None:
     for _ in range(3):
         world.step(gradient)
     world.step(100 * gradient)
-    assert all(state(world, r).force_reevaluate for r in range(4))
+    assert all(state.force_reevaluate for state in laws.states_of(world))
     world.step(gradient)
     assert world.workers[2].algorithm.report["reevaluated"] == 1
 
@@ -275,7 +271,7 @@ def test_phase_volumes_are_exact() -> None:
     mean = world.step(normal(world_size, numel, 9))[0]
     if world.workers[0].algorithm.report["reevaluated"]:
         pytest.fail("the example has to be a reuse step")
-    cuts = state(world).cuts
+    cuts = laws.states_of(world)[0].cuts
     at = offsets(mean.indices, cuts)
     for rank, meter in enumerate(world.scheduler.meters):
         reaching = [j for j in range(numel) if abs(float(acc[rank, j])) >= before[rank].local_threshold * WARM_START]
@@ -292,7 +288,7 @@ def test_regions_are_summed_in_rotation_order() -> None:
     world = SimulatedWorld(OkTopk(density=1.0, force_sparse=True, bucket_width=2), world_size, numel)
     gradient = normal(world_size, numel) * normal(world_size, numel, 1).exp()
     mean = world.step(gradient)[0]
-    cuts = state(world).cuts
+    cuts = laws.states_of(world)[0].cuts
     expected = torch.zeros(numel)
     for owner in range(world_size):
         region = slice(cuts[owner], cuts[owner + 1])

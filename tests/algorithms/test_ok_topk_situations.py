@@ -30,11 +30,6 @@ def obeys(recipe: OkTopk, case: laws.Case) -> None:
         law.check(run)
 
 
-def state(world: SimulatedWorld, rank: int = 0):
-    """Return the algorithm's state on one rank."""
-    return world.workers[rank].algorithm.state
-
-
 def random(world_size: int, numel: int, seed: int = 0) -> torch.Tensor:
     """Return random gradients whose sums are exact."""
     (gradient,) = laws.Case(world_size, numel, ("random",), seed=seed).gradients()
@@ -62,7 +57,7 @@ def test_fewer_entries_than_workers() -> None:
     """If k < P, no rank proposes cuts, so the regions are equal."""
     world = SimulatedWorld(OkTopk(density=0.03), 8, 100)
     world.step(random(8, 100))
-    assert state(world).cuts == (0, 12, 25, 37, 50, 62, 75, 87, 100)
+    assert laws.states_of(world)[0].cuts == (0, 12, 25, 37, 50, 62, 75, 87, 100)
     obeys(OkTopk(density=0.03, **SHORT), laws.Case(8, 100, ("random", "ties", "one-region") * 2))
 
 
@@ -95,7 +90,7 @@ def test_empty_messages_are_never_posted() -> None:
     gradient[:, 60] = 3.0
     world = SimulatedWorld(OkTopk(density=0.04), 4, 100)
     world.step(gradient)
-    assert state(world).cuts == (0, 25, 50, 75, 100)
+    assert laws.states_of(world)[0].cuts == (0, 25, 50, 75, 100)
     received = [meter.received_by_phase["split-and-reduce"] for meter in world.scheduler.meters]
     assert [traffic.messages for traffic in received] == [0, 0, 3, 0]
 
@@ -105,27 +100,27 @@ def test_all_zero_gradient() -> None:
     world = SimulatedWorld(OkTopk(density=0.1), 3, 80)
     zero, gradient = torch.zeros(3, 80), random(3, 80)
     assert len(world.step(zero)[0]) == 0
-    assert state(world).force_reevaluate
+    assert laws.states_of(world)[0].force_reevaluate
     assert len(world.step(gradient)[0]) == 8
-    threshold = state(world).global_threshold
+    threshold = laws.states_of(world)[0].global_threshold
     assert threshold > 0
     fresh = SimulatedWorld(OkTopk(density=0.1), 3, 80)
     fresh.step(gradient)
     for _ in range(4):
         fresh.step(torch.zeros(3, 80))
-    assert state(fresh).global_threshold > 0
+    assert laws.states_of(fresh)[0].global_threshold > 0
 
 
 def test_zero_on_a_reevaluation_step_keeps_the_threshold() -> None:
     """A re-evaluation step without values keeps the global threshold, and the next step re-evaluates again."""
     world = SimulatedWorld(OkTopk(density=0.1, reevaluate_every=1), 3, 80)
     world.step(torch.full((3, 80), 3.0) * (torch.arange(80) < 8))
-    before = state(world).global_threshold
+    before = laws.states_of(world)[0].global_threshold
     assert before == 9
     assert not world.residuals.any()
     world.step(torch.zeros(3, 80))
-    assert state(world).global_threshold == before
-    assert state(world).force_reevaluate
+    assert laws.states_of(world)[0].global_threshold == before
+    assert laws.states_of(world)[0].force_reevaluate
 
 
 def test_fewer_nonzeros_than_k() -> None:
@@ -134,7 +129,7 @@ def test_fewer_nonzeros_than_k() -> None:
     gradient[:, :4] = torch.tensor([3.0, 6.0, 9.0, 12.0])
     world = SimulatedWorld(OkTopk(density=0.1), 3, 100)
     assert world.step(gradient)[0].indices.tolist() == [0, 1, 2, 3]
-    assert state(world).local_threshold == 0
+    assert laws.states_of(world)[0].local_threshold == 0
     assert len(world.step(random(3, 100))[0]) == 10
 
 
@@ -146,7 +141,7 @@ def test_nothing_reaches_the_global_threshold() -> None:
     for worker in world.workers:
         worker.residual.zero_()
     gradient = random(3, 60)
-    assert state(world).step == 3
+    assert laws.states_of(world)[0].step == 3
     assert len(world.step(gradient / 1e6)[0]) == 0
     assert torch.equal(world.residuals, gradient / 1e6)
 
@@ -215,12 +210,12 @@ def test_skew_forces_a_repartition() -> None:
     right = random(4, 400, 1) * (torch.arange(400) >= 300) * 1000
     for _ in range(3):
         world.step(left)
-    before = state(world).cuts
+    before = laws.states_of(world)[0].cuts
     world.step(right)
-    assert all(state(world, r).force_repartition for r in range(4))
+    assert all(state.force_repartition for state in laws.states_of(world))
     world.step(right)
     assert world.workers[1].algorithm.report["repartitioned"] == 1
-    after = state(world).cuts
+    after = laws.states_of(world)[0].cuts
     assert after[1] > before[1]
     assert after[3] > 300
 
@@ -284,7 +279,7 @@ def test_instances_share_nothing() -> None:
     first, second = (SimulatedWorld(OkTopk(density=0.1), 2, 40) for _ in range(2))
     first.step(random(2, 40))
     assert not second.residuals.any()
-    assert state(second).step == 0
+    assert laws.states_of(second)[0].step == 0
 
 
 def test_input_layout() -> None:

@@ -12,7 +12,6 @@ import torch
 import tritoncomm
 from tritoncomm import OkTopk, ProtocolMismatchError, SimulatedWorld
 from tritoncomm.algorithms.ok_topk_static import widest
-from tritoncomm.algorithms.ok_topk_thresholds import OkTopkState
 from tritoncomm.scheduler.cost import WORD
 from tritoncomm.scheduler.rounds import AllGather, Op
 
@@ -28,11 +27,6 @@ def heavy_tailed(world_size: int, numel: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     shape = (world_size, numel)
     return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-
-
-def states(world: SimulatedWorld) -> list[OkTopkState]:
-    """Return the states of all ranks."""
-    return [worker.algorithm.state for worker in world.workers]
 
 
 def reevaluated(world: SimulatedWorld) -> bool:
@@ -67,7 +61,7 @@ def test_ample_room_delivers_what_the_other_form_delivers(world_size: int, packe
             gradient = heavy_tailed(world_size, numel, step)
             assert laws.same_vector(exact.step(gradient)[0], static.step(gradient)[0].trimmed())
             assert laws.same_bits(exact.residuals, static.residuals)
-            assert states(exact) == states(static)
+            assert laws.states_of(exact) == laws.states_of(static)
             report = static.workers[0].algorithm.report
             assert report == exact.workers[0].algorithm.report
             kinds.add((report.get("reevaluated"), report.get("repartitioned")))
@@ -95,7 +89,7 @@ def test_what_does_not_fit_stays_in_the_residual(values: str) -> None:
     world = SimulatedWorld(recipe, world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
-    low, high = states(world)[0].cuts[1:3]
+    low, high = laws.states_of(world)[0].cuts[1:3]
     room = world.workers[0].algorithm.static_form.pair_room(world_size)
     assert room < high - low
     gradient = -world.residuals
@@ -182,8 +176,8 @@ def test_loads_include_what_did_not_fit() -> None:
     world = SimulatedWorld(OkTopk(density=0.05, static=True, drift_low=0.0), world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
-    assert not any(state.force_repartition for state in states(world))
-    cuts, gradient = states(world)[0].cuts, -world.residuals
+    assert not any(state.force_repartition for state in laws.states_of(world))
+    cuts, gradient = laws.states_of(world)[0].cuts, -world.residuals
     assert world.workers[0].algorithm.static_form.pair_room(world_size) < 28
     for rank, counts in enumerate([(0, 14, 13, 13), (28, 4, 4, 4), (28, 4, 4, 4), (28, 4, 4, 4)]):
         for owner, count in enumerate(counts):
@@ -191,11 +185,11 @@ def test_loads_include_what_did_not_fit() -> None:
     world.step(gradient)
     assert not reevaluated(world)
     assert world.workers[0].algorithm.report["region_imbalance"] == 3 * 28 / 40
-    assert all(state.force_repartition for state in states(world))
-    before = states(world)[0].cuts
+    assert all(state.force_repartition for state in laws.states_of(world))
+    before = laws.states_of(world)[0].cuts
     world.step(heavy_tailed(world_size, numel, 10))
     assert world.workers[0].algorithm.report["repartitioned"]
-    assert states(world)[0].cuts != before
+    assert laws.states_of(world)[0].cuts != before
 
 
 def test_sums_without_room_count_as_candidates() -> None:
@@ -204,7 +198,7 @@ def test_sums_without_room_count_as_candidates() -> None:
     world = SimulatedWorld(OkTopk(density=0.05, static=True, drift_low=0.0), world_size, numel)
     for step in range(3):
         world.step(heavy_tailed(world_size, numel, step))
-    form, cuts = world.workers[0].algorithm.static_form, states(world)[0].cuts
+    form, cuts = world.workers[0].algorithm.static_form, laws.states_of(world)[0].cuts
     low = max(cuts[:-1], key=lambda cut: cuts[cuts.index(cut) + 1] - cut)
     sent = form.pair_room(world_size)
     assert world_size * sent <= widest(cuts)
@@ -277,7 +271,7 @@ def test_a_smallest_magnitude_that_is_none(key: int) -> None:
     world = SimulatedWorld(OkTopk(density=0.1, static=True), 3, 600)
     for step in range(3):
         world.step(heavy_tailed(3, 600, step))
-    before, residuals = states(world), world.residuals
+    before, residuals = laws.states_of(world), world.residuals
 
     def damage(_: int, ops: Sequence[Op]) -> None:
         if isinstance(ops[0], AllGather) and ops[0].phase == "verdict":
@@ -287,7 +281,7 @@ def test_a_smallest_magnitude_that_is_none(key: int) -> None:
     with pytest.raises(ProtocolMismatchError, match="smallest magnitudes"):
         world.step(heavy_tailed(3, 600, 9), before_round=damage)
     assert len(world.scheduler.raised) == 3
-    assert states(world) == before
+    assert laws.states_of(world) == before
     assert laws.same_bits(world.residuals, residuals)
 
 
@@ -306,7 +300,7 @@ def test_an_index_behind_its_region(phase: str) -> None:
     world = SimulatedWorld(OkTopk(density=0.1, static=True), 3, 600)
     for step in range(3):
         world.step(heavy_tailed(3, 600, step))
-    cuts = states(world)[0].cuts
+    cuts = laws.states_of(world)[0].cuts
     owner = min(range(3), key=lambda rank: cuts[rank + 1] - cuts[rank])
     assert cuts[owner + 1] - cuts[owner] < widest(cuts)
 

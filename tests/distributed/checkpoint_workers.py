@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total
+from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
@@ -31,14 +31,6 @@ MAKERS = {
 def wrap(model, recipe="oktopk", make="adamw", **fields) -> tritoncomm.SparseOptimizer:
     """Return a wrapped optimizer that sends no tensor dense."""
     return tritoncomm.wrap(MAKERS[make](model.parameters()), recipe, dense_below=0, **fields)
-
-
-def train(model, optimizer, rank: int, first: int, last: int) -> None:
-    """Train for the steps from ``first`` to ``last``."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
 
 
 def names_of_runs(world_size: int, *, every: bool) -> list[str]:
@@ -71,12 +63,12 @@ def until_killed(rank: int, world_size: int, send, folder: str, names: list[str]
     for name, recipe, make in runs_of(world_size, names):
         model = tiny_model()
         optimizer = wrap(model, recipe, make)
-        train(model, optimizer, rank, 0, 3)
+        train(model, optimizer, rank, range(3))
         checkpoint.save(optimizer, Path(folder) / name)
         if rank == 0:
             torch.save(model.state_dict(), Path(folder) / name / "model.pt")
         dist.barrier()
-        train(model, optimizer, rank, 3, 5)
+        train(model, optimizer, rank, range(3, 5))
         send((name, rank, state_digest(model, optimizer)))
     loss_of(model, rank, 5).backward()
     optimizer.synchronize()
@@ -90,7 +82,7 @@ def resumed(rank: int, world_size: int, send, folder: str, names: list[str]) -> 
         model.load_state_dict(torch.load(Path(folder) / name / "model.pt"))
         optimizer = wrap(model, recipe, make)
         checkpoint.load(optimizer, Path(folder) / name)
-        train(model, optimizer, rank, 3, 5)
+        train(model, optimizer, rank, range(3, 5))
         send((name, rank, state_digest(model, optimizer)))
 
 
@@ -98,7 +90,7 @@ def write(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
     """Train, save, and send the pending update."""
     model = tiny_model()
     optimizer = wrap(model, recipe, "plain", density=0.1, warmup_steps=2)
-    train(model, optimizer, rank, 0, 5)
+    train(model, optimizer, rank, range(5))
     checkpoint.save(optimizer, folder)
     pending = total(residual(optimizer)) / world_size
     if rank == 0:
@@ -115,7 +107,7 @@ def read(rank: int, world_size: int, send, folder: str, recipe: str) -> None:
     pending = total(residual(optimizer)) / world_size
     if rank == 0:
         send(pending.tolist())
-    train(model, optimizer, rank, 5, 8)
+    train(model, optimizer, rank, range(5, 8))
     assert (optimizer.metrics()["density_delivered"] < 0.6) == (world_size > 1)  # one worker delivers every entry
     assert same_everywhere(flat(model))
 
@@ -127,11 +119,11 @@ class Attempts:
         self.rank, self.folder = rank, folder
         self.model = tiny_model()
         self.optimizer = wrap(self.model, density=0.1)
-        train(self.model, self.optimizer, rank, 0, 3)
+        train(self.model, self.optimizer, rank, range(3))
         checkpoint.save(self.optimizer, folder)
         self.file = Path(folder) / f"rank-1-of-{world_size}.pt"
         self.whole = self.file.read_bytes()
-        train(self.model, self.optimizer, rank, 3, 5)
+        train(self.model, self.optimizer, rank, range(3, 5))
         self.before = self.now()
 
     def now(self) -> tuple:
@@ -206,8 +198,8 @@ def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> Non
     for make in MAKERS:
         straight, stopped = tiny_model(), tiny_model()
         first, second = wrap(straight, make=make, density=0.1), wrap(stopped, make=make, density=0.1)
-        train(straight, first, rank, 0, 6)
-        train(stopped, second, rank, 0, 4)
+        train(straight, first, rank, range(6))
+        train(stopped, second, rank, range(4))
         second.zero_grad()
         content = {
             "model": stopped.state_dict(),
@@ -227,7 +219,7 @@ def distributed_checkpoint(rank: int, world_size: int, send, folder: str) -> Non
         resumed.load_state_dict(content["model"])
         set_optimizer_state_dict(resumed, third, content["optimizer"])
         assert laws.same_bits(residual(third), residual(second)), make
-        train(resumed, third, rank, 4, 6)
+        train(resumed, third, rank, range(4, 6))
         assert flat(resumed) == flat(straight), make
         assert laws.same_bits(residual(third), residual(first)), make
 
@@ -248,7 +240,7 @@ def one_state_for_all(rank: int, world_size: int, send) -> None:
         fields = {"model": model} if hook else {}
         inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         optimizer = tritoncomm.wrap(inner, density=0.1, dense_below=0, warmup_steps=1, **fields)
-        train(model, optimizer, rank, 0, 4)
+        train(model, optimizer, rank, range(4))
         saved = everywhere(optimizer.state_dict())
         with pytest.raises((ConfigurationError, ConfigMismatchError)) as caught:
             optimizer.load_state_dict(saved)
@@ -256,12 +248,12 @@ def one_state_for_all(rank: int, world_size: int, send) -> None:
         assert 'load_state_dict(state, residuals="reset")' in str(caught.value)
         optimizer.load_state_dict(saved, residuals="reset")
         assert optimizer.metrics()["residual_norm"] == 0
-        train(model, optimizer, rank, 4, 6)
+        train(model, optimizer, rank, range(4, 6))
         assert optimizer.metrics()["density_delivered"] < 0.6  # the dense warm-up is not repeated
         optimizer.flush()
         steps = optimizer.metrics()["steps"]
         optimizer.load_state_dict(everywhere(optimizer.state_dict()))
         assert optimizer.metrics()["steps"] == steps
-        train(model, optimizer, rank, 6, 8)
+        train(model, optimizer, rank, range(6, 8))
         assert optimizer.metrics()["density_delivered"] < 0.6
         assert same_everywhere(flat(model))

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_workers import ddp, loss_of, net
-from door_workers import adamw, log_lines
-from helpers import flat, same_everywhere
+from ddp_models import ddp, net
+from helpers import adamw, flat, log_lines, loss_of, same_everywhere
 from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.ddp import CommState, comm_hook, register, state_of

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_workers import ddp, loss_of, net
-from helpers import flat, same_everywhere, total
+from ddp_models import ddp, net
+from helpers import adamw, flat, log_lines, loss_of, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,26 +25,6 @@ from tritoncomm.step import carry_over
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 
 import laws
-
-
-def adamw(model: nn.Module, **fields) -> torch.optim.AdamW:
-    """Return AdamW with settings at which sparse steps matter."""
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **fields)
-
-
-@contextmanager
-def log_lines(level: int = logging.INFO):
-    """Collect the log lines of the library."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("tritoncomm")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(before)
 
 
 def residuals(optimizer: tritoncomm.SparseOptimizer) -> dict[str, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -24,6 +26,7 @@ Place = TypeVar("Place")
 options.DEFAULT_WARMUP, options.DEFAULT_VALUES, options.DEFAULT_SMALL = 0, "fp32", "fp32"
 # Imported once, in the process that workers are forked from.
 local_workers.PRELOADED += ["hypothesis", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+sparse_wrap = partial(tritoncomm.wrap, dense_below=0, density=0.2)
 run_workers = partial(local_workers.run_workers, timeout=timedelta(seconds=60), limit=timedelta(seconds=240))
 
 
@@ -71,6 +74,16 @@ class FailingSGD(torch.optim.SGD):
         super().step(closure)
 
 
+def adamw(model: nn.Module, **fields) -> torch.optim.AdamW:
+    """Return AdamW with settings at which sparse steps matter."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, **fields})
+
+
+def sparse_sgd(model: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
+    """Return a wrapped SGD with momentum."""
+    return sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **fields)
+
+
 def total(x: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks."""
     y = x.clone()
@@ -94,12 +107,30 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return (model(x) - y).square().mean()
 
 
-def several(rank: int, world_size: int, send, situations: list) -> None:
-    """Run situations one after the other and send the name of each that ended."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    """Take ``steps``."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def run_situations(situations: list[Callable[..., None]], world_size: int) -> None:
+    """Run situations one after the other in the same worker processes, because starting them is slow. All must end."""
+    ended: list[str] = []
+    run_workers(_several, world_size, situations, listen=ended.append)
+    assert ended == [_name(situation) for situation in situations], ended
+
+
+def _several(rank: int, world_size: int, send, situations: list[Callable[..., None]]) -> None:
     for situation in situations:
         situation(rank, world_size, send)
         if rank == 0:
-            send(getattr(situation, "__name__", ""))
+            send(_name(situation))
+
+
+def _name(situation: Callable[..., None]) -> str:
+    return getattr(situation, "__name__", "")
 
 
 def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
@@ -107,13 +138,28 @@ def residual(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     return optimizer._vector.feedback.residual.clone()
 
 
-def same_everywhere(value: object) -> bool:
-    """Whether all ranks have the same value."""
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, value)
+def same_everywhere(value: object, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks of ``group``, by default all there are, have the same value."""
+    everybody = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, value, group=group)
     return all(other == everybody[0] for other in everybody)
 
 
 def flat(model: nn.Module) -> list[int]:
     """Return the bits of all parameters."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).view(torch.int32).tolist()
+
+
+@contextmanager
+def log_lines(level: int = logging.INFO):
+    """Collect the log lines of the library."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("tritoncomm")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(before)

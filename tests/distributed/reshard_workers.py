@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from checkpoint_workers import train as train_plain
 from checkpoint_workers import wrap as wrap_plain
-from fsdp_workers import Net, sharded
-from helpers import tiny_model
-from sharded_door_workers import adamw, agree, train, whole
+from fsdp_models import Net, sharded
+from helpers import adamw, same_everywhere, tiny_model
+from helpers import train as train_plain
+from sharded_door_workers import train, whole
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -107,7 +107,7 @@ def load(rank: int, world_size: int, send, folder: str, shapes: list) -> None:
             found = lists(run.pending()), lists(run.state())
             assert run.optimizer.metrics()["steps"] == STEPS
             train(run.model, run.optimizer, rank, STEPS, STEPS + 3)
-            assert agree(run.group, whole(run.model))
+            assert same_everywhere(whole(run.model), run.group)
             delivered = run.optimizer.metrics()["density_delivered"]
             assert delivered < 0.6 if shape[0] > 1 else delivered == 1
             assert any(update.any() for update in run.pending().values()) is (shape[0] > 1)  # delivered, if alone
@@ -131,7 +131,7 @@ def from_one_replica(rank: int, world_size: int, send, folder: str) -> None:
         run.wrap(model, optimizer, hooked=hooked)
         found = lists(run.pending()), lists(run.state())
         train(run.model, run.optimizer, rank, STEPS, STEPS + 6)
-        assert agree(run.group, whole(run.model))
+        assert same_everywhere(whole(run.model), run.group)
         assert run.optimizer.metrics()["density_delivered"] < 0.6
         if rank == 0:
             send((hooked, *found))
@@ -162,7 +162,7 @@ def save_plain(rank: int, world_size: int, send, folder: str) -> None:
     """Save the residuals of a model that is not sharded, and send the pending update."""
     model = tiny_model()
     optimizer = wrap_plain(model, density=0.1)
-    train_plain(model, optimizer, rank, 0, 4)
+    train_plain(model, optimizer, rank, range(4))
     dcp.save({"residuals": ResidualState(optimizer)}, checkpoint_id=folder)
     send(_plain_pending(optimizer))
 

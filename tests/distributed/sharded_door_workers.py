@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from door_workers import log_lines
-from fsdp_workers import Net, loss_of, mesh, sharded
-from helpers import same_everywhere
+from fsdp_models import Net, loss_of, mesh, sharded
+from helpers import adamw, log_lines, same_everywhere
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,22 +29,10 @@ import laws
 SETTINGS = {"density": 0.2, "dense_below": 0}
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return AdamW with settings at which sparse steps matter."""
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
 def whole(model: nn.Module) -> list[int]:
     """Return the bits of all parameters of this rank's shards."""
     shards = [p.detach().to_local() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
     return torch.cat([shard.reshape(-1) for shard in shards]).view(torch.int32).tolist()
-
-
-def agree(group: dist.ProcessGroup, value: object) -> bool:
-    """Whether all ranks of ``group`` have the same value."""
-    everybody = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, value, group=group)
-    return all(other == everybody[0] for other in everybody)
 
 
 def train(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, first: int, last: int) -> None:
@@ -67,7 +54,7 @@ def hook_equals_step(rank: int, world_size: int, send) -> None:
         train(hooked, first, rank, step, step + 1)
         train(plain, second, rank, step, step + 1)
         assert whole(hooked) == whole(plain), step
-    assert agree(group, whole(hooked))
+    assert same_everywhere(whole(hooked), group)
     assert first.metrics()["density_delivered"] < 0.5
     state = first.state[next(iter(hooked.parameters()))]
     assert isinstance(state["exp_avg"], DTensor)
@@ -112,7 +99,7 @@ def groups_of_parameters(rank: int, world_size: int, send) -> None:
             loss_of(model, rank, 2 * step + micro).backward()
         model.set_requires_gradient_sync(True)
         optimizer.step()
-        assert agree(group, whole(model))
+        assert same_everywhere(whole(model), group)
     assert optimizer.metrics()["steps"] == 9
     assert same_everywhere(optimizer.metrics()["grad_norm"])
     optimizer.set_density(0.6)
@@ -122,7 +109,7 @@ def groups_of_parameters(rank: int, world_size: int, send) -> None:
     optimizer.flush()
     assert whole(model) != before
     assert optimizer.metrics()["residual_norm"] == 0
-    assert agree(group, whole(model))
+    assert same_everywhere(whole(model), group)
     train(model, optimizer, rank, 22, 24)
     with pytest.raises(ConfigurationError, match="a sharded model cannot change its groups"):
         optimizer.reset_process_group()
@@ -240,7 +227,7 @@ def mixed_precision(rank: int, world_size: int, send) -> None:
         assert losses[-1] == pytest.approx(losses[0], rel=0.15)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
-        assert agree(group, whole(model))
+        assert same_everywhere(whole(model), group)
 
 
 class Block(nn.Module):
@@ -287,7 +274,7 @@ def tensor_parallel(rank: int, world_size: int, send) -> None:
     sparse = tritoncomm.wrap(adamw(model), process_group=data, **SETTINGS)
     model(torch.randn(4, 8, generator=torch.Generator().manual_seed(grid["data"].get_local_rank()))).sum().backward()
     sparse.step()
-    assert agree(data, whole(model))
+    assert same_everywhere(whole(model), data)
     with pytest.raises(ConfigurationError, match=r"model has no sharded module.*tritoncomm\.wrap\(.*process_group"):
         fsdp.register(model, data)
     both = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
@@ -340,8 +327,8 @@ class TensorParallel:
             parameters = self.model.parameters()
             copies = [p for p in parameters if not isinstance(p, DTensor) or p.placements[0].is_replicate()]
             assert len(copies) == 4  # the embedding, the norm, and the bias of the second linear layer
-            assert agree(self.grid["tensor"].get_group(), whole(nn.ParameterList(copies))), step
-            assert agree(self.grid["data"].get_group(), whole(self.model)), step
+            assert same_everywhere(whole(nn.ParameterList(copies)), self.grid["tensor"].get_group()), step
+            assert same_everywhere(whole(self.model), self.grid["data"].get_group()), step
 
     def state(self) -> dict[str, object]:
         """Return a copy of the optimizer's state."""

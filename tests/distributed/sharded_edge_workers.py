@@ -10,9 +10,9 @@ import pytest
 import torch
 import tritoncomm
 from door_edge_workers import groups_of_torch
-from fsdp_workers import Net, loss_of, mesh, sharded
-from helpers import FailingSGD
-from sharded_door_workers import SETTINGS, adamw, whole
+from fsdp_models import Net, loss_of, mesh, sharded
+from helpers import FailingSGD, adamw
+from sharded_door_workers import SETTINGS, whole
 from torch import nn
 from torch.amp import GradScaler
 from tritoncomm import ProtocolMismatchError

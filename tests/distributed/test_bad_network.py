@@ -31,7 +31,6 @@ namespaces = importlib.import_module("namespaces")
 pytestmark = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
 
 MEMBERS, CUT = 4, 2
-OTHERS = [rank for rank in range(MEMBERS) if rank != CUT]
 # Seconds in which a rank raises its error, after a wait that has failed: two, and what a busy machine adds.
 LATEST = 2.0 + 0.5
 NOTHING = "pfifo limit 0"  # a queue without room: every packet vanishes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import clipping_workers
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 def test_situations() -> None:
@@ -14,9 +14,7 @@ def test_situations() -> None:
         clipping_workers.limits_unscaled_gradients, clipping_workers.bad_gradient_behind_ddp,
         clipping_workers.changes_between_wraps, clipping_workers.refused,
     ]  # fmt: skip
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)
 
 
 def test_shards() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
+import ddp_precision_workers as precision
 import ddp_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
 
@@ -20,13 +21,13 @@ from tritoncomm.scheduler.local_workers import WorkerError
             ddp_workers.training,
             ddp_workers.exchange_thread,
             ddp_workers.accumulation,
-            ddp_workers.half_precision_wrappers,
+            precision.half_precision_wrappers,
         ],
-        [ddp_workers.loss_scaling, ddp_workers.resume],
+        [precision.loss_scaling, ddp_workers.resume],
         [
-            ddp_workers.non_finite,
-            ddp_workers.zeroed_alone,
-            ddp_workers.half_precision_buckets,
+            precision.non_finite,
+            precision.zeroed_alone,
+            precision.half_precision_buckets,
             ddp_workers.small_tensors,
             ddp_workers.changed_density,
         ],
@@ -37,9 +38,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
 @pytest.mark.parametrize("world_size", [3])
 def test_situations(situations: list, world_size: int) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, world_size, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, world_size)
 
 
 def test_nodes() -> None:

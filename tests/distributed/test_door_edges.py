@@ -9,7 +9,7 @@ from functools import partial
 import door_edge_workers
 import pytest
 import sharded_edge_workers
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
 
@@ -33,9 +33,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
 )
 def test_ddp(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +47,7 @@ def test_ddp(situations: list) -> None:
 )
 def test_sharded(situations: list) -> None:
     """Each situation passes with two replicas of two shards."""
-    done: list[str] = []
-    run_workers(several, 4, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import door_workers
 import pytest
 import sharded_door_workers
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,7 @@ from helpers import run_workers, several
 )
 def test_ddp(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)
 
 
 def test_one_bucket_equals_wrap() -> None:
@@ -52,6 +50,4 @@ def test_one_worker() -> None:
 )
 def test_sharded(situations: list) -> None:
     """Each situation passes with two replicas of two shards."""
-    done: list[str] = []
-    run_workers(several, 4, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 4)

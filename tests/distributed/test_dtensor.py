@@ -6,16 +6,14 @@ from pathlib import Path
 
 import dtensor_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_situations(world_size: int) -> None:
     """Each situation passes on a mesh of one and of two devices."""
     situations = [dtensor_workers.equal_to_shards, dtensor_workers.checkpoints]
-    done: list[str] = []
-    run_workers(several, world_size, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, world_size)
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:

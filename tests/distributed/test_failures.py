@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,8 @@ import failure_workers
 import pytest
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
+
+from processes import end_soon, is_running
 
 
 def reports(function, world_size: int, *args) -> dict[int, tuple]:
@@ -203,17 +204,7 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
-        workers = [Path("/proc", launcher.stdout.readline().strip(), "status") for _ in range(2)]
-        assert all(worker.exists() for worker in workers)
+        workers = [int(launcher.stdout.readline()) for _ in range(2)]
+        assert all(map(is_running, workers))
         launcher.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
-
-
-def is_running(status: Path) -> bool:
-    """Whether the process with this file exists and is not a zombie."""
-    with suppress(OSError):
-        return "State:\tZ" not in status.read_text()
-    return False
+    assert end_soon(workers)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
+import fsdp_pass_workers as passes
+import fsdp_precision_workers as precision
 import fsdp_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
 
@@ -16,21 +18,15 @@ from tritoncomm.scheduler.local_workers import WorkerError
     [
         [fsdp_workers.dense_training, fsdp_workers.conservation],
         [fsdp_workers.accumulation, fsdp_workers.unused_layers_and_bf16],
+        [precision.non_finite, precision.non_finite_shard, fsdp_workers.resume, passes.gradients_used_early],
+        [fsdp_workers.rejected_models, fsdp_workers.first_fsdp, fsdp_workers.nodes, passes.used_twice],
         [
-            fsdp_workers.non_finite,
-            fsdp_workers.non_finite_shard,
-            fsdp_workers.resume,
-            fsdp_workers.gradients_used_early,
-        ],
-        [fsdp_workers.rejected_models, fsdp_workers.first_fsdp, fsdp_workers.nodes, fsdp_workers.used_twice],
-        [
-            *(fsdp_workers.nested_passes, fsdp_workers.several_roots, fsdp_workers.other_orders),
-            fsdp_workers.replaced_parameters,
-            *(fsdp_workers.zeroed_alone, fsdp_workers.outside_of_backward, fsdp_workers.gradient_hooks_differ),
+            *(passes.nested_passes, passes.several_roots, passes.other_orders, fsdp_workers.replaced_parameters),
+            *(precision.zeroed_alone, passes.outside_of_backward, passes.gradient_hooks_differ),
             fsdp_workers.failed_write,
         ],
         [
-            *(fsdp_workers.loss_scaling, fsdp_workers.fp16_reduction, fsdp_workers.divided_after_the_hook),
+            *(precision.loss_scaling, precision.fp16_reduction, precision.divided_after_the_hook),
             fsdp_workers.sparse_accumulation,
         ],
     ],
@@ -38,9 +34,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 4, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 4)
 
 
 def test_killed_rank() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import misuse_workers
 import pytest
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize(
@@ -20,17 +20,13 @@ from helpers import run_workers, several
             misuse_workers.settings_of_some_ranks,
         ],
         [misuse_workers.groups_that_are_none, misuse_workers.other_schedule],
-        [misuse_workers.failing_hook, misuse_workers.given_up_step, misuse_workers.failing_after_the_step],
-        [misuse_workers.failing_update, misuse_workers.failing_on_the_way],
         [misuse_workers.usual_scripts, misuse_workers.replaced_steps, misuse_workers.other_default_dtype],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 2, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 2)
 
 
 def test_one_folder_for_two(tmp_path) -> None:

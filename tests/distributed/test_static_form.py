@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import static_workers
-from helpers import run_workers, several
+from helpers import run_situations
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,4 @@ from helpers import run_workers, several
 )
 def test_static_form(situations: list) -> None:
     """Each situation passes with three workers."""
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)

@@ -5,49 +5,37 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import training_precision_workers as precision
 import training_workers
-from helpers import run_workers, several
+from helpers import run_situations, run_workers
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch"])
 def test_loss_scaling(ours: bool) -> None:
     """Both GradScalers work with and without unscale_() and clipping, before and after synchronize()."""
-    routes = [partial(training_workers.loss_scaling, ours=ours, route=route) for route in training_workers.ROUTES]
-    done: list[str] = []
-    run_workers(several, 3, routes, listen=done.append)
-    assert len(done) == len(routes)
+    routes = [partial(precision.loss_scaling, ours=ours, route=route) for route in precision.ROUTES]
+    run_situations(routes, 3)
 
 
 @pytest.mark.parametrize(
     "situations",
     [
+        [precision.scaled_synchronize, precision.autocast, training_workers.accumulation, training_workers.clipping],
         [
-            training_workers.scaled_synchronize,
-            training_workers.autocast,
-            training_workers.accumulation,
-            training_workers.clipping,
-        ],
-        [
-            training_workers.non_finite,
-            training_workers.names_in_messages,
+            precision.non_finite,
+            precision.names_in_messages,
             training_workers.double_reduction,
             training_workers.broadcast,
         ],
         [training_workers.changed_settings, training_workers.flushing, training_workers.weight_decay],
-        [
-            training_workers.no_gradients_under_a_scaler,
-            training_workers.zero_learning_rate,
-            training_workers.policies_under_a_scaler,
-        ],
+        [precision.no_gradients_under_a_scaler, training_workers.zero_learning_rate, precision.policies_under_a_scaler],
         [training_workers.logged_choice, training_workers.rejected_then_retried],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
 def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    done: list[str] = []
-    run_workers(several, 3, situations, listen=done.append)
-    assert done == [situation.__name__ for situation in situations]
+    run_situations(situations, 3)
 
 
 def test_nodes() -> None:

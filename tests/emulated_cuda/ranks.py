@@ -20,6 +20,7 @@ from tritoncomm.step import hook_state, private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
+from emulated_cuda.network import Network, Turn
 from tritoncomm_kernels import padded
 
 # Factories that take ``device=``. The last ones copy from the host.
@@ -29,7 +30,6 @@ _FACTORIES = (
 )  # fmt: skip
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _UPLOADS = ("tensor", "as_tensor", "asarray")
-_NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
 # Module state of the library that belongs to a process, and here to a rank: each rank has its own.
 _STATE = (
     (process_group, "_exchange_ids"),
@@ -42,6 +42,10 @@ _STATE = (
     (padded, "_constants"),
 )
 _installing = threading.RLock()
+
+
+class Died(BaseException):
+    """A function of a rank raises it to end without a word, like SIGKILL."""
 
 
 class RankError(RuntimeError):
@@ -57,7 +61,7 @@ def run(
     bind_device: bool = False,
     errors: bool = False,
     backend: str = nccl.BACKEND,
-    network: nccl.Network | None = None,
+    network: Network | None = None,
 ) -> list[Any]:
     """Run ``function(rank)`` on ``world_size`` ranks, and return the results by rank.
 
@@ -76,7 +80,7 @@ def run(
             rank order then, too.
         network: Further settings. Default: None, those of ``seed``.
     """
-    network = network or nccl.Network(world_size, seed)
+    network = network or Network(world_size, seed)
     store = dist.HashStore()
     results: list[Any] = [None] * world_size
     raised: list[tuple[int, BaseException]] = []
@@ -97,6 +101,15 @@ def run(
         finally:
             network.turn.leave()
 
+    _run_threads(main, world_size, network)
+    if raised and not errors:
+        rank, error = raised[0]
+        raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
+    return results
+
+
+def _run_threads(main: Callable[[int], None], world_size: int, network: Network) -> None:
+    """Run ``main(rank)`` in a thread for each rank, and wait until all have ended."""
     barrier = threading.Barrier(world_size, timeout=network.limit)
     with installed(network):
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(world_size)]
@@ -110,10 +123,6 @@ def run(
         stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
         raise RankError(f"ranks {stuck} did not end")
-    if raised and not errors:
-        rank, error = raised[0]
-        raise RankError(f"rank {rank}: {type(error).__name__}: {error}") from error
-    return results
 
 
 def meet() -> None:
@@ -124,7 +133,7 @@ def meet() -> None:
     threading.current_thread().emulated_barrier()
 
 
-def _wait(barrier: threading.Barrier, turn: nccl.Turn) -> None:
+def _wait(barrier: threading.Barrier, turn: Turn) -> None:
     turn.leave()
     barrier.wait()
     turn.take()
@@ -134,7 +143,7 @@ def _wait(barrier: threading.Barrier, turn: nccl.Turn) -> None:
 def alone() -> Iterator[Gpu]:
     """Give this thread an emulated GPU, without process groups."""
     thread = threading.current_thread()
-    with installed(nccl.Network(1)):
+    with installed(Network(1)):
         thread.emulated_gpu, thread.emulated_rank = Gpu("this thread"), 0
         try:
             yield current_gpu()
@@ -143,7 +152,7 @@ def alone() -> Iterator[Gpu]:
 
 
 @contextmanager
-def installed(network: nccl.Network) -> Iterator[None]:
+def installed(network: Network) -> Iterator[None]:
     """Patch torch and the library for the ranks of ``network``, and restore everything afterwards."""
     plugins = dist.Backend._plugins
     with _installing, _patches() as patch:

@@ -25,7 +25,7 @@ from tritoncomm.step.shards import local
 from depth import DEEP
 from emulated_cuda import doors, ranks
 from emulated_cuda.device import CudaTensor, current_gpu, values_of
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 SIZES = (1, 2, 3, 4, 8) if DEEP else (2, 3)
 OPTIMIZERS = {

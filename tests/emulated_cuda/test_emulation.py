@@ -16,7 +16,8 @@ from tritoncomm.scheduler import process_group
 
 from emulated_cuda import ranks
 from emulated_cuda.device import CudaTensor, to_gpu, values_of
-from emulated_cuda.nccl import EmulatedNCCL, Hang, Network, WatchdogEnd
+from emulated_cuda.nccl import EmulatedNCCL
+from emulated_cuda.network import Hang, Network, WatchdogEnd
 from emulated_cuda.streams import RaceError
 from tritoncomm_kernels import Padded
 

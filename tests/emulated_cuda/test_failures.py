@@ -18,14 +18,10 @@ from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 
 from emulated_cuda import device, doors, ranks
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE = 1, 3
 SOON, LATE = timedelta(seconds=1.5), timedelta(seconds=15)
-
-
-class Died(BaseException):
-    """Ends a rank without a word, like SIGKILL."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +51,7 @@ def raises() -> None:
 
 def dies() -> None:
     """End the rank."""
-    raise Died
+    raise ranks.Died
 
 
 def checked(error: tritoncomm.ExchangeError, seconds: float, fault: Callable[[], None]) -> None:
@@ -108,7 +104,7 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
 
     network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
-    assert isinstance(found[VICTIM], list if fault is raises else Died), found[VICTIM]
+    assert isinstance(found[VICTIM], list if fault is raises else ranks.Died), found[VICTIM]
     assert isinstance(found[0], list), found[0]
     assert found[0] == found[2]
 

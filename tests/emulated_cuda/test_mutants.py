@@ -17,6 +17,7 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 
 from emulated_cuda import exchanges, ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
+from emulated_cuda.network import Network
 from emulated_cuda.streams import RaceError
 
 
@@ -94,7 +95,7 @@ def test_collective_that_one_rank_leaves_out_is_found() -> None:
         if rank == 0:
             dist.all_reduce(torch.ones(3, device="cuda"))
 
-    network = ranks.nccl.Network(2, limit=0.3)
+    network = Network(2, limit=0.3)
     with pytest.raises(ranks.RankError, match="rank 0 waits for collective 0 of group 0, all_reduce"):
         ranks.run(main, 2, network=network)
 

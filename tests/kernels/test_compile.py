@@ -16,7 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
-from compiled_kernels import TARGETS, Case, cases, compiled, compiled_for, find, launched_cases
+from compile_cases import Case, cases, find, launched_cases
+from compiled_kernels import TARGETS, compiled, compiled_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncomm_kernels as kernels

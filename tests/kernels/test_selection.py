@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from unittest.mock import patch
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import key_of
 
 import tritoncomm_kernels as kernels
 from depth import examples
@@ -20,11 +20,6 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 1.0, 5e-324, 1e-45, -1e-45, 1e-40, math.inf, -m
 floats = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
 vectors = st.lists(floats, max_size=70)
 thresholds = st.one_of(st.sampled_from([0.0, -1.0, math.nan, math.inf, 1.0, 1e-45]), st.floats(width=32))
-
-
-def key_of(value: float) -> int:
-    """Return the integer key of one float, computed by hand."""
-    return struct.unpack("<i", struct.pack("<f", value))[0] & 0x7FFFFFFF
 
 
 def expected_key(limit: float) -> int:

@@ -15,7 +15,7 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 WORLD_SIZE = 4
 Call = tuple[tuple[int, ...], bool]

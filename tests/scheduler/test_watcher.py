@@ -24,7 +24,7 @@ from tritoncomm.step.error_feedback import ErrorFeedback
 import recipes
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
-from emulated_cuda.nccl import Network
+from emulated_cuda.network import Network
 
 VICTIM, WORLD_SIZE, NUMEL = 1, 4, 90
 SOON, LATE = timedelta(seconds=1), timedelta(seconds=15)
@@ -32,10 +32,6 @@ METHODS = (
     *("oktopk-short-periods", "spardl", "exdyna", "topk_allgather", "dense", "hierarchical-2"),
     *("spardl-static", "topk-allgather-static-4bit"),
 )
-
-
-class Died(BaseException):
-    """Ends a rank without a word, like SIGKILL."""
 
 
 @pytest.fixture(autouse=True)
@@ -133,10 +129,10 @@ def test_a_rank_that_dies(name: str, number: int, garbage: bool) -> None:
     """All others name it after the time-out."""
 
     def fault() -> None:
-        raise Died
+        raise ranks.Died
 
     found = outcomes(name, number, fault, SOON, garbage=garbage)
-    assert isinstance(found[VICTIM], Died)
+    assert isinstance(found[VICTIM], ranks.Died)
     for error, seconds, unchanged in survivors(found):
         assert type(error) is ExchangeTimeoutError, error
         assert error.peers == (VICTIM,)
@@ -197,7 +193,7 @@ def test_garbage_is_not_a_result(result: str) -> None:
         scheduler.agree_on_exchange_id()
         ranks.meet()
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
 
         def pattern() -> Pattern[float]:
             total = yield AllReduce("sum", torch.ones(2, device="cuda"))
@@ -368,7 +364,7 @@ def test_a_store_that_does_not_answer() -> None:
         scheduler.agree_on_exchange_id()
         ranks.meet()
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
         scheduler._watcher._store = SilentStore(released)
         started = time.monotonic()
         with pytest.raises(ExchangeTimeoutError):
@@ -426,7 +422,7 @@ def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPa
 
     def main(rank: int) -> float:
         if rank == VICTIM:
-            raise Died
+            raise ranks.Died
         started = time.monotonic()
         with pytest.raises(ExchangeError, match=r"a rank was lost or did not take part: the wait .*timed out"):
             setup_checks.compare({"density": 0.1}, None, torch.device("cuda", 0))

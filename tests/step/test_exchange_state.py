@@ -8,11 +8,7 @@ import tritoncomm
 from torch import nn
 from tritoncomm.algorithms import Preconditioned
 
-
-def model() -> nn.Module:
-    """Return a small model with fixed weights."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+from small_model import model
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

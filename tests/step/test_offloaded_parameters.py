@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +21,7 @@ from tritoncomm.step.exchange import GradientExchange
 SHARD = torch.device("meta")
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_exchange_is_on_the_device_of_the_shard(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exchange_is_on_the_device_of_the_shard(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors, residuals, messages and the verdict are on the device where FSDP reduces, not where parameters are."""
     model = fully_shard(nn.Linear(40, 40), mesh=init_device_mesh("cpu", (1,)))
     for _, group in fsdp._parameter_groups(model):
@@ -45,7 +35,7 @@ def test_the_exchange_is_on_the_device_of_the_shard(alone: None, monkeypatch: py
     assert vector.layout.device.type == "cpu"
 
 
-def test_ranks_compare_settings_from_that_device(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_settings_from_that_device(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """wrap(), set_density() and checkpoints send objects from the GPU, although the parameters are on the CPU."""
     model = fully_shard(nn.Linear(40, 40), mesh=init_device_mesh("cpu", (1,)))
     for _, group in fsdp._parameter_groups(model):

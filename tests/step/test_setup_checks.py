@@ -43,14 +43,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device | None]:
     return seen
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def wrapped() -> tuple[tritoncomm.SparseOptimizer, torch.optim.Optimizer]:
     """Return a wrapped optimizer and the original one."""
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(8, 8))], lr=0.1)
@@ -98,7 +90,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
 def test_objects_are_sent_from_the_device_of_the_parameters(
     door: Callable[[Path], object],
     devices: list[torch.device | None],
-    group: None,
+    group_of_one: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,23 @@
+"""Whether other processes have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def is_running(process: int) -> bool:
+    """Whether the process with this number exists and is not a zombie."""
+    with suppress(OSError):
+        return "State:\tZ" not in Path("/proc", str(process), "status").read_text()
+    return False
+
+
+def end_soon(processes: Sequence[int]) -> bool:
+    """Wait until all processes have ended, at most ten seconds. Return whether they have."""
+    deadline = time.monotonic() + 10
+    while any(map(is_running, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, processes))
