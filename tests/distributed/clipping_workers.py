@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import flat, loss_of, residual, same_everywhere, total
+from helpers import flat, log_lines, loss_of, residual, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,18 +101,6 @@ def clips(
         if own is not None:
             assert torch.allclose(added, factor * summed(own), rtol=1e-4, atol=1e-5)
     assert clipped >= 2
-
-
-class Logged(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
-        self.messages.append(record.getMessage())
 
 
 CLIPPED = {"max_grad_norm": 0.5, "clip_by": "gradient"}
@@ -213,10 +201,9 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     first.step()
     assert first.metrics()["grad_norm"] not in (0.0, norm)
     first.release()
-    logged = Logged(logging.WARNING)
-    logging.getLogger("tritoncomm").addHandler(logged)
-    second = tritoncomm.wrap(inner, model=ddp)
-    assert not logged.messages  # the hook has kept the residuals
+    with log_lines(logging.WARNING) as lines:
+        second = tritoncomm.wrap(inner, model=ddp)
+    assert not lines  # the hook has kept the residuals
     second.zero_grad()
     loss_of(ddp, rank, 4).backward()
     second.step()
