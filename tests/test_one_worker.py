@@ -72,3 +72,32 @@ def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
         adamw.reset_process_group()
     with pytest.raises(ConfigurationError, match="SparseAdam needs sparse gradients"):
         sparse.reset_process_group()
+
+
+def test_one_worker_trains_what_is_unfrozen_or_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that is unfrozen, or added to the original optimizer, is trained as by the bare optimizer."""
+    monkeypatch.setattr(optim, "_ALONE", False)
+
+    def trained(*, wrapped: bool, scaled: bool) -> list[torch.Tensor]:
+        net = model()
+        net[0].weight.requires_grad_(False)
+        inner = torch.optim.AdamW(net.parameters(), lr=0.05)
+        optimizer = sparse_wrap(inner) if wrapped else inner
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        added = nn.Parameter(torch.ones(3))
+        for step in range(4):
+            if step == 2:
+                net[0].weight.requires_grad_(True)
+            if step == 3:
+                inner.add_param_group({"params": [added], "lr": 0.1})
+            optimizer.zero_grad()
+            x = torch.randn(4, net[0].in_features, generator=torch.Generator().manual_seed(step))
+            scaler.scale(net(x).square().mean() + added.square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [*net.parameters(), added]
+
+    for scaled in (False, True):
+        bare, ours = trained(wrapped=False, scaled=scaled), trained(wrapped=True, scaled=scaled)
+        assert all(map(torch.equal, bare, ours))
+        assert not torch.equal(ours[-1], torch.ones(3))

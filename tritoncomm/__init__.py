@@ -1,5 +1,9 @@
 """Sparse gradient exchange for data-parallel training in PyTorch, without a parameter server."""
 
+from tritoncomm import amp as amp
+from tritoncomm import checkpoint as checkpoint
+from tritoncomm import ddp as ddp
+from tritoncomm import fsdp as fsdp
 from tritoncomm.algorithms import (
     DGC,
     Dense,

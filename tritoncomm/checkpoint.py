@@ -60,13 +60,14 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     with setup_checks.propagate_errors(group, device):
         state = optimizer.state_dict()
+        checksum = checkpoint_format.checksum(_original_state(state))
     if is_distributed():
         setup_checks.compare({setup_checks.UPDATES: optimizer._optimizer_step.updates}, group, device)  # noqa: SLF001
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
         mark["id"] = setup_checks.gather(mark, group, device)[0]["id"]
-    mark["checksum"] = checkpoint_format.checksum(_original_state(state))
+    mark["checksum"] = checksum
     file = _file(folder, rank, size)
     with setup_checks.propagate_errors(group, device):
         _check_owner(optimizer, folder, file)

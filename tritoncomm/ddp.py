@@ -14,7 +14,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import setup_checks
 from tritoncomm.step.ddp_hook import CommState, comm_hook
-from tritoncomm.step.options import DENSE_BELOW, is_dense, resolve_recipe
+from tritoncomm.step.options import DENSE_BELOW, resolve_recipe
 from tritoncomm.step.torch_internals import comm_hooks
 
 __all__ = ["CommState", "comm_hook", "register"]
@@ -71,13 +71,7 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or call tritoncomm.wrap() "
             "on the optimizer of a plain module"
         )
-    chosen = resolve_recipe(algo, density, 0, recipe_fields, function=register)
-    if model.find_unused_parameters and not (is_dense(chosen) or chosen.density == 1):
-        raise ConfigurationError(
-            "find_unused_parameters=True: DDP discards the entries that are delivered to a parameter that no rank used "
-            "in a pass. Use every parameter, or call tritoncomm.wrap() on the optimizer of the plain module, where a "
-            "missing gradient counts as zero"
-        )
+    setup_checks.check_unused(model, resolve_recipe(algo, density, 0, recipe_fields, function=register))
     with setup_checks.on_device(next(model.parameters()).device):  # ranks compare the sizes of nodes
         state = CommState(
             model.process_group,
@@ -120,7 +114,8 @@ def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState])
             return
         if state.has_averaged:
             state.has_averaged = False
-            if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
+            held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if not state.is_alone and any(bool(gradient.any()) for gradient in held):
                 raise RuntimeError(
                     "the averaged gradients of the last backward pass were not reset, and must not be averaged again: "
                     "call model.zero_grad() first, or accumulate under model.no_sync() in all passes but the last"

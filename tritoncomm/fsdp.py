@@ -128,7 +128,7 @@ def register(
     state.exchange.vectors = state.build([hook.names for hook in state.hooks])
     parameters = [parameter for hook in state.hooks for parameter in hook.parameters]
     fields = {
-        "recipe": repr(recipe),
+        "recipe": setup_checks.settings_of(*recipe.layers),
         "dense_below": dense_below,
         "small": small,
         "scaler": scaler is not None,

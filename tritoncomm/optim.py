@@ -179,10 +179,7 @@ class SparseOptimizer(OptimizerProxy):
             self._parameters.note()
             raise
         if self._hook is None:
-            for vector in exchange.vectors:
-                carry_over.across_layout(vector, self._exchange.vectors)
-            exchange.continue_from(self._exchange)
-            self._exchange = exchange
+            self._exchange = exchange.continue_from(self._exchange)
 
     def set_density(self, density: float) -> None:
         """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
@@ -349,6 +346,8 @@ class SparseOptimizer(OptimizerProxy):
         if self._hook is not None:
             self._hooked.check_averaged()
             return
+        if self._optimizer_step.alone and self._parameters.are_outdated:  # a single worker trains what it is given
+            self._exchange = self._build(self.process_group).continue_from(self._exchange)
         scale, found = self._scaler
         inspect = None if self._exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
         self._plain.average(self._exchange, scale, found, local_error=self._parameters.local_error, inspect=inspect)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 import signal
@@ -372,3 +373,46 @@ def nodes(rank: int, world_size: int, send) -> None:
         dense = dense + torch.cat([p.grad.reshape(-1) for p in plain.parameters()])
     residual = torch.cat([residuals(state)[name].reshape(-1) for name, _ in sparse.module.named_parameters()])
     assert torch.allclose(delivered + total(residual) / world_size, dense, atol=1e-5)
+
+
+def one_worker(rank: int, world_size: int, send) -> None:
+    """A single worker trains as the bare optimizer does, to the bit, whatever bare DDP allows."""
+    for kind in ("accumulation", "no sync", "twice", "join", "unused"):
+        assert _trained_alone(kind, rank, wrapped=True) == _trained_alone(kind, rank, wrapped=False), kind
+
+
+def _trained_alone(kind: str, rank: int, *, wrapped: bool) -> list[int]:
+    model = net()
+    if kind == "unused":
+        model.register_parameter("extra", nn.Parameter(torch.ones(9)))
+    hooked = ddp(model, find_unused_parameters=kind == "unused")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if wrapped:
+        optimizer = tritoncomm.wrap(optimizer, model=hooked)
+    with hooked.join() if kind == "join" else nullcontext():
+        for step in range(4):
+            optimizer.zero_grad()
+            with hooked.no_sync() if kind == "no sync" else nullcontext():
+                for micro in range(2 if kind in ("accumulation", "no sync") else 1):
+                    loss_of(hooked, rank, 2 * step + micro).backward()
+            for _ in range(2 if kind == "twice" else 1):
+                optimizer.step()
+    return flat(model)
+
+
+def one_worker_skips(rank: int, world_size: int, send) -> None:
+    """A single worker skips a step with NaN, also if no pass has averaged the gradients, or the step is repeated."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model=model)
+    before = flat(model)
+    for context in (nullcontext(), model.no_sync()):
+        optimizer.zero_grad()
+        with context:
+            (loss_of(model, rank, 0) * math.nan).backward()
+        for _ in range(2):
+            optimizer.step()
+    assert flat(model) == before
+    optimizer.zero_grad()
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert flat(model) != before

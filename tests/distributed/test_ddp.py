@@ -41,6 +41,11 @@ def test_situations(situations: list, world_size: int) -> None:
     run_situations(situations, world_size)
 
 
+def test_one_worker() -> None:
+    """A single worker is the bare optimizer behind bare DDP."""
+    run_situations([ddp_workers.one_worker, ddp_workers.one_worker_skips], 1)
+
+
 def test_nodes() -> None:
     """Two nodes of two ranks exchange sparsely between the nodes."""
     assert run_workers(ddp_workers.nodes, 4) == [None] * 4

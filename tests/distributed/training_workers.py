@@ -101,6 +101,16 @@ def changed_settings(rank: int, world_size: int, send) -> None:
                 assert delivered > 0.21, (algo, delivered)
         assert torch.equal(model[2].weight, frozen)
         assert same_everywhere(flat(model))
+    for fields, said in (
+        ({"values": ("8bit", "4bit")}, r"recipe: values of OkTopk: .*rank 1 has '4bit'"),
+        ({"warmup_steps": (3, 4)}, r"recipe: steps of Warmup: .*rank 1 has 4"),
+        ({"warmup_steps": (3, 0)}, r"recipe: .*'Warmup around OkTopk'.*rank 1 has 'OkTopk'"),
+        ({"small": ("fp32", "8bit")}, r"options: small: .*rank 1 has '8bit'"),
+    ):
+        own = {name: values[rank == 1] for name, values in fields.items()}
+        with pytest.raises(ConfigMismatchError, match=said) as caught:
+            tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), **own)
+        assert len(str(caught.value)) < 250
     with pytest.raises(ConfigMismatchError, match=r"density: rank 1 has 0\.3|density: .*rank 1 has 0\.3"):
         optimizer.set_density(0.3 if rank == 1 else 0.4)
     with pytest.raises(ConfigMismatchError if rank else ConfigurationError, match=r"density=7"):

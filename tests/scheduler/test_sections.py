@@ -367,3 +367,13 @@ def test_unknown_format() -> None:
     """A format that does not exist is an error, not a section without values."""
     with pytest.raises(KeyError, match="5bit"):
         Section(0, 10, 2, "5bit").pack(torch.arange(2, dtype=torch.int32), torch.ones(2))
+
+
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("packed_as", ["always", False])
+def test_other_lengths_are_rejected(values: str, packed_as: object) -> None:
+    """A message of another length than that of the section is rejected by name."""
+    section = Section(0, 400, 8, values, packed=packed_as)
+    for words in (0, section.words - 1, section.words + 1):
+        with pytest.raises(ProtocolMismatchError, match=f"received {words} words .*, expected {section.words}"):
+            section.unpack(torch.zeros(words, dtype=torch.int32))

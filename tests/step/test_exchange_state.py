@@ -7,6 +7,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm.algorithms import Preconditioned
+from tritoncomm.step import checkpoint_format, setup_checks
 
 from small_model import model
 
@@ -51,3 +52,13 @@ def test_another_format_keeps_the_state(caplog: pytest.LogCaptureFixture) -> Non
     assert exact.state_dict()["tritoncomm"]["algorithm"] == rounded.state_dict()["tritoncomm"]["algorithm"]
     other.load_state_dict(rounded.state_dict())
     assert "written with other settings" in caplog.text
+
+
+def test_checksum_of_unusual_strides() -> None:
+    """The checksum is of the values, whatever the strides: a tensor of one element may have the stride 0."""
+    for values in (torch.ones(1).expand(1), torch.as_strided(torch.ones(3), (1,), (0,), 1), torch.ones(4, 2).t()):
+        fields = {"tensor": values}
+        assert checkpoint_format.checksum(fields) == checkpoint_format.checksum({"tensor": values.clone()})
+        assert setup_checks.digest(values) == setup_checks.digest(values.clone())
+    other = {"tensor": torch.zeros(1)}
+    assert checkpoint_format.checksum(other) != checkpoint_format.checksum({"tensor": torch.ones(1)})

@@ -202,6 +202,10 @@ class Section:
 
         Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
         """
+        if section.numel() != self.words:
+            raise ProtocolMismatchError(
+                f"received {section.numel()} words for the section [{self.low}, {self.high}), expected {self.words}"
+            )
         if self.is_packed:
             try:
                 entries = read_section(self.layout, self.low, section, divisor=self.divisor)

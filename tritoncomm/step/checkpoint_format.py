@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import bytes_of
 
 SCHEMA = 4
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
@@ -28,8 +28,7 @@ def checksum(state: Mapping[str, Any]) -> str:
     def feed(value: Any) -> None:
         if isinstance(value, torch.Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            data = local(value.detach()).to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            digest.update(data.numpy().data)
+            digest.update(bytes_of(value))
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 digest.update(repr(key).encode())

@@ -172,6 +172,16 @@ class CommState(HookState):
         """See :meth:`HookState.length`."""
         return parameter.numel()
 
+    @property
+    def is_alone(self) -> bool:
+        """See :attr:`HookState.is_alone`."""
+        return dist.get_world_size(self.process_group) == 1
+
+    @property
+    def _joins(self) -> bool:
+        """True in ``join()`` of the model, if it is known. A single worker never waits for another one."""
+        return self.model is not None and joins(self.model) and not self.is_alone
+
     def schedule(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         """Start the exchange of ``bucket``, and return a future of the averaged buffer.
 
@@ -271,13 +281,12 @@ class CommState(HookState):
         If ``join()`` of the model is known, every rank raises that error without a message from another one. The ranks
         with a batch do in :meth:`_begin`. Otherwise, this rank reports it.
         """
-        known = self.model is not None and joins(self.model)
         if current_backward() < 0:
             error = ConfigurationError(_JOINED)
-            if not known:
+            if not self._joins:
                 self._report(error)
             raise error
-        if known:  # a rank without a batch does not connect
+        if self._joins:  # a rank without a batch does not connect
             return
         try:
             self._connect()
@@ -289,7 +298,7 @@ class CommState(HookState):
         self.exchange.reset()
         self.consumed = False
         self._pass, self._failure, self._built = BackwardPass(scale), self._broken, []
-        if self.model is not None and joins(self.model):  # on all ranks, so none of them waits
+        if self._joins:  # on all ranks, so none of them waits
             self._failure = ConfigurationError(_JOINED)
 
     def _arrive(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -427,10 +436,14 @@ class CommState(HookState):
             vector = self.new_vector(parameters)
         fields = {
             "version": __version__,
-            "recipe": repr(options.recipe),
-            "options": f"on_nonfinite={self.on_nonfinite!r}, dense_below={options.dense_below}, "
-            f"small={options.small!r}, selection by {'update' if options.by_update else 'gradient'}, "
-            f"{'a' if self.scaler is not None else 'no'} scaler",
+            "recipe": setup_checks.settings_of(*options.recipe.layers),
+            "options": {
+                "on_nonfinite": self.on_nonfinite,
+                "dense_below": options.dense_below,
+                "small": options.small,
+                "select_by": "update" if options.by_update else "gradient",
+                "scaler": self.scaler is not None,
+            },
             "parameter names": vector.names,
             "parameter shapes": [tuple(parameter.shape) for parameter in parameters],
         }
@@ -448,6 +461,7 @@ class CommState(HookState):
 
         Residuals are scaled so that the pending update of the remaining ranks does not change.
         """
+        setup_checks.check_unused(model, recipe)
         before = self.exchange.vectors
         self.process_group = model.process_group
         self.exchange.reset()

@@ -25,7 +25,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
-from tritoncomm.step import setup_checks, step_checks
+from tritoncomm.step import carry_over, setup_checks, step_checks
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.delivered import Delivered, added, check_range
 from tritoncomm.step.error_feedback import ErrorFeedback
@@ -128,10 +128,16 @@ class GradientExchange:
         for vector, feedback in zip(self.vectors, feedbacks, strict=True):
             vector.feedback = feedback
 
-    def continue_from(self, before: GradientExchange) -> None:
-        """Take over the counters of ``before``, which this exchange replaces."""
+    def continue_from(self, before: GradientExchange) -> GradientExchange:
+        """Take over residuals, methods' states and counters of ``before``, which this exchange replaces.
+
+        Returns this exchange.
+        """
+        for vector in self.vectors:
+            carry_over.across_layout(vector, before.vectors)
         self.steps, self.skipped, self.zeroed, self.total = before.steps, before.skipped, before.zeroed, before.total
         self.gradient_norm = before.gradient_norm
+        return self
 
     def agree_on_exchange_id(self) -> None:
         """See :meth:`VectorExchange.agree_on_exchange_id`."""

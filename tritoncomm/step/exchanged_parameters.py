@@ -38,6 +38,13 @@ class KnownParameters:
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         self.trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
 
+    @property
+    def are_outdated(self) -> bool:
+        """True if a parameter requires gradients now that did not, or was not there."""
+        trained = {id(parameter) for parameter, _ in self.trained}
+        groups = self._optimizer.param_groups
+        return any(each.requires_grad and id(each) not in trained for group in groups for each in group["params"])
+
     def check(self) -> None:
         """Raise if the user has added parameters to the original optimizer, or replaced some."""
         groups = self._optimizer.param_groups

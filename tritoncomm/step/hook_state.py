@@ -77,6 +77,11 @@ class HookState(ABC):
         """Further fields of a saved state."""
         return {}
 
+    @property
+    def is_alone(self) -> bool:
+        """True if a single worker trains as it would without a hook, whichever passes have averaged its gradients."""
+        return False
+
     # Names and parameters
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:

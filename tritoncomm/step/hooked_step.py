@@ -45,7 +45,7 @@ class HookedStep:
     def check_averaged(self) -> None:
         """Raise :class:`RuntimeError` unless ``.grad`` is what the hook has averaged since the last step."""
         self.check_connected()
-        if self.has_new_gradients:
+        if self.has_new_gradients or self._hook.is_alone:
             return
         gradients = [parameter.grad for parameter in self.parameters]
         if not self._step_state.zeroed or any(each is not None and bool(local(each).any()) for each in gradients):
@@ -78,6 +78,7 @@ class HookedStep:
         if not self.has_new_gradients and all(parameter.grad is None for parameter in self.parameters):
             return True  # like an optimizer without gradients
         self.check_averaged()
+        averaged = self.has_new_gradients or self._step_state.zeroed
         if hook.scaler is None and (scale is not None or found is not None):
             raise RuntimeError(
                 "the hook has averaged scaled gradients: pass the GradScaler to wrap(..., scaler=scaler)"
@@ -86,8 +87,12 @@ class HookedStep:
         repeated, self._step_state.attempted = self._step_state.attempted == exchange.deliveries, exchange.deliveries
         finite = scale is None or repeated or self._optimizer_step.unscale(scale)
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
-        if exchange.delivered is None or exchange.rejected or not finite:
+        if averaged:
+            finite = finite and exchange.delivered is not None and not exchange.rejected
+        else:  # a single worker steps by gradients that no pass has averaged, or once more by the same
+            finite = finite and all(p.grad is None or bool(local(p.grad).isfinite().all()) for p in self.parameters)
+        if not finite:
             self.consume()
             return False
-        self._optimizer_step.step(exchange.delivered, clip=not repeated, started=self.consume)
+        self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self.consume)
         return True

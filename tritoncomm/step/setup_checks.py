@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import logging
@@ -21,7 +22,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.torch_internals import comm_hooks
 from tritoncomm.version import __version__
 
@@ -144,15 +145,14 @@ def parameter_fields(
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a short digest of the bytes of ``tensor``, or of this rank's shard of a DTensor."""
-    data = local(tensor.detach()).to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
+    return hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
 
 
 def compare_setup(
     optimizer: torch.optim.Optimizer,
     trained: Sequence[torch.Tensor],
     recipe: Recipe,
-    options: object,
+    options: Any,
     steps: int,
     group: dist.ProcessGroup | None,
     *,
@@ -181,8 +181,8 @@ def compare_setup(
         "optimizer": type(optimizer).__name__,
         "algorithm": recipe.name,
         "density": recipe.density,
-        "recipe": repr(recipe),
-        "options": repr(options),
+        "recipe": settings_of(*recipe.layers),
+        "options": settings_of(options),
         "param_groups": repr(settings),
         "steps": steps,
         "broadcast_parameters": broadcast,
@@ -197,6 +197,16 @@ def compare_setup(
     compare(fields, group, device)
     _broadcast(list(names), group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+
+
+def settings_of(*layers: Any) -> dict[str, Any]:
+    """Return the fields of dataclasses by name. Those of a layer of a recipe also name the layer."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        of = f" of {type(layer).__name__}" if isinstance(layer, Recipe) else ""
+        values = {each.name: getattr(layer, each.name) for each in dataclasses.fields(layer)}
+        found |= {name + of: value for name, value in values.items() if not isinstance(value, Recipe)}
+    return found
 
 
 def state_outline(state_dict: Mapping[str, Any]) -> list[str]:
@@ -282,6 +292,17 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
                 "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
             )
+
+
+def check_unused(model: DistributedDataParallel, recipe: Recipe) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if DDP would discard what is delivered to unused parameters."""
+    alone = dist.get_world_size(model.process_group) == 1
+    if model.find_unused_parameters and not (alone or recipe.delivers_all()):
+        raise ConfigurationError(
+            "find_unused_parameters=True: DDP discards the entries that are delivered to a parameter that no rank used "
+            "in a pass. Use every parameter, or call tritoncomm.wrap() on the optimizer of the plain module, where a "
+            "missing gradient counts as zero"
+        )
 
 
 class FirstMean(NamedTuple):
@@ -395,12 +416,23 @@ def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
 def _difference(name: str, values: Sequence[Any]) -> str:
     if all(value == values[0] for value in values):
         return ""
+    if all(isinstance(v, dict) for v in values):
+        return _dict_difference(name, values)
     if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
         return _list_difference(name, values)
     if any(isinstance(v, list) and len(v) > _LONG for v in values):
         values = [f"{len(v)} entries" if isinstance(v, list) else v for v in values]
     sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
     return f"{name}: " + ", ".join(sides)
+
+
+def _dict_difference(name: str, values: Sequence[dict[str, Any]]) -> str:
+    """Describe each entry that differs, or only that there are others."""
+    if any(set(v) != set(values[0]) for v in values):
+        names = [dict.fromkeys(key.rpartition(" of ")[2] for key in v) for v in values]
+        return _difference(name, [" around ".join(each) for each in names]) or f"{name}: other fields"
+    found = [text for key in values[0] if (text := _difference(key, [v[key] for v in values]))]
+    return f"{name}: {'; '.join(found)}"
 
 
 def _list_difference(name: str, values: Sequence[list[Any]]) -> str:

@@ -17,6 +17,14 @@ def local(tensor: Any) -> torch.Tensor:
     return shard
 
 
+def bytes_of(tensor: Any) -> Any:
+    """Return the bytes of ``tensor``, or of this rank's shard of a DTensor, in the order of its elements."""
+    shard = local(tensor.detach()).to("cpu").contiguous()
+    # A contiguous tensor of one element may have any stride, and then cannot be viewed as bytes.
+    flat = shard.as_strided((shard.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
 def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return :func:`local` of each tensor."""
     return [tensor if type(tensor) in _PLAIN else local(tensor) for tensor in tensors]
