@@ -63,6 +63,8 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         checksum = checkpoint_format.checksum(_original_state(state))
     if is_distributed():
         setup_checks.compare({setup_checks.UPDATES: optimizer._optimizer_step.updates}, group, device)  # noqa: SLF001
+        if optimizer._hook is not None:  # noqa: SLF001
+            optimizer._hook.keep_layout()  # noqa: SLF001
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():

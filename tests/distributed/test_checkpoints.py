@@ -77,6 +77,11 @@ def test_killed_and_resumed_equals_gone_on(tmp_path: Path) -> None:
     assert len(straight) > 3 * 25
 
 
+def test_resume_behind_ddp(tmp_path: Path) -> None:
+    """The layout of the exchange is part of the state."""
+    assert run_workers(checkpoint_workers.resume_behind_ddp, 3, str(tmp_path)) == [None] * 3
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])
 @pytest.mark.parametrize("recipe", ["oktopk", "exdyna", "dgc"])
 def test_resume_with_another_world_size(recipe: str, before: int, after: int, tmp_path: Path) -> None:

@@ -337,7 +337,7 @@ class CommState(HookState):
         if self._failure is not None or not self._pass.ready:
             return
         try:
-            self._average(self._pass.take_ready())
+            self._average(self._pass.take_ready(self.exchange.vectors))
         except BaseException as error:  # other ranks may be in an exchange with this one
             self._broken = self.exchange.fail(error)
             raise
@@ -416,6 +416,10 @@ class CommState(HookState):
         """See :meth:`HookState.load_checked`. A loaded layout is kept, whatever buckets DDP builds."""
         super().load_checked(state)
         self._keep_layout = bool(state["residuals"])
+
+    def keep_layout(self) -> None:
+        """See :meth:`HookState.keep_layout`. DDP builds other buckets after the first pass."""
+        self._keep_layout = self._keep_layout or bool(self.exchange.vectors)
 
     def _new_vector_of(self, parameters: list[torch.Tensor]) -> VectorExchange:
         """Return a vector for a bucket that DDP has not passed before."""

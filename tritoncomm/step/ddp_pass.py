@@ -44,9 +44,10 @@ class BackwardPass:
             v for v in vectors if v not in noted and all(id(parameter) in self.arrived for parameter in v.parameters)
         ]
 
-    def take_ready(self) -> list[tuple[VectorExchange, torch.dtype]]:
-        """Return the vectors that are ready, which are about to be exchanged."""
-        ready, self.ready = self.ready, []
+    def take_ready(self, vectors: Sequence[VectorExchange]) -> list[tuple[VectorExchange, torch.dtype]]:
+        """Return those of ``vectors`` that are ready, in the same order. They are about to be exchanged."""
+        order = {vector: number for number, vector in enumerate(vectors)}  # a resumed run may have other buckets
+        ready, self.ready = sorted(self.ready, key=lambda each: order[each[0]]), []
         self.exchanged += [vector for vector, _ in ready]
         return ready
 

@@ -82,6 +82,9 @@ class HookState(ABC):
         """True if a single worker trains as it would without a hook, whichever passes have averaged its gradients."""
         return False
 
+    def keep_layout(self) -> None:  # noqa: B027 - that of FSDP2 never changes
+        """Keep the present vectors from now on, because a state that has their layout is saved. All ranks call this."""
+
     # Names and parameters
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
