@@ -6,6 +6,7 @@ doors:
 * ``dense``: ``DistributedDataParallel`` without a hook of this library.
 * ``wrap``: ``wrap(optimizer)`` and a plain module. ``step()`` exchanges.
 * ``ddp``: ``wrap(optimizer, model=ddp)``. A thread exchanges each bucket during backward.
+* ``ddp-one-bucket``: the same with ``bucket_cap_mb=1000``, so that DDP has a single bucket.
 * ``fsdp``: ``wrap(optimizer, model=fsdp)`` with two replicas of two shards. The hook exchanges at the end of backward.
 * ``transformers``: the ``Trainer`` of Transformers. Skipped if Transformers is not installed.
 
@@ -62,7 +63,7 @@ import training
 from tasks import Task
 
 WORKERS = 4
-DOORS = ("dense", "wrap", "ddp", "fsdp", "transformers")
+DOORS = ("dense", "wrap", "ddp", "ddp-one-bucket", "fsdp", "transformers")
 BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
 REPORTS = 10  # progress lines per run
@@ -294,8 +295,12 @@ def train_dense(run: Run, plain: nn.Module) -> tuple[float, float]:
 
 def train_wrapped(run: Run, plain: nn.Module) -> float:
     """Train with a wrapped optimizer, and return the bytes that this worker has sent."""
-    door = run.cell.door
-    model, arguments = demo_run.opened(door, plain, WORKERS, run.settings)
+    door, model, arguments = run.cell.door, plain, run.settings
+    if door == "ddp-one-bucket":
+        model = DistributedDataParallel(plain, bucket_cap_mb=1000)
+        arguments = arguments | {"model": model}
+    else:
+        model, arguments = demo_run.opened(door, plain, WORKERS, arguments)
     optimizer = tritoncomm.wrap(run.optimizer(model), **arguments, max_grad_norm=run.cell.max_norm or None)
     timer: Timer
     if isinstance(model, DistributedDataParallel):
