@@ -219,6 +219,27 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     check_limits(folder, data)
 
 
+def transformers_alone(rank: int, world_size: int, send: Any, folder: str) -> None:
+    """A single worker with the callback trains as the Trainer without it, to the bit, and clips as it does."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    under_torchrun(rank, world_size)
+    data = [{"x": x, "labels": 0.0} for x in rows(8 * STEPS * ACCUMULATE)]
+
+    def trained(*callbacks: Any) -> list[float]:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8, gradient_accumulation_steps=ACCUMULATE,
+            max_grad_norm=MAX_NORM, learning_rate=LR, weight_decay=0.1, use_cpu=True, ddp_backend="gloo", report_to=[],
+            disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        )  # fmt: skip
+        net = Net()
+        transformers.Trainer(net, arguments, train_dataset=data, callbacks=[*callbacks]).train()
+        return weights(net).tolist()
+
+    assert trained(SparseGradients(**SETTINGS)) == trained()
+
+
 def check_limits(folder: str, data: list[Any]) -> None:
     """Without a limit nothing is clipped. A limit that is passed has precedence. The Trainer clips again afterwards."""
     import transformers  # noqa: PLC0415 - optional

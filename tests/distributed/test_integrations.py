@@ -40,6 +40,13 @@ def test_trains_like_by_hand_and_resumes(framework: str, tmp_path: Path) -> None
     run_workers(getattr(integration_workers, f"{framework}_worker"), 2, str(tmp_path / "checkpoints"))
 
 
+def test_trainer_with_one_worker(tmp_path: Path) -> None:
+    """The Trainer of Transformers trains and clips as without the callback, to the bit."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: tox -e trainers has it")
+    run_workers(integration_workers.transformers_alone, 1, str(tmp_path / "checkpoints"))
+
+
 def test_import_needs_no_framework() -> None:
     """Importing tritoncomm imports no framework."""
     frameworks = "{'accelerate', 'lightning', 'transformers'}"

@@ -29,7 +29,7 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
         raise ConfigurationError(
             f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
         )
-    if is_distributed() and dist.get_world_size() > 1 and not isinstance(model, DistributedDataParallel):
+    if _has_peers() and not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
             "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
@@ -39,14 +39,20 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
     return sparse
 
 
+def _has_peers() -> bool:
+    return is_distributed() and dist.get_world_size() > 1
+
+
 def with_limit(settings: dict[str, Any], limit: float | None, accelerator: Accelerator) -> dict[str, Any]:
     """Return ``settings`` of :func:`tritoncomm.wrap` that clip gradients to ``limit`` before they are exchanged.
 
     ``accelerator`` does not clip then, and still returns norms. A limit in ``settings`` has precedence. With
-    ``clip_by="delivered"``, or without a limit, nothing changes.
+    ``clip_by="delivered"``, or without a limit, nothing changes. Nor does it with one worker, whose trainer clips as it
+    does without this package.
     """
     limit = settings.get("max_grad_norm", limit)
-    if settings.get("clip_by") == "delivered" or not limit:
+    chosen = settings.get("clip_by", "gradient" if _has_peers() else "delivered")
+    if chosen == "delivered" or not limit:
         return settings
     clip = accelerator.clip_grad_norm_
 
