@@ -102,10 +102,10 @@ def changed_settings(rank: int, world_size: int, send) -> None:
         assert torch.equal(model[2].weight, frozen)
         assert same_everywhere(flat(model))
     for fields, said in (
-        ({"values": ("8bit", "4bit")}, r"recipe: values of OkTopk: .*rank 1 has '4bit'"),
-        ({"warmup_steps": (3, 4)}, r"recipe: steps of Warmup: .*rank 1 has 4"),
+        ({"values": ("8bit", "4bit")}, r"recipe: OkTopk: .*rank 1 has values='4bit'"),
+        ({"warmup_steps": (3, 4)}, r"recipe: Warmup: .*rank 1 has steps=4"),
         ({"warmup_steps": (3, 0)}, r"recipe: .*'Warmup around OkTopk'.*rank 1 has 'OkTopk'"),
-        ({"small": ("fp32", "8bit")}, r"options: small: .*rank 1 has '8bit'"),
+        ({"small": ("fp32", "8bit")}, r"options: .*rank 1 has small='8bit'"),
     ):
         own = {name: values[rank == 1] for name, values in fields.items()}
         with pytest.raises(ConfigMismatchError, match=said) as caught:

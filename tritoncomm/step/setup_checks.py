@@ -203,9 +203,9 @@ def settings_of(*layers: Any) -> dict[str, Any]:
     """Return the fields of dataclasses by name. Those of a layer of a recipe also name the layer."""
     found: dict[str, Any] = {}
     for layer in layers:
-        of = f" of {type(layer).__name__}" if isinstance(layer, Recipe) else ""
+        of = f"{type(layer).__name__}: " if isinstance(layer, Recipe) else ""
         values = {each.name: getattr(layer, each.name) for each in dataclasses.fields(layer)}
-        found |= {name + of: value for name, value in values.items() if not isinstance(value, Recipe)}
+        found |= {of + name: value for name, value in values.items() if not isinstance(value, Recipe)}
     return found
 
 
@@ -427,11 +427,17 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 
 def _dict_difference(name: str, values: Sequence[dict[str, Any]]) -> str:
-    """Describe each entry that differs, or only that there are others."""
+    """Describe each entry of :func:`settings_of` that differs, or which layers there are if these differ."""
     if any(set(v) != set(values[0]) for v in values):
-        names = [dict.fromkeys(key.rpartition(" of ")[2] for key in v) for v in values]
-        return _difference(name, [" around ".join(each) for each in names]) or f"{name}: other fields"
-    found = [text for key in values[0] if (text := _difference(key, [v[key] for v in values]))]
+        layers = [list(dict.fromkeys(key.rpartition(": ")[0] for key in v)) for v in values]
+        return _difference(name, [" around ".join(each) for each in layers]) or f"{name}: other fields"
+    found = []
+    for key in values[0]:
+        column = [v[key] for v in values]
+        if len(_distinct(column)) > 1:
+            layer, _, field = key.rpartition(": ")
+            sides = ", ".join(f"{_ranks(column, value)} {field}={value!r}" for value in _distinct(column))
+            found.append(f"{layer}: {sides}" if layer else sides)
     return f"{name}: {'; '.join(found)}"
 
 
