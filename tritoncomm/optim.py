@@ -382,7 +382,8 @@ class SparseOptimizer(OptimizerProxy):
         """
         if self._options.max_grad_norm is None:
             return self._exchange.metrics()
-        before = self._exchange.gradient_norm
+        delivered = self._optimizer_step.alone or self._options.clip_by == "delivered"
+        before = None if delivered else self._exchange.gradient_norm
         norm = self._optimizer_step.grad_norm if before is None else float(before)
         return self._exchange.metrics() | {"grad_norm": norm}
 

@@ -201,6 +201,13 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     first.step()
     assert first.metrics()["grad_norm"] not in (0.0, norm)
     first.release()
+    delivered = tritoncomm.wrap(inner, model=ddp, max_grad_norm=0.5)
+    delivered.zero_grad()
+    loss_of(ddp, rank, 3).backward()
+    whole = float(gradients(ddp).norm())
+    delivered.step()
+    assert delivered.metrics()["grad_norm"] == pytest.approx(whole)  # not the norm of an earlier step
+    delivered.release()
     with log_lines(logging.WARNING) as lines:
         second = tritoncomm.wrap(inner, model=ddp)
     assert not lines  # the hook has kept the residuals

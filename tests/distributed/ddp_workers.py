@@ -400,6 +400,26 @@ def _trained_alone(kind: str, rank: int, *, wrapped: bool) -> list[int]:
     return flat(model)
 
 
+def one_worker_unscales(rank: int, world_size: int, send) -> None:
+    """A single worker divides gradients that no pass has averaged by the loss scale in every step."""
+
+    def trained(*, wrapped: bool) -> list[int]:
+        model = ddp(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        if wrapped:
+            optimizer = tritoncomm.wrap(optimizer, model=model, scaler=scaler)
+        for step in range(4):
+            model.zero_grad()
+            with model.no_sync():
+                scaler.scale(loss_of(model, rank, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return flat(model)
+
+    assert trained(wrapped=True) == trained(wrapped=False)
+
+
 def one_worker_skips(rank: int, world_size: int, send) -> None:
     """A single worker skips a step with NaN, also if no pass has averaged the gradients, or the step is repeated."""
     model = ddp(net())

@@ -43,7 +43,7 @@ def test_situations(situations: list, world_size: int) -> None:
 
 def test_one_worker() -> None:
     """A single worker is the bare optimizer behind bare DDP."""
-    run_situations([ddp_workers.one_worker, ddp_workers.one_worker_skips], 1)
+    run_situations([ddp_workers.one_worker, ddp_workers.one_worker_skips, ddp_workers.one_worker_unscales], 1)
 
 
 def test_nodes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def with_limit(settings: dict[str, Any], limit: float | None, accelerator: Accel
     clip = accelerator.clip_grad_norm_
 
     def norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # noqa: ARG001
-        return clip(parameters, math.inf, norm_type)
+        return clip(parameters, torch.finfo(torch.float32).max, norm_type)  # an infinite norm over infinity is a NaN
 
     accelerator.clip_grad_norm_ = norm  # until disconnect()
     return settings | {"max_grad_norm": limit, "clip_by": "gradient"}

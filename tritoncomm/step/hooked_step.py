@@ -95,4 +95,5 @@ class HookedStep:
             self.consume()
             return False
         self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self.consume)
+        self._step_state.attempted = None  # gradients that no pass averages have no number of their own
         return True
