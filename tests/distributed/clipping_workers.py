@@ -218,6 +218,16 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     assert second._exchange.options.max_gradient_norm is None
 
 
+def failed_wrap_changes_nothing(rank: int, world_size: int, send) -> None:
+    """A wrap that raises an error leaves the limit of the hook as it was."""
+    ddp = nn.parallel.DistributedDataParallel(net())
+    state = tritoncomm.ddp.register(ddp, **SETTINGS)
+    loss_of(ddp, rank, 0).backward()
+    with pytest.raises(ConfigurationError, match="the model was trained before wrap"):
+        tritoncomm.wrap(torch.optim.AdamW(ddp.parameters()), model=ddp, **CLIPPED)
+    assert state.exchange.options.max_gradient_norm is None
+
+
 def refused(rank: int, world_size: int, send) -> None:
     """Where the norm is not that of the optimizer's parameters, the option is refused on all ranks. So are others."""
     ddp = nn.parallel.DistributedDataParallel(net())

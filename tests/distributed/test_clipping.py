@@ -12,7 +12,8 @@ def test_situations() -> None:
         clipping_workers.limits_gradients, clipping_workers.limit_above_all_norms,
         clipping_workers.bad_gradient_is_named, clipping_workers.limits_gradients_of_buckets,
         clipping_workers.limits_unscaled_gradients, clipping_workers.bad_gradient_behind_ddp,
-        clipping_workers.changes_between_wraps, clipping_workers.refused,
+        clipping_workers.changes_between_wraps, clipping_workers.failed_wrap_changes_nothing,
+        clipping_workers.refused,
     ]  # fmt: skip
     run_situations(situations, 3)
 

@@ -162,7 +162,7 @@ class HookState(ABC):
         Raises:
             ConfigurationError: The exchange has begun, and selects entries by another criterion.
         """
-        self.exchange.options = options = replace(self.exchange.options, max_gradient_norm=wrap.gradient_limit)
+        options = replace(self.exchange.options, max_gradient_norm=wrap.gradient_limit)
         if by_update and not options.by_update:
             if self.exchange.vectors and (self.exchange.steps or self.exchange.skipped):
                 raise ConfigurationError(
@@ -171,6 +171,7 @@ class HookState(ABC):
                 )
             self.exchange.options = replace(options, by_update=True)
             self._replace_vectors()
+        self.exchange.options = replace(options, by_update=by_update or options.by_update)
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
         self.on_nonfinite = wrap.on_nonfinite if self.scaler is None else "skip"
         own = setup_checks.parameter_ids(optimizer)
