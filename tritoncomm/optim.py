@@ -382,10 +382,9 @@ class SparseOptimizer(OptimizerProxy):
         """
         if self._options.max_grad_norm is None:
             return self._exchange.metrics()
-        delivered = self._optimizer_step.alone or self._options.clip_by == "delivered"
-        before = None if delivered else self._exchange.gradient_norm
-        norm = self._optimizer_step.grad_norm if before is None else float(before)
-        return self._exchange.metrics() | {"grad_norm": norm}
+        by_gradient = self._options.gradient_limit is not None and not self._optimizer_step.alone
+        norm, own = self._exchange.gradient_norm if by_gradient else None, self._optimizer_step.grad_norm
+        return self._exchange.metrics() | {"grad_norm": own if norm is None else float(norm)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
@@ -492,6 +491,8 @@ class SparseOptimizer(OptimizerProxy):
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
         self._optimizer_step.unguard()
+        if self._hook is not None:
+            self._hook.release(self)
 
     def _check_no_pending_step(self, action: str) -> None:
         new = self._hook is not None and self._hooked.has_new_gradients

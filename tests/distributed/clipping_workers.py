@@ -103,6 +103,25 @@ def clips(
     assert clipped >= 2
 
 
+def divided_after_the_hook(rank: int, world_size: int, send) -> None:
+    """The limit is that of what FSDP2 leaves in ``.grad``, also where FSDP divides it after the hook."""
+    grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for sums in (False, True):
+        model = net()
+        for layer in (model[2], model):
+            fully_shard(layer, mesh=grid["shard"])
+            layer.set_force_sum_reduction_for_comms(sums)
+        optimizer = wrapped(model, algo="dense", density=None, model=model, process_group=grid["replicate"].get_group(),
+                            max_grad_norm=0.3, clip_by="gradient")  # fmt: skip
+        loss_of(model, rank, 0).backward()
+        squares = gradients(model).square().sum()
+        dist.all_reduce(squares, group=grid["shard"].get_group())
+        assert float(squares.sqrt()) == pytest.approx(0.3, rel=0.2), sums
+        optimizer.step()
+        assert optimizer.metrics()["grad_norm"] > 0.4
+        dist.barrier()
+
+
 CLIPPED = {"max_grad_norm": 0.5, "clip_by": "gradient"}
 
 
@@ -201,6 +220,7 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     first.step()
     assert first.metrics()["grad_norm"] not in (0.0, norm)
     first.release()
+    assert first._exchange.options.max_gradient_norm is None
     delivered = tritoncomm.wrap(inner, model=ddp, max_grad_norm=0.5)
     delivered.zero_grad()
     loss_of(ddp, rank, 3).backward()
@@ -240,7 +260,7 @@ def refused(rank: int, world_size: int, send) -> None:
         wrapped(net(), max_grad_norm=0.5, clip_by="norm")
     grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     split = parallelize_module(net(), grid["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with pytest.raises(ConfigurationError, match="tensor parallelism keeps copies of a parameter of shape"):
+    with pytest.raises(ConfigurationError, match="ranks with other shards hold copies of a parameter of shape"):
         wrapped(split, process_group=grid["replicate"].get_group(), **CLIPPED)
     dist.barrier()
 

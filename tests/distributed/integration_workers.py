@@ -245,17 +245,22 @@ def check_limits(folder: str, data: list[Any]) -> None:
     import transformers  # noqa: PLC0415 - optional
     from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
 
-    def trained(limit: float, **settings: Any) -> tuple[transformers.Trainer, tritoncomm.SparseOptimizer]:
+    def trained(
+        limit: float, *, part: bool = False, **settings: Any
+    ) -> tuple[transformers.Trainer, tritoncomm.SparseOptimizer]:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=2, max_grad_norm=limit, use_cpu=True, ddp_backend="gloo", report_to=[],
             disable_tqdm=True, logging_strategy="no", save_strategy="no",
         )  # fmt: skip
         callback = SparseGradients(**SETTINGS, **settings)
-        trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[callback])
+        net = Net()
+        own = {"optimizers": (torch.optim.AdamW(net.layers[0].parameters()), None)} if part else {}
+        trainer = transformers.Trainer(net, arguments, train_dataset=data, callbacks=[callback], **own)
         trainer.train()
         return trainer, callback.optimizer
 
-    assert "grad_norm" not in trained(0.0)[1].metrics()
+    for clips_itself in (trained(0.0), trained(-1.0), trained(MAX_NORM, part=True)):
+        assert "grad_norm" not in clips_itself[1].metrics()
     trainer, optimizer = trained(MAX_NORM, max_grad_norm=123.0)
     assert optimizer._options.max_grad_norm == 123.0
     parameter = nn.Parameter(torch.ones(100))

@@ -20,7 +20,8 @@ def test_situations() -> None:
 
 def test_shards() -> None:
     """With two replicas of two shards, the norm is that of the whole gradient."""
-    situations = [clipping_workers.limits_gradients_of_shards, clipping_workers.refused_with_early_users]
+    situations = [clipping_workers.limits_gradients_of_shards, clipping_workers.refused_with_early_users,
+        clipping_workers.divided_after_the_hook]  # fmt: skip
     run_situations(situations, 4)
 
 

@@ -12,7 +12,7 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.integrations.prepared import connect, disconnect, with_limit
+from tritoncomm.integrations.prepared_trainer import connect_trainer, disconnect_trainer
 from tritoncomm.optim import SparseOptimizer
 
 __all__ = ["SparseGradients"]
@@ -45,13 +45,12 @@ class SparseGradients(TrainerCallback):
         if args.ddp_find_unused_parameters is None and (options := _trainer_frame()["self"].accelerator.ddp_handler):
             options.find_unused_parameters = False
 
-    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
         if load := resumed is not None and self._restore:
             trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
-        settings = with_limit(self._settings, args.max_grad_norm, trainer.accelerator)
-        self.optimizer = connect(trainer.model_wrapped, trainer.optimizer, self._algo, **settings)
+        self.optimizer = connect_trainer(trainer, self._algo, self._settings)
         if load:
             with beside.name_the_fix("SparseGradients()"):
                 checkpoint.load(self.optimizer, Path(resumed) / beside.FOLDER)
@@ -66,7 +65,7 @@ class SparseGradients(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
         if self.optimizer is not None:
-            disconnect(_trainer_frame()["self"])
+            disconnect_trainer(_trainer_frame()["self"])
 
 
 def _trainer_frame() -> Any:

@@ -13,24 +13,29 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.step.vector_exchange import VectorExchange
 
 
-def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:
+def clipped(
+    parts: Sequence[tuple[VectorExchange, float]], limit: float, shard: int, world_size: int
+) -> Pattern[torch.Tensor]:
     """Scale each ``vector.flat``, so that the norm of the mean of all of them is at most ``limit``.
 
     The norm is an estimate, equal on all ranks (:mod:`tritoncomm.primitives.mean_norm`). It is returned, fp64 ``[]``.
+    The pattern reads nothing on the host, so :func:`~tritoncomm.scheduler.together.run_together` does not begin with
+    another vector before all are scaled.
 
     Args:
-        vectors: All flat vectors of this rank, with its gradient.
+        parts: All flat vectors of this rank, each with the number by which it will be divided to be a gradient.
         limit: The largest norm.
         shard: Number of this rank's shard of the model, equal on the ranks that hold the same shard.
         world_size: Number of ranks that hold the same shard.
     """
-    total, *others = [vector.sketch(shard) for vector in vectors]
+    is_whole = len(parts) == 1 and shard == 0
+    total, *others = [vector.sketch(None if is_whole else shard).div_(divisor) for vector, divisor in parts]
     for other in others:
         total += other
     norm = yield from norm_of_mean(total, world_size)
     # A NaN or Inf stays where it is, so that the error names its rank and parameter.
     factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float()
-    for vector in vectors:
+    for vector, _ in parts:
         vector.flat.mul_(factor)
     return norm
 
@@ -39,8 +44,8 @@ def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor], exch
     """Raise if there is a ``limit`` and the norm of what is ``exchanged`` is not that of the optimizer's gradients.
 
     Raises:
-        ConfigurationError: An optimizer has a part of the parameters that a hook exchanges, or ranks hold copies of a
-            parameter, which would count several times.
+        ConfigurationError: An optimizer has a part of the parameters that a hook exchanges, or ranks with other shards
+            hold copies of a parameter, which would count several times.
     """
     if limit is None:
         return
@@ -53,7 +58,7 @@ def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor], exch
     for parameter in parameters:
         if sharded and _has_copies(parameter):
             raise ConfigurationError(
-                f"clip_by='gradient': tensor parallelism keeps copies of a parameter of shape "
+                f"clip_by='gradient': ranks with other shards hold copies of a parameter of shape "
                 f"{tuple(parameter.shape)}, which would count several times in the norm: leave clip_by out"
             )
 

@@ -242,6 +242,7 @@ class GradientExchange:
         *vectors: VectorExchange,
         scale: float = 1.0,
         dtypes: Sequence[torch.dtype] = (),
+        divisors: Sequence[float] = (),
         dense: bool = False,
         into_flat: bool = True,
     ) -> bool:
@@ -254,6 +255,7 @@ class GradientExchange:
             vectors: The vectors. ``vector.flat`` holds this rank's unscaled gradient.
             scale: The mean times this loss scale must not overflow.
             dtypes: The dtype of each vector in which it must not overflow. Empty means the dtype of each parameter.
+            divisors: By what each ``vector.flat`` will be divided to be a gradient. Empty means 1.
             dense: Whether to deliver all entries, whatever the recipe.
             into_flat: Whether to write the mean into ``vector.flat``.
 
@@ -264,7 +266,7 @@ class GradientExchange:
         """
         self._prepare(vectors)
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(vectors, limit)
+        clipping = None if limit is None else self._clip(vectors, divisors, limit)
         means: dict[VectorExchange, SparseVector] = {}
         span, first = Span(vectors[0].device), len(self._begun)
         try:
@@ -297,10 +299,11 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, vectors: Sequence[VectorExchange], limit: float) -> Pattern[None]:
+    def _clip(self, vectors: Sequence[VectorExchange], divisors: Sequence[float], limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
         shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
-        self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
+        parts = list(zip(vectors, divisors or [1.0] * len(vectors), strict=True))
+        self.gradient_norm = yield from clipped(parts, limit, shard, vectors[0].world_size)
 
     def fail(self, error: BaseException) -> Exception | None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves.

@@ -363,7 +363,8 @@ class FSDPState(HookState):
         scale, vectors = self.scale_of_pass(), [each.vector for each in arrived]
         try:
             self.unscale(vectors, scale)
-            averaged = self.exchange.deliver(*vectors, scale=scale, dtypes=[each.dtype for each in arrived])
+            dtypes, divisors = [each.dtype for each in arrived], [each.divisor for each in arrived]
+            averaged = self.exchange.deliver(*vectors, scale=scale, dtypes=dtypes, divisors=divisors)
             if averaged and scale != 1.0:
                 for vector in vectors:
                     vector.flat.mul_(scale)

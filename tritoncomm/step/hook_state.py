@@ -194,6 +194,11 @@ class HookState(ABC):
 
         self.exchange.stepping = stepping
 
+    def release(self, optimizer: Any) -> None:
+        """Do not limit the norm of gradients any more, unless another optimizer has replaced ``optimizer``."""
+        if optimizer in self.connected:
+            self.exchange.options = replace(self.exchange.options, max_gradient_norm=None)
+
     def _stepping(self) -> list[step_checks.Stepping]:
         """Return the optimizers that have used the last delivery.
 

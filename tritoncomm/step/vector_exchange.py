@@ -176,14 +176,15 @@ class VectorExchange:
         whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
-    def sketch(self, shard: int) -> torch.Tensor:
+    def sketch(self, shard: int | None = None) -> torch.Tensor:
         """Return a sketch of :attr:`flat`, see :mod:`tritoncomm.primitives.mean_norm`.
 
-        Its signs are those of the names of the parameters and of ``shard``, the number of this rank's shard.
+        Sketches of several vectors may be added up if ``shard`` is the number of this rank's shard: signs are then
+        those of it and of the names of the parameters.
         """
         if self._signs is None:
-            seed = zlib.crc32(f"{shard} {self.names}".encode())
-            self._signs = random_signs(self.flat.numel(), self.flat.device, seed)
+            seed = () if shard is None else (zlib.crc32(f"{shard} {self.names}".encode()),)
+            self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
     def beginning(self, *, dense: bool = False, first: Pattern[Any] | None = None) -> Running[SparseVector]:
