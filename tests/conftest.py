@@ -53,7 +53,6 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    gc.collect()  # torch finds groups by name, and an earlier group of the same name must not be deleted later
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
