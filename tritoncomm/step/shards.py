@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -55,7 +54,18 @@ def _split_over(parameter: Any) -> tuple[tuple[int, ...], ...]:
         return ()
     mesh, placements = parameter.device_mesh, parameter.placements
     split = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
-    return tuple(sorted(tuple(dist.get_process_group_ranks(mesh.get_group(dimension))) for dimension in split))
+    return tuple(sorted(_ranks_along(mesh, dimension) for dimension in split))
+
+
+def _ranks_along(mesh: Any, dimension: int) -> tuple[int, ...]:
+    """Return the ranks that differ from this one in ``dimension`` only.
+
+    They are read from the mesh, without its process groups. torch caches meshes: that of a parameter may be an equal
+    one of an earlier default process group, whose process groups are gone.
+    """
+    place: list[int | slice] = list(mesh.get_coordinate())
+    place[dimension] = slice(None)
+    return tuple(mesh.mesh[tuple(place)].tolist())
 
 
 def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
