@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import tritoncomm
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
+from tritoncomm.step.adam import StalenessAwareAdam
 
 import tasks
 import training
@@ -33,6 +34,7 @@ import training_results
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 MAX_NORM = 1.0
+FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Cell:
     """One run. ``warmup`` counts dense steps, and is -1 for a dense run. ``clip`` is none, plain or dense.
 
     ``values`` is the format of values on the wire. With a rounded one, small tensors have 8 bits, as with ``wrap``.
-    ``warmup_values`` is the format of the dense steps.
+    ``warmup_values`` is the format of the dense steps. ``max_relative_update`` is that of the staleness-aware step.
     """
 
     task: str
@@ -52,12 +54,16 @@ class Cell:
     accumulate: int = 1
     values: str = "fp32"
     warmup_values: str = "fp32"
+    max_relative_update: float = StalenessAwareAdam.max_relative_update
 
     @property
     def dense(self) -> Cell:
         """The dense run to compare with."""
         clip = "none" if self.clip == "none" else "plain"
-        return replace(self, density=1.0, warmup=-1, clip=clip, values="fp32", warmup_values="fp32")
+        return replace(
+            self, density=1.0, warmup=-1, clip=clip, values="fp32", warmup_values="fp32",
+            max_relative_update=StalenessAwareAdam.max_relative_update,
+        )  # fmt: skip
 
 
 @dataclass
@@ -109,6 +115,7 @@ def run(cell: Cell, batches: int = tasks.BATCHES) -> Result:
         recipe,
         cell.seed,
         rule,
+        max_relative_update=cell.max_relative_update,
         warmup=max(cell.warmup, 0),
         clip=CLIPS[cell.clip] if cell.clip != "none" else None,
         small="fp32" if cell.values == "fp32" else "8bit",
@@ -126,11 +133,12 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 for seed in options.seeds:
                     for density in options.density:
                         for warmup in options.warmup:
-                            for values, dense in itertools.product(options.values, options.warmup_values):
+                            for formats in itertools.product(
+                                options.values, options.warmup_values, options.max_relative_update
+                            ):
                                 cell = Cell(
-                                    task, steps, density, min(warmup, steps), clip, seed, options.accumulate, values,
-                                    dense,
-                                )  # fmt: skip
+                                    task, steps, density, min(warmup, steps), clip, seed, options.accumulate, *formats
+                                )
                                 yield cell.dense
                                 yield cell
 
@@ -138,8 +146,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 def table(results: dict[Cell, Result]) -> str:
     """Return a Markdown table with a line per setting: the gap to dense, mean and range over the seeds."""
     lines = [
-        "| task | steps | batches | clipping | density | values | dense steps | format | gap to dense | kB per step |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | steps | batches | clip | density | values | dense | format | limit | gap to dense | kB per step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     grouped: dict[Cell, list[Cell]] = {}
     for cell in results:
@@ -156,7 +164,8 @@ def table(results: dict[Cell, Result]) -> str:
         spread = f" ({min(gaps):+.1f} to {max(gaps):+.1f}, {len(gaps)} seeds)" if len(gaps) > 1 else ""
         lines.append(
             f"| {key.task} | {key.steps} | {key.accumulate} | {key.clip} | {key.density:.0%} | {key.values} "
-            f"| {key.warmup} | {key.warmup_values} | {statistics.fmean(gaps):+.1f}{unit}{spread} | {kilobytes:.1f} |"
+            f"| {key.warmup} | {key.warmup_values} | {key.max_relative_update} "
+            f"| {statistics.fmean(gaps):+.1f}{unit}{spread} | {kilobytes:.1f} |"
         )
     return "\n".join(lines)
 
@@ -166,7 +175,13 @@ def read(path: Path | None) -> dict[Cell, Result]:
     if path is None or not path.exists():
         return {}
     rows = json.loads(path.read_text())["runs"]
-    return {Cell(**row["cell"]): Result(Cell(**row.pop("cell")), **row) for row in rows}
+    found = {}
+    for row in rows:
+        # Runs without this entry had the limit of their day. Dense runs have no limit.
+        unnamed = {} if row["cell"]["warmup"] < 0 else {"max_relative_update": FORMER_LIMIT}
+        cell = Cell(**unnamed | row.pop("cell"))
+        found[cell] = Result(cell, **row)
+    return found
 
 
 def main() -> None:
@@ -180,6 +195,10 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a worker in a step")
     parser.add_argument("--values", nargs="+", default=["fp32"], choices=list(VALUE_BITS), help="format of values")
     parser.add_argument("--warmup-values", nargs="+", default=["fp32"], choices=DENSE_FORMATS, help="of dense steps")
+    parser.add_argument(
+        "--max-relative-update", type=float, nargs="+", default=[StalenessAwareAdam.max_relative_update],
+        help="max_relative_update of the staleness-aware step",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="read finished runs from this file, and add new ones")
     parser.add_argument("--smoke", action="store_true", help="a few steps: only checks that the script runs")

@@ -50,7 +50,7 @@ def wrap(
     staleness: str = "aware",
     select_by: str = "auto",
     max_catch_up: float = 20.0,
-    max_relative_update: float = 0.2,
+    max_relative_update: float = 0.05,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     clip_by: str = "delivered",
@@ -99,7 +99,7 @@ def wrap(
             the staleness-aware step, else ``"gradient"``. Default: ``"auto"``.
         max_catch_up: Maximum number of steps that one delivery counts for, at least 1. Default: 20.
         max_relative_update: Maximum change of a tensor in one step by catching up, as a fraction of its norm. A root
-            mean square change of one learning rate is always allowed. Default: 0.2.
+            mean square change of one learning rate is always allowed. Default: 0.05.
         on_nonfinite: Action when any rank has a NaN or Inf. ``"skip"`` skips the step on all ranks, ``"raise"`` raises
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.

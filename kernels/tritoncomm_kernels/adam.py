@@ -88,7 +88,7 @@ class AdamControl:
         coupled_decay: float = 0.0,
         maximize: bool = False,
         max_sqrt_staleness: float = 3.0,
-        max_relative_update: float = 0.2,
+        max_relative_update: float = 0.05,
     ) -> AdamControl:
         """Build the settings of step number ``steps`` on ``device`` from the hyper-parameters of the optimizer.
 

@@ -71,7 +71,7 @@ class StalenessAwareAdam:
     optimizer: torch.optim.Optimizer
     max_catch_up: float = 20.0
     max_sqrt_staleness: float = 3.0
-    max_relative_update: float = 0.2
+    max_relative_update: float = 0.05
     bias_correction: bool = True
     # The prepared updates of the last step. They are used again while the tensors stay the same.
     _prepared: list[AdamMany] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -57,7 +57,7 @@ class WrapOptions:
     staleness: str = "aware"
     select_by: str = "auto"
     max_catch_up: float = 20.0
-    max_relative_update: float = 0.2
+    max_relative_update: float = 0.05
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
     clip_by: str = "delivered"
