@@ -35,6 +35,7 @@ from tritoncomm_kernels.section_layout import VALUE_BITS
 
 MAX_NORM = 1.0
 FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25
+NO_LIMIT = 0.0  # that of dense runs, in which nothing catches up
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Cell:
         clip = "none" if self.clip == "none" else "plain"
         return replace(
             self, density=1.0, warmup=-1, clip=clip, values="fp32", warmup_values="fp32",
-            max_relative_update=StalenessAwareAdam.max_relative_update,
+            max_relative_update=NO_LIMIT,
         )  # fmt: skip
 
 
@@ -177,9 +178,8 @@ def read(path: Path | None) -> dict[Cell, Result]:
     rows = json.loads(path.read_text())["runs"]
     found = {}
     for row in rows:
-        # Runs without this entry had the limit of their day. Dense runs have no limit.
-        unnamed = {} if row["cell"]["warmup"] < 0 else {"max_relative_update": FORMER_LIMIT}
-        cell = Cell(**unnamed | row.pop("cell"))
+        cell = Cell(**{"max_relative_update": FORMER_LIMIT} | row.pop("cell"))  # without: the limit of the day
+        cell = cell.dense if cell.warmup < 0 else cell
         found[cell] = Result(cell, **row)
     return found
 

@@ -57,12 +57,14 @@ from tritoncomm import ddp
 from tritoncomm.demo import train as demo_run
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.local_workers import Send, run_workers
+from tritoncomm.step.adam import StalenessAwareAdam
 
 import tasks
 import training
 from tasks import Task
 
 WORKERS = 4
+FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25
 DOORS = ("dense", "wrap", "ddp", "ddp-one-bucket", "fsdp", "transformers")
 BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
@@ -88,7 +90,10 @@ TASKS: dict[str, tuple[Callable[[int | None, int], Task], Callable[[int, int], f
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. The density of a dense run is 1. ``max_norm`` is the limit of the averaged gradient's norm, or 0."""
+    """One run. The density of a dense run is 1. ``max_norm`` is the limit of the averaged gradient's norm, or 0.
+
+    ``max_relative_update`` is that of ``wrap`` on the day of the run, and 0 for a dense run.
+    """
 
     task: str
     door: str
@@ -97,6 +102,7 @@ class Cell:
     steps: int
     warmup_steps: int
     max_norm: float = 0.0
+    max_relative_update: float = StalenessAwareAdam.max_relative_update
 
     def __str__(self) -> str:
         density = "" if self.door == "dense" else f"{self.density:.2%}"
@@ -126,11 +132,15 @@ class Row:
     hidden: float
     machine: str
     max_norm: float = 0.0
+    max_relative_update: float = StalenessAwareAdam.max_relative_update
 
     @property
     def cell(self) -> Cell:
         """The run."""
-        return Cell(self.task, self.door, self.density, self.seed, self.steps, self.warmup_steps, self.max_norm)
+        return Cell(
+            self.task, self.door, self.density, self.seed, self.steps, self.warmup_steps, self.max_norm,
+            self.max_relative_update,
+        )  # fmt: skip
 
 
 class Timer(Protocol):
@@ -334,16 +344,25 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         for seed in options.seeds:
             for door in options.doors:
                 for density in [1.0] if door == "dense" else options.density:
-                    yield Cell(task, door, density, seed, steps, warmup, options.max_norm)
+                    cell = Cell(task, door, density, seed, steps, warmup, options.max_norm)
+                    yield as_dense(cell) if door == "dense" else cell
+
+
+def as_dense(cell: Cell) -> Cell:
+    """Return the dense run to compare with ``cell``."""
+    return replace(cell, door="dense", density=1.0, max_relative_update=0.0)
 
 
 def load(path: Path | None) -> dict[Cell, Row]:
-    """Return the rows of an earlier run, by cell."""
+    """Return the rows of an earlier run, by cell. Those that do not name their limit had :data:`FORMER_LIMIT`."""
     if path is None or not path.exists():
         return {}
     names = {field.name for field in fields(Row)}
-    found = [Row(**{k: v for k, v in row.items() if k in names}) for row in json.loads(path.read_text())["rows"]]
-    return {row.cell: row for row in found}
+    found = [
+        Row(**{"max_relative_update": FORMER_LIMIT} | {k: v for k, v in row.items() if k in names})
+        for row in json.loads(path.read_text())["rows"]
+    ]
+    return {as_dense(row.cell) if row.door == "dense" else row.cell: row for row in found}
 
 
 def write(rows: dict[Cell, Row], path: Path) -> None:
@@ -354,7 +373,7 @@ def write(rows: dict[Cell, Row], path: Path) -> None:
 
 def gap(row: Row, rows: dict[Cell, Row]) -> float | None:
     """Return how far the loss of ``row`` is above the dense run of the same seed, in percent. None without one."""
-    dense = rows.get(replace(row.cell, door="dense", density=1.0))
+    dense = rows.get(as_dense(row.cell))
     return None if dense is None else 100 * (row.loss / dense.loss - 1)
 
 

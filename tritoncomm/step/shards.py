@@ -58,14 +58,14 @@ def _split_over(parameter: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _ranks_along(mesh: Any, dimension: int) -> tuple[int, ...]:
-    """Return the ranks that differ from this one in ``dimension`` only.
+    """Return the ranks that differ from this one in ``dimension`` only, and this one, in ascending order.
 
     They are read from the mesh, without its process groups. torch caches meshes: that of a parameter may be an equal
     one of an earlier default process group, whose process groups are gone.
     """
     place: list[int | slice] = list(mesh.get_coordinate())
     place[dimension] = slice(None)
-    return tuple(mesh.mesh[tuple(place)].tolist())
+    return tuple(sorted(mesh.mesh[tuple(place)].tolist()))
 
 
 def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
