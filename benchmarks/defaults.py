@@ -34,8 +34,6 @@ import training_results
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 MAX_NORM = 1.0
-FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25
-NO_LIMIT = 0.0  # that of dense runs, in which nothing catches up
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Cell:
         clip = "none" if self.clip == "none" else "plain"
         return replace(
             self, density=1.0, warmup=-1, clip=clip, values="fp32", warmup_values="fp32",
-            max_relative_update=NO_LIMIT,
+            max_relative_update=tasks.NO_LIMIT,
         )  # fmt: skip
 
 
@@ -178,7 +176,7 @@ def read(path: Path | None) -> dict[Cell, Result]:
     rows = json.loads(path.read_text())["runs"]
     found = {}
     for row in rows:
-        cell = Cell(**{"max_relative_update": FORMER_LIMIT} | row.pop("cell"))  # without: the limit of the day
+        cell = Cell(**{"max_relative_update": tasks.FORMER_LIMIT} | row.pop("cell"))  # without: the limit of the day
         cell = cell.dense if cell.warmup < 0 else cell
         found[cell] = Result(cell, **row)
     return found

@@ -64,7 +64,6 @@ import training
 from tasks import Task
 
 WORKERS = 4
-FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25
 DOORS = ("dense", "wrap", "ddp", "ddp-one-bucket", "fsdp", "transformers")
 BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
@@ -350,16 +349,16 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def as_dense(cell: Cell) -> Cell:
     """Return the dense run to compare with ``cell``."""
-    return replace(cell, door="dense", density=1.0, max_relative_update=0.0)
+    return replace(cell, door="dense", density=1.0, max_relative_update=tasks.NO_LIMIT)
 
 
 def load(path: Path | None) -> dict[Cell, Row]:
-    """Return the rows of an earlier run, by cell. Those that do not name their limit had :data:`FORMER_LIMIT`."""
+    """Return the rows of an earlier run, by cell. Those that do not name their limit had :data:`tasks.FORMER_LIMIT`."""
     if path is None or not path.exists():
         return {}
     names = {field.name for field in fields(Row)}
     found = [
-        Row(**{"max_relative_update": FORMER_LIMIT} | {k: v for k, v in row.items() if k in names})
+        Row(**{"max_relative_update": tasks.FORMER_LIMIT} | {k: v for k, v in row.items() if k in names})
         for row in json.loads(path.read_text())["rows"]
     ]
     return {as_dense(row.cell) if row.door == "dense" else row.cell: row for row in found}

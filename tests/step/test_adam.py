@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -13,11 +14,12 @@ import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError
 from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shared_buffer import StepCounts
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
-from tritoncomm_kernels import root_mean_square
+from tritoncomm_kernels import AdamControl, root_mean_square
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
 OPTIONS = [
@@ -104,6 +106,15 @@ def test_relative_update_is_limited(rate: float, size: float, share: float) -> N
     each = min(12.0, max(1.0, 0.05 * size / rate) / share**0.5)  # 12 is three square roots of 16
     delivered = parameter.detach()[: int(10_000 * share)]
     assert torch.allclose((size - delivered) / rate * sign[: len(delivered)], torch.tensor(each), rtol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["max_catch_up", "max_relative_update", "max_sqrt_staleness"])
+def test_defaults_are_the_same_everywhere(name: str) -> None:
+    """A limit has one default, whether the step is built by ``wrap``, by hand or by the kernels."""
+    makers = tritoncomm.wrap, WrapOptions, StalenessAwareAdam, AdamControl.of
+    parameters = [inspect.signature(maker).parameters.get(name) for maker in makers]
+    defaults = {each.default for each in parameters if each is not None and each.default is not each.empty}
+    assert len(defaults) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,7 +58,7 @@ def _split_over(parameter: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _ranks_along(mesh: Any, dimension: int) -> tuple[int, ...]:
-    """Return the ranks that differ from this one in ``dimension`` only, and this one, in ascending order.
+    """Return the ranks along ``dimension`` of ``mesh`` at this rank's place, in ascending order.
 
     They are read from the mesh, without its process groups. torch caches meshes: that of a parameter may be an equal
     one of an earlier default process group, whose process groups are gone.
