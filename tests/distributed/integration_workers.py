@@ -217,6 +217,7 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     check_resumed(whole, train(path))
     check_lost_residual(Path(path) / "tritoncomm", rank, lambda residuals: train(path, residuals), "SparseGradients()")
     check_limits(folder, data)
+    check_interrupted(folder, data)
 
 
 def transformers_alone(rank: int, world_size: int, send: Any, folder: str) -> None:
@@ -267,6 +268,32 @@ def check_limits(folder: str, data: list[Any]) -> None:
     parameter.grad = torch.ones(100)
     trainer.accelerator.clip_grad_norm_([parameter], 1.0)
     assert float(parameter.grad.norm()) == pytest.approx(1.0)
+
+
+def check_interrupted(folder: str, data: list[Any]) -> None:
+    """After an interrupt, as in a notebook, the same Trainer trains again, and is itself afterwards."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    class Interrupt(transformers.TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 1:
+                raise KeyboardInterrupt
+
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=2, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        logging_strategy="no", save_strategy="no",
+    )  # fmt: skip
+    callback, interrupt = SparseGradients(**SETTINGS), Interrupt()
+    trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[callback, interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(interrupt)
+    first = callback.optimizer
+    trainer.train()
+    assert callback.optimizer is not first
+    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
 
 
 def lightning_worker(rank: int, world_size: int, send: Any, folder: str) -> None:

@@ -22,8 +22,10 @@ def connect_trainer(trainer: Any, algo: str | Recipe, settings: dict[str, Any]) 
 
 
 def disconnect_trainer(trainer: Any) -> None:
-    """Let the optimizer of ``trainer`` step, and its accelerator clip, as before."""
+    """Let the optimizer of ``trainer`` step, and its accelerator clip, as before. Without effect if they do."""
     sparse = trainer.optimizer.optimizer
+    if not isinstance(sparse, SparseOptimizer):
+        return
     replace_inner(trainer.optimizer, sparse.optimizer)
     sparse.release()
     replaced = vars(trainer.accelerator).get("clip_grad_norm_")

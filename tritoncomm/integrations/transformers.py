@@ -48,6 +48,7 @@ class SparseGradients(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
         trainer, resumed = (_trainer_frame()[name] for name in ("self", "resume_from_checkpoint"))
+        disconnect_trainer(trainer)  # of a train() that an error or an interrupt ended
         if load := resumed is not None and self._restore:
             trainer.optimizer.optimizer.state.clear()  # loaded below: wrap() would warn that its residuals are lost
         self.optimizer = connect_trainer(trainer, self._algo, self._settings)
@@ -64,8 +65,7 @@ class SparseGradients(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the wrapped optimizer out, because a second ``train()`` may resume and load the state of one rank."""
-        if self.optimizer is not None:
-            disconnect_trainer(_trainer_frame()["self"])
+        disconnect_trainer(_trainer_frame()["self"])
 
 
 def _trainer_frame() -> Any:
