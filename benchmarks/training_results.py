@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 DEFAULT_STEP = "aware"
+MARKERS = "o", "s", "^", "D", "v", "<", ">", "P", "X", "*", "h", "p", "d", "8", "H", "$a$", "$b$", "$c$", "$d$", "$e$"
+COLORS = {"fp32": "0.35", "bf16": "C4", "8bit": "C0", "4bit": "C2", "3bit": "C1", "2bit": "C3", "1bit": "C5"}
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ def pictures(results: Results, path: Path) -> None:
     """Write one PNG per task, its name ``path`` with the task added: the gap to dense against bytes after the start.
 
     A point is the mean over seeds, a bar their range. A method has one marker. The color shows the format of values.
-    The line joins the settings that no other one beats in both gap and bytes. Steps, learning rate and step are those
-    of most runs.
+    The line joins the settings that no other one beats in both gap and bytes. They are numbered, and the legend names
+    them. Steps, learning rate and step are those of most runs.
     """
     for task in dict.fromkeys(run.task for run in results):
         settings = [(run.steps, run.lr, run.see_all) for run in results if run.task == task]
@@ -197,19 +200,21 @@ def picture(task: str, chosen: dict[Run, list[Run]], results: Results, path: Pat
 
     points = [found for key, runs in chosen.items() if (found := point(key, runs, results)) is not None]
     lower_is_better = task != "digits"
+    shapes = dict(zip(dict.fromkeys(one.run.method for one in points), itertools.cycle(MARKERS)))
+    best = front(points, lower_is_better=lower_is_better)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8, max(5, 0.19 * len(points))), layout="constrained")  # the legend has a line each
+        figure = Figure(figsize=(11, 8), layout="constrained")
         axes = figure.subplots()
-        shapes = dict(zip(dict.fromkeys(one.run.method for one in points), "os^Dv<>PX*hpd8H", strict=False))
-        formats = {"fp32": "0.35", "bf16": "C4", "8bit": "C0", "4bit": "C2", "3bit": "C1", "2bit": "C3", "1bit": "C5"}
         for one in points:
             axes.errorbar(
-                [one.kilobytes], [one.gap], yerr=[[one.gap - one.low], [one.high - one.gap]],
-                fmt=shapes.get(one.run.method, "."), color=formats[one.run.values], markersize=6, capsize=2,
-                label=one.run.label,
+                [one.kilobytes], [one.gap], yerr=[[one.gap - one.low], [one.high - one.gap]], linestyle="",
+                marker=shapes[one.run.method], color=COLORS[one.run.values], markersize=5, capsize=1.5, elinewidth=0.6,
             )  # fmt: skip
-        best = front(points, lower_is_better=lower_is_better)
         axes.plot([one.kilobytes for one in best], [one.gap for one in best], color="0.6", linewidth=0.8, zorder=0)
+        for number, one in enumerate(best, 1):
+            axes.annotate(
+                f"{number}", (one.kilobytes, one.gap), (-4, -4), textcoords="offset points", ha="right", va="top"
+            )
         axes.axhline(0, color="0.4", linewidth=0.8)
         steps, lr = next((key.steps, key.lr) for key in chosen)
         axes.set(xscale="log", xlabel="kB per step and worker after the dense start")
@@ -222,5 +227,26 @@ def picture(task: str, chosen: dict[Run, list[Run]], results: Results, path: Pat
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        names, numbers = legends(points, best, shapes)
+        axes.add_artist(axes.legend(handles=names, fontsize=7, loc="upper right", ncols=2))
+        axes.legend(
+            handles=numbers, frameon=False, fontsize=8, handlelength=0, loc="center left", bbox_to_anchor=(1.0, 0.5)
+        )
         figure.savefig(path, dpi=120, format="png")
+
+
+def legends(points: list[Point], best: list[Point], shapes: dict[str, str]) -> tuple[list[Any], list[Any]]:
+    """Return the lines of two legends: a marker per method and a color per format, and the numbers of the ``best``."""
+    from matplotlib.lines import Line2D
+
+    names = [("0.35", marker, method) for method, marker in shapes.items()]
+    names += [(color, "s", values) for values, color in COLORS.items() if any(p.run.values == values for p in points)]
+    numbers = [
+        ("none", "", f"{number}: {one.run.label}: {one.kilobytes:.1f} kB, {one.gap:+.1f}")
+        for number, one in enumerate(best, 1)
+    ]
+    lines = [
+        [Line2D([], [], linestyle="", color=color, marker=marker, label=text) for color, marker, text in legend]
+        for legend in (names, numbers)
+    ]
+    return lines[0], lines[1]
