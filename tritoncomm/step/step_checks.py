@@ -14,8 +14,7 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
 
-# Above the number of ranks, and how many updates are told apart by a vote.
-_RANKS, _UPDATES = 1 << 16, 1 << 10
+_RANKS = 1 << 15  # above the number of ranks
 
 
 class Stepping(NamedTuple):
@@ -109,15 +108,16 @@ def vote(
 
     ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
     """
-    updates = max((one.updates for one in stepping), default=0) % _UPDATES
     stopped = any(one.is_stopped for one in stepping)
-    # One word that a kernel fills, because the host would wait for a GPU to copy several. Sums over ranks do not mix.
-    own = int(rejected) + stopped * _RANKS + updates * _RANKS**2
+    remainder = sum(one.updates for one in stepping) % 3  # a rank can be one ahead of another, and is found out then
+    properties = (rejected, stopped, *(remainder == ahead for ahead in (1, 2)))
+    # One word that a kernel fills, because the host would wait for a GPU to copy several. It counts ranks by their
+    # properties, whose sums do not mix. All ranks conclude the same from the counts.
+    own = sum(holds * _RANKS**place for place, holds in enumerate(properties))
     words = torch.full((1,), own, dtype=torch.int64, device=device)
     if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
         words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
     total, *suspicious = (yield AllReduce("commit", words)).tolist()
-    of_updates, flags = divmod(total, _RANKS**2)
-    any_stopped, any_rejected = divmod(flags, _RANKS)
-    alike = not any_stopped and of_updates == updates * world_size
-    return bool(any_rejected), any(suspicious), alike
+    of_rejected, of_stopped, *of_ahead = (total // _RANKS**place % _RANKS for place in range(len(properties)))
+    alike = not of_stopped and all(count in (0, world_size) for count in of_ahead)
+    return bool(of_rejected), any(suspicious), alike
