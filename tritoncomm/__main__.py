@@ -62,6 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
@@ -69,7 +76,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Train a small GPT on the source files of Python's standard library, with local worker processes "
         "over gloo. The first run exchanges dense gradients, the second uses the chosen method. Both start from the "
         "same weights and see the same data.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     defaults = Settings()
     # The demo trains with AdamW. DGC cannot be combined with an optimizer that has momentum.
@@ -113,9 +120,7 @@ def _add_values(command: argparse.ArgumentParser, default: str = DEFAULT_VALUES)
         help="format of values on the wire, for methods that send entries; what rounding cuts off stays in a residual. "
         f"Default: {default}",
         choices=tuple(VALUE_BITS),
-        default=argparse.SUPPRESS,
     )
-    command.set_defaults(values=None)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -162,7 +167,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Run the methods with any number of workers on a simulated network, in this process. Training uses "
         "the same code. The table shows, for the last step and per rank, words and messages received, balance and "
         "virtual time, beside the formulas of the papers. A word has 4 bytes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     simulate.add_argument(
         "--algo", nargs="+", type=_method, default=["all"], metavar="NAME[:FIELD=VALUE...]",
@@ -268,10 +273,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="predict which method is fastest on a network, or whether dense is",
         description="Rank dense and every method by the papers' cost formulas, first the methods known to train well. "
         "The last lines show the code to use, or advise to stay dense.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
-    plan.add_argument("--workers", type=_workers, required=True)
+    plan.add_argument("--workers", type=_workers, required=True, help="number of workers")
     plan.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to plan for")
     _add_values(plan)
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
@@ -319,7 +324,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "Exit code: 0 if compression pays, 1 if it does not, 2 if an argument is bad or the measurement fails. "
         "Under torchrun, which reports any code but 0 as a failed process: 0 if the measurement is complete, whether "
         "compression pays or not.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     doctor.add_argument("--algo", default="oktopk", choices=tritoncomm.algorithms(), help="method to measure")
     doctor.add_argument("--density", type=_density, default=DEFAULT_DENSITY, help="density to decide on")

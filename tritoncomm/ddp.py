@@ -34,11 +34,12 @@ def register(
     small: str | None = None,
     **recipe_fields: Any,
 ) -> CommState:
-    """Average the gradients of a ``DistributedDataParallel`` model by sparse exchanges, in parallel with backward.
+    """Average the gradients of a ``DistributedDataParallel`` model by sparse exchanges.
 
-    All ranks must call this with the same arguments. Each bucket is exchanged when DDP has filled it. Accumulate
-    gradients under ``model.no_sync()``: a backward pass that would add to averaged gradients raises
-    :class:`RuntimeError`.
+    All ranks must call this with the same arguments. On a CPU, each bucket is exchanged when DDP has filled it, while
+    backward continues. On a GPU, or with ``clip_by="gradient"`` of :func:`tritoncomm.wrap`, all buckets are exchanged
+    at the end of the pass. Accumulate gradients under ``model.no_sync()``: a backward pass that would add to averaged
+    gradients raises :class:`RuntimeError`.
 
     Args:
         model: The DDP module. ``find_unused_parameters=True`` is supported only for dense exchanges.

@@ -24,9 +24,9 @@ class ProtocolMismatchError(TritoncommError, RuntimeError):
 class ExchangeError(TritoncommError, RuntimeError):
     """An exchange failed during a round: a peer was lost, a wait timed out, or a rank raised an exception.
 
-    Nothing of the step was applied. The message names step, round, phase and method. The process group is unusable
-    afterwards. To continue with :func:`~tritoncomm.wrap`, create a new group of the remaining ranks and call
-    ``optimizer.reset_process_group()``.
+    This rank applied nothing of the step. Other ranks may have, if the failure came as they confirmed it. The message
+    names step, round, phase and method. The process group is unusable afterwards. To continue with
+    :func:`~tritoncomm.wrap`, create a new group of the remaining ranks and call ``optimizer.reset_process_group()``.
 
     Attributes:
         peers: Global ranks that caused the failure, as far as known.

@@ -305,7 +305,7 @@ def advice(
     further += f", {buckets} bucket{'s' * (buckets != 1)} of DDP" * (buckets > 0)
     lines = [
         f"{numel:,} parameters, {world_size} workers, {network}{further}",
-        f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'vs dense':>10}",
+        f"{'method':16}{'density':>9}{on_device}{'exchange ms':>22}{'step ms':>10}{'of dense':>10}",
     ]
     for title, group in _groups(ranked, dense, density).items():
         lines += ["", f"{title}:", *(_row(e, dense, on_gpu) for e in sorted(group, key=lambda estimate: estimate.step))]

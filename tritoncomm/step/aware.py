@@ -119,10 +119,10 @@ def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     known = next((gap for name, gap in _MEASURED_GAPS.items() if any(name in other for other in names)), None)
     size = (
-        f"In 300 steps of a small GPT at a density of 1 %, its loss ended {known} above dense (AdamW: 3 to 7 %)"
+        f"In 300 steps of a small GPT at a density of 1 %, its loss ended {known} above dense (AdamW: at most 2 %)"
         if known
         else "In 300 steps of a small GPT at a density of 1 %, other such optimizers ended 5 to 33 % above dense "
-        "(AdamW: 3 to 7 %)"
+        "(AdamW: at most 2 %)"
     )
     logger.warning(
         "%s is not staleness-aware: it treats a sum of delayed gradients as one gradient. %s. The gap grows as the "
