@@ -159,7 +159,7 @@ def test_strict_volume_bounds_traffic() -> None:
 def test_ordinary_traffic() -> None:
     """The forecast of an ordinary step is what the formula says, and what steps with even regions send."""
     recipe, world_size, numel, k = OkTopk(density=0.05, static=True), 4, 20_000, 1000
-    forecast = recipe.predicted_traffic(numel, world_size)
+    forecast = recipe.ordinary_traffic(numel, world_size)
     formula = recipe.formula(numel, world_size)
     assert formula.low == formula.high == forecast.received.bytes / WORD
     assert formula.high == pytest.approx(8 * k * (world_size - 1) / world_size, rel=0.02)

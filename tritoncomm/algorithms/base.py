@@ -33,10 +33,11 @@ class Algorithm(ABC):
 
     ``state`` is immutable. A successful step replaces it as a whole, so a failed step is undone by restoring the old
     object. ``report`` holds figures about the last step, for the metrics. ``workspace`` is scratch memory of the
-    kernels.
+    kernels. ``static`` says whether steps use the static form, except dense ones.
     """
 
     state: Any
+    static: bool = False
 
     def __init__(self, numel: int) -> None:
         if numel > INDEX_LIMIT:
@@ -71,7 +72,7 @@ class Algorithm(ABC):
     @property
     def is_static(self) -> bool:
         """True if the next step uses the static form, whose messages have a fixed length. See :class:`StaticRecipe`."""
-        return False
+        return self.static and not self.goes_dense
 
     @property
     def has_shared_verdict(self) -> bool:
@@ -214,13 +215,13 @@ class Recipe(ABC):
     def formula(self, numel: int, world_size: int) -> Formula:
         """Return the method's row in the papers' tables, for an ordinary step.
 
-        The default implementation derives it from :meth:`predicted_traffic`.
+        The default implementation derives it from :meth:`ordinary_traffic`.
         """
-        forecast = self.predicted_traffic(numel, world_size)
+        forecast = self.ordinary_traffic(numel, world_size)
         words = forecast.received.bytes / cost.WORD
         return Formula(forecast.received.messages, words, words)
 
-    def predicted_traffic(self, numel: int, world_size: int) -> Forecast:
+    def ordinary_traffic(self, numel: int, world_size: int) -> Forecast:
         """Return the traffic of an ordinary step with ``numel`` elements, see :meth:`Algorithm.ordinary_traffic`."""
         return self.build(numel).ordinary_traffic(world_size)
 
@@ -317,6 +318,11 @@ class EntryRecipe(IndexRecipe):
         )
         fix = f"values={self.values!r} are always packed: leave out packed, or choose values='fp32'"
         check(self, "packed", self.values == "fp32" or self.packed is not False, fix)
+
+    def all_gather_formula(self, numel: int, world_size: int, gathers: int = 1) -> Formula:
+        """Return the formula of an all-gather of k entries, and of ``gathers - 1`` short ones before it."""
+        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
+        return Formula(gathers * cost.log2(world_size), words, words)
 
     @property
     def encoding(self) -> Encoding:

@@ -58,8 +58,7 @@ class DGC(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
-        return Formula(cost.log2(world_size), words, words)
+        return self.all_gather_formula(numel, world_size)
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. The momentum is accumulated in gradient units."""
@@ -105,14 +104,9 @@ class DGCAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: DGC, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.k = entries_to_keep(numel, recipe.density)
         self.state = DGCState()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

@@ -190,14 +190,9 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
     def __init__(self, recipe: ExDyna, numel: int) -> None:
         super().__init__(numel)
         self.encoding = recipe.encoding
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.k = entries_to_keep(numel, recipe.density)
         self.state = ExDynaState()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

@@ -62,11 +62,6 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         self._error = RoundingError()
         self.state = Stateless()
 
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.static and not self.goes_dense
-
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.
 

@@ -154,7 +154,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: OkTopk, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
         strict, trigger = recipe.strict_volume, recipe.balance_trigger
@@ -173,11 +173,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         )
         self.static_form = StaticForm(self.rules, self.encoding, self.local_cap, self.global_cap, *recipe.static_shares)
         self.state = OkTopkState()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     @property
     def goes_dense(self) -> bool:

@@ -110,7 +110,7 @@ class RandomBlockAlgorithm(Algorithm):
 
     def __init__(self, recipe: RandomBlock, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.size = recipe.block_size(numel)
         self.state = RandomBlockState()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -119,11 +119,6 @@ class RandomBlockAlgorithm(Algorithm):
     def goes_dense(self) -> bool:
         """See :attr:`Algorithm.goes_dense`."""
         return self.size >= self.numel
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     @property
     def has_shared_verdict(self) -> bool:

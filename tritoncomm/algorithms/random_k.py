@@ -79,14 +79,9 @@ class RandomKAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: RandomK, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.k = entries_to_keep(numel, recipe.density)
         self.state = RandomKState()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     @property
     def has_shared_verdict(self) -> bool:

@@ -245,14 +245,9 @@ class SparDLAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: SparDL, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.k = entries_to_keep(numel, recipe.density)
         self.state = SparDLState()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`.

@@ -77,8 +77,7 @@ class HardThreshold(EntryRecipe):
         """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
         if self.static is True:
             return super().formula(numel, world_size)
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
-        return Formula(2 * cost.log2(world_size), words, words)
+        return self.all_gather_formula(numel, world_size, gathers=2)
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. The threshold is in gradient units."""
@@ -114,8 +113,7 @@ class GaussianK(EntryRecipe):
         """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
         if self.static is True:
             return super().formula(numel, world_size)
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
-        return Formula(2 * cost.log2(world_size), words, words)
+        return self.all_gather_formula(numel, world_size, gathers=2)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -155,15 +153,10 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
         self.room, self.static_room = (self._room(each) for each in (ratio, static_ratio))
-        self._static = recipe.static is True
+        self.static = recipe.static is True
 
     def _room(self, ratio: float) -> int:
         return math.ceil(min(self.numel, self.k * ratio))
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self._static and not self.goes_dense
 
     @abstractmethod
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:

@@ -31,8 +31,7 @@ class TopkAllgather(EntryRecipe):
 
     def formula(self, numel: int, world_size: int) -> Formula:
         """See :meth:`Recipe.formula`."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
-        return Formula(cost.log2(world_size), words, words)
+        return self.all_gather_formula(numel, world_size)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -49,11 +48,6 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         self.encoding = encoding
         self.static = static
         self.state = Stateless()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.static and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""

@@ -87,15 +87,10 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: TopkDSA, numel: int) -> None:
         super().__init__(numel)
-        self.recipe = recipe
+        self.recipe, self.static = recipe, recipe.static is True
         self.k = entries_to_keep(numel, recipe.density)
         self.encoding = recipe.encoding
         self.state = Stateless()
-
-    @property
-    def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
-        return self.recipe.static is True and not self.goes_dense
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
