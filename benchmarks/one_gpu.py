@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from tritoncomm import RandomK, SimulatedWorld, SparDL, TopkAllgather, optim
+from tritoncomm import RandomK, SimulatedWorld, SparDL, TopkAllgather
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
+from tritoncomm.step import options
 
 import multi_gpu
 from selection import machine
@@ -84,7 +85,7 @@ def wrapped(device: torch.device) -> dict[str, Any]:
     """A wrapped optimizer trains in a process group of one worker. It selects and delivers as several would do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)).to(device)
-    optim._ALONE = True  # noqa: SLF001 - one worker exchanges nothing otherwise
+    options.SINGLE_WORKER_SELECTS = True  # one worker exchanges nothing otherwise
     optimizer = tritoncomm.wrap(torch.optim.AdamW(model.parameters()), density=DENSITY, warmup_steps=2, dense_below=0)
     before = multi_gpu.bits(model.parameters())
     multi_gpu.train(model, optimizer, device, steps=6)

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm import optim
 from tritoncomm.demo.model import ByteGPT, Shape
+from tritoncomm.step import options
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.options import DENSE_BELOW
 
@@ -80,7 +80,7 @@ def wrapped(parameters: list[nn.Parameter], density: float, *, alone: bool) -> C
 
     With ``alone``, the single worker selects entries and keeps a residual. The seconds of the selection are subtracted.
     """
-    with mock.patch.object(optim, "_ALONE", alone):  # it is read here only
+    with mock.patch.object(options, "SINGLE_WORKER_SELECTS", alone):  # it is read here only
         optimizer = tritoncomm.wrap(torch.optim.AdamW(parameters), density=density)
 
     def run() -> float:

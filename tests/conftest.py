@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 import tritoncomm.__main__  # noqa: F401 - it reads the defaults, which tests/distributed/helpers.py changes
 from hypothesis import settings
-from tritoncomm import optim
 from tritoncomm.step import options
 
 from prepared_launcher import PreparedLauncher
@@ -44,7 +43,7 @@ def _sparse_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Values are not rounded unless a test asks for it, so that results are equal to the bit.
     """
-    monkeypatch.setattr(optim, "_ALONE", True)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", True)
     monkeypatch.setattr(options, "DEFAULT_WARMUP", 0)
     monkeypatch.setattr(options, "DEFAULT_VALUES", "fp32")
     monkeypatch.setattr(options, "DEFAULT_SMALL", "fp32")

@@ -12,7 +12,8 @@ import torch
 import tritoncomm
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from tritoncomm import ConfigurationError, optim
+from tritoncomm import ConfigurationError
+from tritoncomm.step import options
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -52,7 +53,7 @@ def test_one_worker_is_the_bare_optimizer(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: type[torch.optim.Optimizer], fields: dict[str, Any]
 ) -> None:
     """With one worker, parameters and state equal those of the bare optimizer to the bit, whatever the density."""
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
     plain, wrapped = net(dtype), net(dtype)
     bare = kind(plain.parameters(), **fields)
     optimizer = tritoncomm.wrap(kind(wrapped.parameters(), **fields), density=0.001, dense_below=0)
@@ -74,7 +75,7 @@ def test_one_worker_with_a_loss_scaler(
     monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], unscale: bool
 ) -> None:
     """One worker unscales gradients, skips overflows, and replaces NaN, like the bare optimizer and as documented."""
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
     finals = []
     for wrapped in (False, True):
         model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -105,7 +106,7 @@ def test_one_worker_applies_a_loaded_residual_first(monkeypatch: pytest.MonkeyPa
     saved = optimizer.state_dict()
     residual = saved["tritoncomm"]["residuals"][1]  # after that of the unused parameter
     assert residual.any()
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
     again = net()
     resumed = tritoncomm.wrap(torch.optim.SGD(again.parameters(), lr=1.0), density=0.1, dense_below=0)
     resumed.load_state_dict(saved)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from tritoncomm import ConfigurationError, optim
+from tritoncomm import ConfigurationError
+from tritoncomm.step import options
 
 from small_model import model, sparse_wrap
 
 
 def test_one_worker_accepts_what_its_optimizer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker exchanges nothing: sparse gradients and all options of Adam are as with the bare optimizer."""
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
     torch.sparse.check_sparse_tensor_invariants.disable()  # explicitly, otherwise torch logs a warning
 
     def trained(kind: type[torch.optim.Optimizer], *, wrapped: bool, **fields: object) -> list[torch.Tensor]:
@@ -64,10 +65,10 @@ def test_one_worker_accepts_what_its_optimizer_does(monkeypatch: pytest.MonkeyPa
 
 def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer that works with one worker only is rejected when it becomes one of several."""
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
     adamw = sparse_wrap(torch.optim.AdamW(model().parameters(), capturable=True))
     sparse = sparse_wrap(torch.optim.SparseAdam(model().parameters()))
-    monkeypatch.setattr(optim, "_ALONE", True)  # as several workers
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", True)  # as several workers
     with pytest.raises(ConfigurationError, match="capturable=True is not supported"):
         adamw.reset_process_group()
     with pytest.raises(ConfigurationError, match="SparseAdam needs sparse gradients"):
@@ -76,7 +77,7 @@ def test_one_worker_of_several_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_worker_trains_what_is_unfrozen_or_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that is unfrozen, or added to the original optimizer, is trained as by the bare optimizer."""
-    monkeypatch.setattr(optim, "_ALONE", False)
+    monkeypatch.setattr(options, "SINGLE_WORKER_SELECTS", False)
 
     def trained(*, wrapped: bool, scaled: bool) -> list[torch.Tensor]:
         net = model()

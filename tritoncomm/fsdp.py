@@ -112,7 +112,6 @@ def register(
         reduce_unused(True)
     if isinstance(state_of(model), FSDPState):
         raise ConfigurationError("the model is registered already: call register() once")
-    flattened = False  # a shard of a matrix has rows
     options = ExchangeOptions(
         recipe=recipe,
         group=replicate_group,
@@ -120,7 +119,7 @@ def register(
         dense_below=dense_below,
         small=small,
         device=device,
-        flattened=flattened,
+        flattened=False,  # a shard of a matrix has rows
     )
     recipe.check_world_size(dist.get_world_size(replicate_group))
     state = FSDPState(options, scaler, device, dict(model.named_parameters()))

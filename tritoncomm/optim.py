@@ -29,6 +29,7 @@ from tritoncomm.step.options import (
     WrapOptions,
     check_group,
     check_optimizer,
+    is_alone,
     is_dense,
     one_of,
     with_density,
@@ -41,14 +42,6 @@ from tritoncomm.step.vector_exchange import VectorExchange
 __all__ = ["SparseOptimizer"]
 
 logger = logging.getLogger("tritoncomm")
-
-# Whether a single worker selects entries, as several do. Tests set it, to look at residuals within one process.
-_ALONE = False
-
-
-def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
-    return not _ALONE and not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 class SparseOptimizer(OptimizerProxy):
@@ -471,7 +464,7 @@ class SparseOptimizer(OptimizerProxy):
         if self._hook is not None:
             return self._hook.exchange
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, alone=_ALONE, before=before)
+        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
         exchange.stepping = self._optimizer_step.stepping
         return exchange
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ddp, fsdp
 from tritoncomm.algorithms import Hierarchical, Recipe, Warmup
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optim import SparseOptimizer, is_alone
+from tritoncomm.optim import SparseOptimizer
 from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
@@ -29,6 +29,7 @@ from tritoncomm.step.options import (
     check_keywords,
     check_optimizer,
     check_scaler,
+    is_alone,
     resolve_recipe,
     resolved_small,
     with_warmup_and_nodes,

@@ -71,13 +71,16 @@ def test_packing_changes_no_bit(name: str, world_size: int) -> None:
 def test_nothing_is_lost_to_the_bit(name: str, values: str) -> None:
     """After the first step on exact gradients, conservation holds without any tolerance, in packed and short messages.
 
-    The sums of later steps may round, because the rest of a rounded value has more bits than the gradients.
+    The sums of later steps may round, because the rest of a rounded value has more bits than the gradients. So may the
+    addition of such a rest to an entry of TopkDSA's owner that it has not sent: TopkDSA also delivers sums that nearly
+    cancel, whose rests are small beside the entry.
     """
+    tolerance = 2.0**-24 if name == "topk_dsa" else 0.0
     for world_size in range(1, 18) if DEEP else (2, 3, 7, 16):
         for packed in ("auto", "always"):
             recipe = method(name, density=0.1, values=values, packed=packed)
             case = laws.fitted(laws.Case(world_size, 120, ("random",), seed=world_size), recipe)
-            laws.conservation(recipe, case, tolerance=0.0)
+            laws.conservation(recipe, case, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["exact", "static"])
@@ -114,6 +117,36 @@ def test_rounding_reports_its_error(name: str) -> None:
     exact = SimulatedWorld(method(name, density=0.02), 3, 20_000)
     exact.step(sparse_floats(3, 20_000))
     assert "quantisation_error" not in exact.workers[1].algorithm.report
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("oktopk", {"exact_select": "histogram"}),
+        ("oktopk", {"exact_select": "gather"}),
+        ("topk_dsa", {}),
+        ("spardl", {}),
+    ],
+)
+def test_what_the_last_hop_rounds_is_reported(name: str, fields: dict[str, str]) -> None:
+    """Entries that wait at the owner of their sums count, and what a rank does not send counts for no error."""
+    gradients = torch.zeros(2, 400)
+    gradients[0, :200:5], gradients[1, 200::5] = 1.0, 1.0  # each rank has entries in its own region only
+    world = SimulatedWorld(method(name, density=0.2, values="4bit", packed="always", **fields), 2, 400)
+    world.step(gradients)
+    assert [worker.algorithm.report["unsendable"] for worker in world.workers] == [0, 0]
+    gradients[0, 100] = 1e30
+    world = SimulatedWorld(method(name, density=0.2, values="4bit", packed="always", **fields), 2, 400)
+    world.step(gradients)
+    waiting = [int((residual[residual < 1e20] != 0).sum()) for residual in world.residuals]
+    assert [worker.algorithm.report["unsendable"] for worker in world.workers] == waiting
+    world = SimulatedWorld(method(name, density=0.2, values="1bit", packed="always", **fields), 2, 400)
+    gradients = torch.zeros(2, 400)
+    gradients[0, 200:240], gradients[0, :40] = 1.0, torch.linspace(1.0, 2.0, 40)
+    gradients[1] = gradients[0].flip(0)
+    world.step(gradients)
+    for worker, residual in zip(world.workers, world.residuals, strict=True):
+        assert (worker.algorithm.report["quantisation_error"] > 0) == bool(residual.any())
 
 
 @pytest.mark.parametrize("name", ENTRY)

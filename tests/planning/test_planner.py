@@ -388,3 +388,10 @@ def test_auto_takes_a_format_of_values() -> None:
     assert tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", values="2bit").recipe.name == "dense"
     with pytest.raises(ConfigurationError, match="leave out bucket_width"):
         tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", bucket_width=2)
+
+
+def test_auto_names_a_wrong_format() -> None:
+    """One worker needs no format, and yet a wrong one is an error, as with every method."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))])
+    with pytest.raises(ConfigurationError, match="values='5bit': must be one of fp32, bf16"):
+        tritoncomm.wrap(optimizer, algo="auto", values="5bit")

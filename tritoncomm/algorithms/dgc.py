@@ -34,7 +34,8 @@ _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
 class DGC(EntryRecipe):
     """Settings of Deep Gradient Compression. Wrap an optimizer without momentum, because this method has its own.
 
-    ``masking`` resets the momentum of sent entries. ``clip_norm`` limits the norm of a worker's gradient before it is
+    ``momentum`` and ``nesterov`` are those of ``torch.optim.SGD``. ``masking`` resets the momentum of sent entries.
+    ``clip_norm`` limits the norm of a worker's gradient before it is
     accumulated. The limit is ``clip_norm`` times a factor. The factor is 1 for ``clip_scale="one"``, sqrt(P) for
     ``"sqrtP"`` (the paper's, for independent gradients that are averaged) and 1 / sqrt(P) for ``"inv_sqrtP"`` (used by
     other implementations).

@@ -16,6 +16,7 @@ from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import options, setup_checks
 from tritoncomm.step.options import check_keywords
+from tritoncomm_kernels.section_layout import VALUE_BITS
 
 logger = logging.getLogger("tritoncomm")
 
@@ -57,6 +58,8 @@ def automatic_recipe(
         )
     if not (isinstance(density, (int, float)) and 0 < density <= 1):
         raise ConfigurationError(f"density must be in (0, 1], got {density!r}")
+    if values not in VALUE_BITS:
+        raise ConfigurationError(f"values={values!r}: must be one of {', '.join(VALUE_BITS)}")
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     numel = sum(parameter.numel() for parameter in parameters)
     if not is_distributed() or dist.get_world_size(group) == 1 or numel == 0:

@@ -22,6 +22,7 @@ from tritoncomm_kernels import Padded, Selection
 
 OVERFLOW = "hold a sum of finite gradients that overflows"
 LARGEST_ROUNDED = 2.0**126  # sums of this magnitude count as overflow if values are rounded
+_ALL_GATHER = "all-gather"  # the phase of :func:`all_gather_mean`
 NON_FINITE = -1  # sent in place of a count, so that a NaN or Inf is reported without an extra message
 
 
@@ -294,8 +295,6 @@ def all_gather_mean(
     acc: Accumulator,
     rank: int,
     world_size: int,
-    *,
-    phase: str = "all-gather",
 ) -> Pattern[tuple[SparseVector, Selection]]:
     """Return the mean over ranks of all ranks' entries, and the part of ``own`` that is in it, with the values sent.
 
@@ -309,11 +308,13 @@ def all_gather_mean(
     # Rounded values travel divided by the world size, because a quotient of a rounded sum would not be exact.
     divisor = world_size if encoding.rounds else 1
     if own.found > rooms[rank]:
-        raise ProtocolMismatchError(f"phase {phase!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}")
+        raise ProtocolMismatchError(
+            f"phase {_ALL_GATHER!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}"
+        )
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
     message, sent = sections[rank].pack(own.indices, own.values)
     words = [section.words for section in sections]
-    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
+    blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=_ALL_GATHER)
     lists = [section.unpack(block)[:2] for section, block in zip(sections, blocks, strict=True)]
     indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
     if kernels.has_non_finite(sums):

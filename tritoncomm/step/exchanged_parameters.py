@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.step import options as defaults
 from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.optimizer_step import selects_by_update
@@ -73,7 +74,6 @@ def exchange_of(
     options: WrapOptions,
     group: dist.ProcessGroup | None,
     *,
-    alone: bool,
     before: GradientExchange | None,
 ) -> GradientExchange:
     """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
@@ -84,7 +84,6 @@ def exchange_of(
         recipe: The recipe of the exchange.
         options: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
-        alone: Whether a single worker selects entries, as several do.
         before: The exchange that this one replaces, if any.
     """
     parameters = [parameter for parameter, _ in trained]
@@ -97,7 +96,7 @@ def exchange_of(
         max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
         flattened=all(parameter.dim() <= 1 for parameter in parameters),
-        alone=alone,
+        single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
     )
     verdict = None
     if setup_checks.check_shards(parameters, group):

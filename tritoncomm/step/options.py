@@ -30,6 +30,7 @@ from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import gpu_cost, setup_checks
 from tritoncomm.step.packing import Packing, describe
 from tritoncomm.step.torch_internals import is_flattened
@@ -47,6 +48,7 @@ DEFAULT_SMALL = "8bit"
 # Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
 # and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults-2026-11-22.md
 DEFAULT_WARMUP = 20
+SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise", "zero")
 
 
@@ -291,6 +293,11 @@ def without_encoding(chosen: Recipe) -> Recipe:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the recipe has warned when the user made it
         return exact(chosen)
+
+
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Return True if the exchange in ``group`` has a single worker, which takes the optimizer's own steps."""
+    return not SINGLE_WORKER_SELECTS and not (is_distributed() and dist.get_world_size(group) > 1)
 
 
 def is_dense(chosen: Recipe) -> bool:

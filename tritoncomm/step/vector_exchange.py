@@ -50,8 +50,8 @@ class ExchangeOptions:
             residual. None does not limit it.
         by_update: Whether to select large entries by their update, as
             :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
-        alone: Whether a single worker selects entries and keeps a residual, as in simulation. If False, it delivers
-            every entry.
+        single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
+            it delivers every entry.
     """
 
     recipe: Recipe
@@ -63,7 +63,7 @@ class ExchangeOptions:
     flattened: bool | None = None
     max_gradient_norm: float | None = None
     by_update: bool = False
-    alone: bool = False
+    single_worker_selects: bool = False
 
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""
@@ -134,7 +134,7 @@ class VectorExchange:
     @property
     def is_bare(self) -> bool:
         """True if a single worker delivers every entry. The method's state waits until there are several workers."""
-        return self.world_size == 1 and not self.options.alone
+        return self.world_size == 1 and not self.options.single_worker_selects
 
     def keeps_gradient(self) -> bool:
         """Return True if the mean is the gradient itself: a single worker has no residual."""
@@ -222,13 +222,13 @@ class VectorExchange:
         meter = self.meter
         assert self.scheduler is not None
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        alike: bool = self._run(self.scheduler.confirmation(state, schedulers), new_step=False)
+        alike: bool = self._run(self.scheduler.confirmation(state, schedulers))
         meter.add(self.meter)
         self.meter = meter
         return alike
 
     def equal_on_all_ranks(self, figure: int) -> bool:
-        """Return True if all ranks pass the same ``figure``. They call this between :meth:`begin` and the commit."""
+        """Return True if all ranks pass the same ``figure``. They call it between :meth:`beginning` and the commit."""
 
         def gathering() -> Pattern[bool]:
             own = torch.tensor([figure], device=self.flat.device)
@@ -236,16 +236,17 @@ class VectorExchange:
             return bool((everybody == own).all())
 
         meter = self.meter
-        equal: bool = self._run(gathering(), new_step=False)
+        equal: bool = self._run(gathering())
         meter.add(self.meter)
         self.meter = meter
         return equal
 
-    def _run(self, pattern: Pattern[Any], *, new_step: bool = True) -> Any:
+    def _run(self, pattern: Pattern[Any]) -> Any:
+        """Run a pattern that belongs to the step that was exchanged last."""
         if self.scheduler is None:
             return SimulatedScheduler(1).run([pattern])[0]
         try:
-            return self.scheduler.run(pattern, new_step=new_step)
+            return self.scheduler.run(pattern, new_step=False)
         finally:
             self.meter = self.scheduler.meter
 
