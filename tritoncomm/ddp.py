@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step import setup_checks
 from tritoncomm.step.ddp_hook import CommState, comm_hook
 from tritoncomm.step.options import DENSE_BELOW, resolve_recipe
-from tritoncomm.step.torch_internals import comm_hooks
+from tritoncomm.step.torch_internals import accumulates, averaged_parameters, comm_hooks
 
 __all__ = ["CommState", "comm_hook", "register"]
 
@@ -72,6 +73,7 @@ def register(
             f"model is a {type(model).__name__}: pass the DistributedDataParallel module, or call tritoncomm.wrap() "
             "on the optimizer of a plain module"
         )
+    _check_model(model)
     setup_checks.check_unused(model, resolve_recipe(algo, density, 0, recipe_fields, function=register))
     with setup_checks.on_device(next(model.parameters()).device):  # ranks compare the sizes of nodes
         state = CommState(
@@ -104,14 +106,28 @@ def state_of(model: DistributedDataParallel) -> CommState | None:
     return None
 
 
+def _check_model(model: DistributedDataParallel) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if DDP averages gradients of ``model`` that cannot be exchanged."""
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ConfigurationError(
+            "model is a DDP module with mixed_precision=, which has a communication hook of its own: leave it out, and "
+            "use torch.autocast"
+        )
+    for name, parameter in averaged_parameters(model).items():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ConfigurationError(f"{name} is {parameter.dtype}: convert it with torch.view_as_real first")
+
+
 def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState]) -> None:
     """Note when a backward pass begins, and make it raise if it would add to averaged gradients."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in averaged_parameters(model).values() if parameter.requires_grad]
 
-    def check(_: torch.Tensor) -> None:  # runs before this pass adds to any gradient
+    def check(_: torch.Tensor, own: torch.Tensor) -> None:  # runs before this pass adds to any gradient
         state = owner()
         model = None if state is None else state.model
         if state is None or model is None:
+            return
+        if (state.has_averaged or not state.is_unfinished) and not accumulates(own):
             return
         if state.has_averaged:
             state.has_averaged = False
@@ -126,5 +142,5 @@ def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState])
 
     state = owner()
     for parameter in parameters:
-        handle = parameter.register_hook(check)  # type: ignore[no-untyped-call]
+        handle = parameter.register_hook(partial(check, own=parameter))  # type: ignore[no-untyped-call]
         weakref.finalize(state, handle.remove).atexit = False

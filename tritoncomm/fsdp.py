@@ -124,6 +124,7 @@ def register(
     recipe.check_world_size(dist.get_world_size(replicate_group))
     state = FSDPState(options, scaler, device, dict(model.named_parameters()))
     state.hooks = [hook for _, group in found if (hook := ShardHook(group, state)).names]
+    state.name({name: each for hook in state.hooks for name, each in zip(hook.names, hook.parameters, strict=True)})
     state.exchange.vectors = state.build([hook.names for hook in state.hooks])
     parameters = [parameter for hook in state.hooks for parameter in hook.parameters]
     fields = {

@@ -80,7 +80,7 @@ def several_buckets(rank: int, world_size: int, send) -> None:
 
 def buckets_keep_moments(rank: int, world_size: int, send) -> None:
     """A vector with new bounds takes over the moment of each tensor, and the scale in use."""
-    options = ExchangeOptions(recipe=tritoncomm.TopkAllgather(density=0.5), by_update=True, alone=True)
+    options = ExchangeOptions(recipe=tritoncomm.TopkAllgather(density=0.5), by_update=True, single_worker_selects=True)
     parameters = [nn.Parameter(torch.ones(3 + i, 4)) for i in range(4)]
     whole = VectorExchange(parameters, list("abcd"), options)
     generator = torch.Generator().manual_seed(rank)

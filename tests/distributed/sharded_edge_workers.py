@@ -15,7 +15,8 @@ from helpers import FailingSGD, adamw
 from sharded_door_workers import SETTINGS, whole
 from torch import nn
 from torch.amp import GradScaler
-from tritoncomm import ProtocolMismatchError
+from torch.distributed.fsdp import fully_shard
+from tritoncomm import ConfigurationError, ProtocolMismatchError
 
 
 def groups_are_used_again(rank: int, world_size: int, send) -> None:
@@ -157,3 +158,17 @@ def stopped_update(rank: int, world_size: int, send) -> None:
             with pytest.raises(ProtocolMismatchError, match=r"rank 1 has '3, and one that stopped'.*load a checkpoint"):
                 step(4)
         assert whole(model) == before
+
+
+def parameters_without_shards(rank: int, world_size: int, send) -> None:
+    """Parameters that FSDP does not shard are not averaged by its hook: ``wrap`` refuses to step them."""
+    grid = mesh()
+    replicas = grid["replicate"].get_group()
+    for ignored in (False, True):
+        model = Net()
+        for layer in [*model.layers, model.spare]:
+            fully_shard(layer, mesh=grid["shard"])
+        if ignored:
+            fully_shard(model, mesh=grid["shard"], ignored_params={model.head.weight, model.head.bias})
+        with pytest.raises(ConfigurationError, match=r"does not average 2 parameters .*\(3, 9\).* not sharded by"):
+            tritoncomm.wrap(adamw(model), model=model, process_group=replicas)

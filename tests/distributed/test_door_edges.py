@@ -28,6 +28,8 @@ from tritoncomm.scheduler.local_workers import WorkerError
         ],
         [door_edge_workers.copied_model, door_edge_workers.early_termination],
         [door_edge_workers.groups_are_used_again],
+        [door_edge_workers.other_strides, door_edge_workers.unfrozen_later],
+        [door_edge_workers.gradients_of_others, door_edge_workers.unsuitable_models],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -39,7 +41,7 @@ def test_ddp(situations: list) -> None:
 @pytest.mark.parametrize(
     "situations",
     [
-        [sharded_edge_workers.groups_are_used_again],
+        [sharded_edge_workers.groups_are_used_again, sharded_edge_workers.parameters_without_shards],
         [sharded_edge_workers.discarded_micro_batches, sharded_edge_workers.stopped_update],
         [sharded_edge_workers.saved_micro_batches, sharded_edge_workers.scaled_micro_batches],
     ],

@@ -145,7 +145,7 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_parts_of_an_exchange_of_several_vectors() -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
-    exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.01), alone=True))
+    exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.01), single_worker_selects=True))
     parameters = [torch.zeros(300_000) for _ in range(3)]
     exchange.vectors = [VectorExchange([each], [""], exchange.options) for each in parameters]
     for vector in exchange.vectors:

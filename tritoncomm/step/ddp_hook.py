@@ -41,7 +41,7 @@ from tritoncomm.step.options import (
     resolved_small,
 )
 from tritoncomm.step.private_group import private_group
-from tritoncomm.step.torch_internals import at_end_of_backward, current_backward, joins
+from tritoncomm.step.torch_internals import at_end_of_backward, averaged_parameters, current_backward, joins
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 from tritoncomm.version import __version__
 
@@ -240,7 +240,7 @@ class CommState(HookState):
 
     def belongs_to(self, model: DistributedDataParallel) -> None:
         """Use the names of the parameters of ``model``, and its settings in messages."""
-        self.name(dict(model.module.named_parameters()))
+        self.name(averaged_parameters(model))
         self._model = weakref.ref(model)
 
     @property

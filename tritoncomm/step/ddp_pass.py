@@ -18,7 +18,7 @@ class BackwardPass:
 
     Attributes:
         scale: The loss scale.
-        arrived: Each parameter's part of DDP's buffers, by id of the parameter.
+        arrived: Each parameter's part of DDP's buffers, in its shape, by id of the parameter.
         ready: Vectors that have arrived, each with the dtype of its bucket, and are not exchanged yet.
         exchanged: The other vectors that have arrived.
         written: Ids of parameters whose part holds the mean.
@@ -35,7 +35,8 @@ class BackwardPass:
     def add(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Note that the ``buffer`` of a bucket (one-dimensional) holds the gradients of ``parameters``."""
         parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
-        self.arrived |= dict(zip(map(id, parameters), parts, strict=True))
+        for parameter, part in zip(parameters, parts, strict=True):
+            self.arrived[id(parameter)] = _in_shape_of(parameter, part)
 
     def whole(self, vectors: Sequence[VectorExchange]) -> list[VectorExchange]:
         """Return those of ``vectors`` that have arrived with all parameters, and are neither ready nor exchanged."""
@@ -64,7 +65,8 @@ class BackwardPass:
     def _pairs(self, vector: VectorExchange, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter's part of ``values`` (``[numel]`` of ``vector``), and its view of DDP's buffer."""
         arrived = [self.arrived[id(parameter)] for parameter in vector.layout.parameters]
-        return list(zip(vector.layout.parts(values), arrived, strict=True))
+        parts = vector.layout.parts(values)
+        return [(part.view(view.shape), view) for part, view in zip(parts, arrived, strict=True)]
 
     def release(self, *, last: bool, failed: bool) -> None:
         """Set the futures of the buckets that hold the mean, and of all buckets after the ``last`` one.
@@ -82,3 +84,17 @@ class BackwardPass:
                 buffer.fill_(math.nan)
             future.set_result(buffer)
         self.waiting = waiting
+
+
+def _in_shape_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``part`` of DDP's buffer that DDP copies to ``parameter.grad``.
+
+    A parameter without gaps in its memory has its gradient in the same order, for example in ``torch.channels_last``.
+    The gradients of others are in row-major order. ``GradBucket.gradients()`` does not tell them apart.
+    """
+    if parameter.is_contiguous():
+        return part.view(parameter.shape)
+    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    if not parameter.permute(by_stride).is_contiguous():
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tritoncomm.step import setup_checks
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState
 from tritoncomm.step.shards import local
@@ -75,6 +76,10 @@ class HookedStep:
         """
         hook, exchange = self._hook, self._hook.exchange
         self._optimizer_step.check_complete()
+        if not hook.is_alone:  # one that was frozen when the hook was registered has a gradient of this rank alone
+            groups = self._optimizer.param_groups
+            stepped = [p for group in groups for p in group["params"] if p.requires_grad and p.grad is not None]
+            setup_checks.check_exchanged(stepped, hook.parameters.values())
         if not self.has_new_gradients and all(parameter.grad is None for parameter in self.parameters):
             return True  # like an optimizer without gradients
         self.check_averaged()

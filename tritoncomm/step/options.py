@@ -317,6 +317,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.is_meta:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} is on the meta device, without values: call "
+                "model.to_empty(device=...) and load or initialize the weights before wrap()"
+            )
         if is_flattened(parameter) and not alone:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, which is not "

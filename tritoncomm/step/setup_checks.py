@@ -369,8 +369,8 @@ def check_exchanged(parameters: Sequence[torch.Tensor], exchanged: Iterable[torc
     if missing:
         raise ConfigurationError(
             f"the hook does not average {len(missing)} parameters of the optimizer, the first of shape {missing[0]}. "
-            "They are not in the model, or were frozen when the hook was registered: set requires_grad=True before "
-            "wrap(), or leave them out of this optimizer"
+            "They are not in the model, not sharded by fully_shard(), ignored by DDP, or were frozen when the hook was "
+            "registered: set requires_grad=True before wrap(), shard them, or leave them out of this optimizer"
         )
 
 

@@ -24,6 +24,18 @@ def current_backward() -> int:
     return number
 
 
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Return True if the backward pass in which this is called adds to ``parameter.grad``.
+
+    ``torch.autograd.grad`` calls the hooks of a parameter, too, and adds to nothing.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+    except RuntimeError:  # of torch.autograd.grad, if it was asked for this parameter
+        return False
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward pass in which this is called, after callbacks that are queued now.
 
@@ -47,6 +59,12 @@ def joins(model: DistributedDataParallel) -> bool:
     """
     settings = model._join_config  # noqa: SLF001
     return bool(settings.enable and not settings.throw_on_early_termination)
+
+
+def averaged_parameters(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``model`` that DDP averages if they require gradients, by name."""
+    ignored = getattr(model, "parameters_to_ignore", ())
+    return {name: parameter for name, parameter in model.module.named_parameters() if name not in ignored}
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
