@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -54,13 +55,24 @@ def settings_of_a_hook(rank: int, world_size: int, send) -> None:
 
 
 def copied_model(rank: int, world_size: int, send) -> None:
-    """A deep copy of a DDP module has no hook, as DDP copies none. It can be registered like a new module."""
+    """A copy of a DDP module, or a pickled one, has no hook, as DDP copies none. It can be registered like others."""
+    for copied in (copy.deepcopy, pickled):
+        check_copy(copied, rank)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """Return ``model`` after it was saved and loaded."""
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+
+
+def check_copy(copied, rank: int) -> None:
+    """Train a model and its copy beside each other."""
     model = ddp(net())
     optimizer = tritoncomm.wrap(adamw(model), model=model, density=0.1, dense_below=0)
     loss_of(model, rank, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     assert state_of(model) is optimizer._hook
     assert state_of(clone) is None
     plain = ddp(copy.deepcopy(model.module))

@@ -145,7 +145,7 @@ class CommState(HookState):
         self.has_averaged = False  # gradients hold a mean to which nothing has been added
         self.is_unfinished = False  # a backward pass that synchronizes has begun, not reached its last bucket
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self.is_registered = True  # False for the copy in a copy of a DDP module, which DDP does not register
+        self.is_registered = True  # False for the one in a copy of a DDP module, which DDP does not register
 
     def __getstate__(self) -> dict[str, Any]:
         options = replace(self.exchange.options, group=None)
@@ -154,12 +154,12 @@ class CommState(HookState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         HookState.__init__(self, GradientExchange(state["options"]), None, state["on_nonfinite"], state["scaler"])
         self._start()
+        self.is_registered = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CommState":
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        clone.is_registered = False
         return clone
 
     def name(self, parameters: Mapping[str, torch.Tensor]) -> None:
