@@ -36,7 +36,7 @@ def votes(updates: list[list[int]], rejected: int = -1, stopped: int = -1) -> li
         ([[1], [2], [3]], False),  # rank 1 has the mean
         ([[0], [1], [2], [1]], False),
         ([[7], [9]], False),
-        ([[3, 4], [2, 4]], False),
+        ([[5, 5, 5], [6, 6, 6]], False),
     ],
 )
 def test_ranks_agree_on_whether_their_updates_are_alike(updates: list[list[int]], alike: bool) -> None:

@@ -106,10 +106,12 @@ def vote(
 ) -> Pattern[tuple[bool, bool, bool]]:
     """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
 
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and the optimizer with the
+    most completed updates has as many on all ranks.
     """
     stopped = any(one.is_stopped for one in stepping)
-    remainder = sum(one.updates for one in stepping) % 3  # a rank can be one ahead of another, and is found out then
+    # No rank gets more than one update ahead of another, because it is found out then.
+    remainder = max((one.updates for one in stepping), default=0) % 3
     properties = (rejected, stopped, *(remainder == ahead for ahead in (1, 2)))
     # One word that a kernel fills, because the host would wait for a GPU to copy several. It counts ranks by their
     # properties, whose sums do not mix. All ranks conclude the same from the counts.
