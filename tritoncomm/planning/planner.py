@@ -26,11 +26,11 @@ from tritoncomm.step.packing import Packing, resolve
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, and their loss in the training benchmark
-# (benchmarks/results/training-2026-11-21.md for fp32, limit-2026-11-25.md for 4 bits).
+# (benchmarks/results/limit-2026-11-25.md and values-limit-2026-11-25.md; training-2026-11-21.md for 0.1 %).
 TRUSTED = ("oktopk", "spardl")
 TRUSTED_LOSS = (
-    "1.6 to 3.8% below dense at density 5%, 0.6 to 1.9% above at 1%, 23 to 28% above at 0.1%, in fp32. "
-    "With 4-bit values, oktopk ended 3.0 to 3.7% below at 5%, 2.0 to 3.1% below at 3%, 0.2 to 1.8% above at 1%"
+    "with 4-bit values 2.9 to 3.8% below dense at density 5%, 0.2 to 1.8% above at 1%, 4.9 to 7.1% above at 0.5%, and "
+    "oktopk 2.0 to 3.1% below at 3%. In fp32, 2.7 to 4.1% below at 5%, 23 to 28% above at 0.1%"
 )
 # A sparse step must be predicted to take less than this fraction of a dense step: a margin for what is not counted.
 WORTH_IT = 0.95
