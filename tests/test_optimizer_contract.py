@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,25 @@ def test_learning_rate_set_after_a_load(make: Make) -> None:
     assert same(net, before)
     assert "lr" in optimizer.defaults
     assert all(parameter in set(net.parameters()) for parameter in optimizer.state)
+
+
+@every
+def test_state_and_groups_can_be_assigned(make: Make) -> None:
+    """Equal copies of the state and the groups train to the same bits, and the assigned objects are those in use."""
+    nets = model(), model()
+    optimizers = [make(net) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer, 3)
+    optimizer = optimizers[1]
+    optimizer.state = defaultdict(dict, {key: copy.deepcopy(value) for key, value in optimizer.state.items()})
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    for net, each in zip(nets, optimizers, strict=True):
+        train(net, each, 3, 3)
+    assert same(*nets)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    train(nets[1], optimizer, 1, 6)
+    assert same(*nets)
 
 
 @every

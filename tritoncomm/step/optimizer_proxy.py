@@ -36,14 +36,22 @@ class OptimizerProxy(torch.optim.Optimizer):
     # Properties, because load_state_dict() of the original optimizer replaces these objects.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the original optimizer."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of the original optimizer."""
         return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
