@@ -119,36 +119,6 @@ def test_rounding_reports_its_error(name: str) -> None:
     assert "quantisation_error" not in exact.workers[1].algorithm.report
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("oktopk", {"exact_select": "histogram"}),
-        ("oktopk", {"exact_select": "gather"}),
-        ("topk_dsa", {}),
-        ("spardl", {}),
-    ],
-)
-def test_what_the_last_hop_rounds_is_reported(name: str, fields: dict[str, str]) -> None:
-    """Entries that wait at the owner of their sums count, and what a rank does not send counts for no error."""
-    gradients = torch.zeros(2, 400)
-    gradients[0, :200:5], gradients[1, 200::5] = 1.0, 1.0  # each rank has entries in its own region only
-    world = SimulatedWorld(method(name, density=0.2, values="4bit", packed="always", **fields), 2, 400)
-    world.step(gradients)
-    assert [worker.algorithm.report["unsendable"] for worker in world.workers] == [0, 0]
-    gradients[0, 100] = 1e30
-    world = SimulatedWorld(method(name, density=0.2, values="4bit", packed="always", **fields), 2, 400)
-    world.step(gradients)
-    waiting = [int((residual[residual < 1e20] != 0).sum()) for residual in world.residuals]
-    assert [worker.algorithm.report["unsendable"] for worker in world.workers] == waiting
-    world = SimulatedWorld(method(name, density=0.2, values="1bit", packed="always", **fields), 2, 400)
-    gradients = torch.zeros(2, 400)
-    gradients[0, 200:240], gradients[0, :40] = 1.0, torch.linspace(1.0, 2.0, 40)
-    gradients[1] = gradients[0].flip(0)
-    world.step(gradients)
-    for worker, residual in zip(world.workers, world.residuals, strict=True):
-        assert (worker.algorithm.report["quantisation_error"] > 0) == bool(residual.any())
-
-
 @pytest.mark.parametrize("name", ENTRY)
 def test_a_worker_alone_rounds_nothing(name: str) -> None:
     """A single worker sends nothing, so it rounds nothing."""

@@ -28,7 +28,7 @@ from tritoncomm.step.vector_exchange import ExchangeOptions
 import laws
 
 # A single worker selects entries and keeps a residual, as in simulation: the laws would say little otherwise.
-ExchangeOptions.__init__.__kwdefaults__["alone"] = True
+ExchangeOptions.__init__.__kwdefaults__["single_worker_selects"] = True
 SHARDS = 2  # of FSDP, if the number of ranks is even
 BUCKET_MEGABYTES = 0.0005  # so that several small parameters need several buckets
 

@@ -27,7 +27,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.distributed_topk import largest_shares
 from tritoncomm.primitives.region_cuts import offsets, propose_cuts, trimmed_sizes
 from tritoncomm.primitives.region_sums import RegionSums
-from tritoncomm.primitives.selection import RoundingError, before_rounding, entries_to_keep, largest_parts
+from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Forecast, Formula
@@ -138,14 +138,13 @@ class _Sizes:
 class _Delivered:
     """Outcome of phase 2: the mean, and the threshold state for the next step.
 
-    ``sums`` are those of this rank that were ``sent`` with rounded values. None if values are not rounded.
+    ``rest`` is the part of the sums that rounding has cut off on this rank.
     """
 
     mean: Selection
     threshold: float
     force_reevaluate: bool
-    sums: Selection | None = None
-    sent: Selection | None = None
+    rest: Selection | None = None
 
 
 class OkTopkAlgorithm(BudgetedAlgorithm):
@@ -211,11 +210,11 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
         # Phase 2: global selection, data balancing, all-gather.
         floor = self.rules.lowered(state.global_threshold) if not reevaluate else WARM_START * state.global_threshold
-        candidates, waiting = self._candidates(region, floor, cuts, rank)
+        candidates = self._candidates(region, floor, cuts, rank)
         shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
         if reevaluate:
             if floor > 0 and sum(shared.candidates) < self.k:  # some of the k largest sums are below the floor
-                candidates, waiting = self._candidates(region, 0.0, cuts, rank)
+                candidates = self._candidates(region, 0.0, cuts, rank)
                 shared = yield from self._share_sizes(candidates, received, state.global_threshold, world_size)
             delivered = yield from self._global_top_k(candidates, shared, cuts, state, rank, world_size)
         else:
@@ -224,13 +223,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         # Residual update: remove an entry if and only if this rank sent it and the global selection kept it.
         kept = kernels.common_positions(sent.indices, delivered.mean.indices)
         acc.subtract(Selection.of(sent.indices[kept], sent.values[kept]), rounded=self.encoding.rounds)
-        error = RoundingError()
-        if delivered.sums is not None and delivered.sent is not None:
-            acc.add(delivered.sent.indices, before_rounding(delivered.sums, delivered.sent) - delivered.sent.values)
-            error.add(local, sent, (cuts[rank], cuts[rank + 1]))
-            error.add(delivered.sums, delivered.sent, waiting=waiting)
+        if delivered.rest is not None:
+            acc.add(delivered.rest.indices, delivered.rest.values)
         loads = shared.loads
-        rounding = error.figures() if self.encoding.rounds else {}
+        rounding = rounding_figures(local, sent) if self.encoding.rounds else {}
         self.report = {
             **rounding,
             "reevaluated": float(reevaluate),
@@ -335,18 +331,14 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         yield from collectives.rotate(sends, receives, add, rank, world_size, width=width, phase="split-and-reduce")
         return region, sum(incoming), sent
 
-    def _candidates(
-        self, region: RegionSums, threshold: float, cuts: Sequence[int], rank: int
-    ) -> tuple[Selection, int]:
+    def _candidates(self, region: RegionSums, threshold: float, cuts: Sequence[int], rank: int) -> Selection:
         """Return the reduced non-zeros of this rank's region that reach ``threshold``, with global indices.
 
-        If values are rounded, only those that a message can hold together are candidates. Also returns the number of
-        the others.
+        If values are rounded, only those that a message can hold together are candidates.
         """
         low, high = cuts[rank], cuts[rank + 1]
         found = region.at_least(threshold)
-        candidates = self.encoding.section(low, high, found.found, divisor=len(cuts) - 1).sendable(found)
-        return candidates, found.found - candidates.found
+        return self.encoding.section(low, high, found.found, divisor=len(cuts) - 1).sendable(found)
 
     def _share_sizes(self, candidates: Selection, received: int, threshold: float, world_size: int) -> Pattern[_Sizes]:
         """Size exchange: gather every owner's counts. Raise ``NonFiniteError`` on all ranks if a sum overflows."""
@@ -394,9 +386,10 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         # A rounded quotient loses nothing: its product with the world size is exact, and the owner keeps the rest.
         mean = kept._replace(values=wire.rounded_quotients(kept.values, world_size))
         mean = Selection.of(mean.indices[mean.values != 0], mean.values[mean.values != 0])
-        region = cuts[rank], cuts[rank + 1]
-        sums, own = (entries.slice(*offsets(entries.indices, region)) for entries in (kept, mean))
-        return _Delivered(mean, threshold, kept.found == 0, sums, own._replace(values=own.values * world_size))
+        low, high = offsets(mean.indices, (cuts[rank], cuts[rank + 1]))
+        own = mean.slice(low, high)
+        rest = self._rest(candidates, own._replace(values=own.values * world_size))
+        return _Delivered(mean, threshold, kept.found == 0, rest)
 
     def _delivered(self, gathered: collectives.Gathered, state: OkTopkState, world_size: int) -> _Delivered:
         """Return the outcome of a re-evaluation that ``gathered`` exactly the k largest sums."""
@@ -407,7 +400,11 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             mean = entries._replace(values=entries.values / world_size)
             return _Delivered(mean, threshold, entries.found == 0)
         threshold = gathered.least if entries.found else state.global_threshold
-        return _Delivered(entries, threshold, entries.found == 0, gathered.own, gathered.sent)
+        return _Delivered(entries, threshold, entries.found == 0, self._rest(gathered.own, gathered.sent))
+
+    def _rest(self, sums: Selection, sent: Selection) -> Selection:
+        """Return what rounding has cut off from the ``sent`` entries of ``sums``."""
+        return sent._replace(values=before_rounding(sums, sent) - sent.values)
 
     def _worth_gathering(self, world_size: int) -> int:
         """Return the largest number of candidates for which gathering them all is preferred to histograms."""
@@ -434,7 +431,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             threshold = self._corrected(before, entries, wanted)
             return _Delivered(entries._replace(values=entries.values / world_size), threshold, drifted)
         threshold = self.rules.following(before, wanted, gathered.least if entries.found == self.k else 0.0)
-        return _Delivered(entries, threshold, drifted, gathered.own, gathered.sent)
+        return _Delivered(entries, threshold, drifted, self._rest(gathered.own, gathered.sent))
 
     def _even_out_and_gather(
         self, candidates: Selection, sizes: list[int], cuts: Sequence[int], rank: int, world_size: int

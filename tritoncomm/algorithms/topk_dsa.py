@@ -31,7 +31,7 @@ from tritoncomm.primitives.collectives import (
     share_rows,
 )
 from tritoncomm.primitives.region_cuts import offsets
-from tritoncomm.primitives.selection import RoundingError, entries_to_keep, rest_of
+from tritoncomm.primitives.selection import entries_to_keep, rest_of, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
 from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
@@ -107,16 +107,11 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             return SparseVector(own.indices, own.values, self.numel)
         cuts = self._cuts(world_size)
         region, sent = yield from self._split_and_reduce(own, cuts, rank, world_size)
-        mean, sums, sent_sums = yield from self._all_gather(region, cuts, rank, world_size)
+        mean, rest = yield from self._all_gather(region, cuts, rank, world_size)
         acc.subtract(sent, rounded=self.encoding.rounds)
-        self.report = {}
+        self.report = rounding_figures(own, sent) if self.encoding.rounds else {}
         if self.encoding.rounds:
-            rest = rest_of(sums, sent_sums)
             acc.add(rest.indices, rest.values)
-            error = RoundingError()
-            error.add(own, sent, (cuts[rank], cuts[rank + 1]))
-            error.add(sums, sent_sums)
-            self.report = error.figures()
         return SparseVector(mean.indices, mean.values, self.numel)
 
     def _cuts(self, world_size: int) -> list[int]:
@@ -164,10 +159,10 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
 
     def _all_gather(
         self, region: torch.Tensor, cuts: Sequence[int], rank: int, world_size: int
-    ) -> Pattern[tuple[Selection, Selection, Selection]]:
+    ) -> Pattern[tuple[Selection, Selection]]:
         """Gather all regions as means, in entries while these are short and as dense values otherwise.
 
-        Also returns the sums of this rank's region, and those that were sent, with rounded values.
+        Also returns what rounding has taken away from the sums of this rank's region.
         """
         sums = kernels.select(region, 0.0, workspace=self.workspace)
         sums = sums._replace(indices=sums.indices + cuts[rank])
@@ -187,10 +182,10 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             means = wire.rounded_quotients(region, world_size) if self.encoding.rounds else region / world_size
             blocks = yield from bruck_all_gather(means.view(torch.int32), widths, rank, world_size, phase="all-gather")
             mean = kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
-            return mean, sums, sums._replace(values=means[sums.indices.long() - cuts[rank]] * world_size)
+            return mean, sums._replace(values=sums.values - means[sums.indices.long() - cuts[rank]] * world_size)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
         mean = Selection.join([section.unpack(block) for section, block in zip(sections, blocks, strict=True)])
-        return mean, sums, sent
+        return mean, rest_of(sums, sent)
 
     def _goes_dense(self, words: int) -> bool:
         """Return True if ``words`` for all entries are too many."""

@@ -10,7 +10,6 @@ from statistics import NormalDist
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm_kernels import Padded, Selection, Workspace
 
 
@@ -51,17 +50,12 @@ class RoundingError:
         self._rest = self._whole = 0.0
         self._unsent = 0
 
-    def add(self, entries: Selection, sent: Selection, kept: tuple[int, int] = (0, 0), *, waiting: int = 0) -> None:
-        """Count messages. ``sent`` are those of their ``entries`` that could be sent, with rounded values.
-
-        Indices from ``kept[0]`` up to ``kept[1]`` are in no message. They are in both, with the same values.
-        ``waiting`` more entries could not be sent.
-        """
+    def add(self, entries: Selection, sent: Selection) -> None:
+        """Count a message. ``sent`` are those of its ``entries`` that could be sent, with rounded values."""
         exact = before_rounding(entries, sent)
         self._rest += float((exact - sent.values).double().square().sum())
-        low, high = offsets(sent.indices, kept)
-        self._whole += sum(float(part.double().square().sum()) for part in (exact[:low], exact[high:]))
-        self._unsent += entries.found - sent.found + waiting
+        self._whole += float(exact.double().square().sum())
+        self._unsent += entries.found - sent.found
 
     def figures(self) -> dict[str, float]:
         """Return the relative error of values (root of the ratio of squares), and the number of unsendable entries."""
