@@ -127,7 +127,8 @@ def _watch_passes(model: DistributedDataParallel, owner: weakref.ref[CommState])
         model = None if state is None else state.model
         if state is None or model is None:
             return
-        if (state.has_averaged or not state.is_unfinished) and not accumulates(own):
+        begins = state.has_averaged or not state.is_unfinished  # only then, because the question takes time
+        if begins and not accumulates(own):
             return
         if state.has_averaged:
             state.has_averaged = False

@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 
 import door_edge_workers
+import door_model_workers
 import pytest
 import sharded_edge_workers
 from helpers import run_situations, run_workers
@@ -28,8 +29,8 @@ from tritoncomm.scheduler.local_workers import WorkerError
         ],
         [door_edge_workers.copied_model, door_edge_workers.early_termination],
         [door_edge_workers.groups_are_used_again],
-        [door_edge_workers.other_strides, door_edge_workers.unfrozen_later],
-        [door_edge_workers.gradients_of_others, door_edge_workers.unsuitable_models],
+        [door_model_workers.other_strides, door_model_workers.unfrozen_later],
+        [door_model_workers.gradients_of_others, door_model_workers.unsuitable_models],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

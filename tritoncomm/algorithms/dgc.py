@@ -35,10 +35,9 @@ class DGC(EntryRecipe):
     """Settings of Deep Gradient Compression. Wrap an optimizer without momentum, because this method has its own.
 
     ``momentum`` and ``nesterov`` are those of ``torch.optim.SGD``. ``masking`` resets the momentum of sent entries.
-    ``clip_norm`` limits the norm of a worker's gradient before it is
-    accumulated. The limit is ``clip_norm`` times a factor. The factor is 1 for ``clip_scale="one"``, sqrt(P) for
-    ``"sqrtP"`` (the paper's, for independent gradients that are averaged) and 1 / sqrt(P) for ``"inv_sqrtP"`` (used by
-    other implementations).
+    ``clip_norm`` limits the norm of a worker's gradient before it is accumulated. The limit is ``clip_norm`` times a
+    factor. The factor is 1 for ``clip_scale="one"``, sqrt(P) for ``"sqrtP"`` (the paper's, for independent gradients
+    that are averaged) and 1 / sqrt(P) for ``"inv_sqrtP"`` (used by other implementations).
     """
 
     name: ClassVar[str] = "dgc"
