@@ -262,6 +262,8 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._hook is None:
             self._step_state.reset()
+            if self._exchange.delivered is not None:
+                self._exchange.revoke({id(parameter) for parameter in self._exchange.parameters})
             self._exchange.delivered = None
         else:
             self._hooked.zero(set_to_none=set_to_none)
@@ -436,7 +438,7 @@ class SparseOptimizer(OptimizerProxy):
             setup_checks.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
         if self._hook is not None:
-            self._hooked.consume()
+            self._hooked.discard()
         self._run_hooks_after_loading()
 
     def loadable(self, state_dict: dict[str, Any]) -> list[ErrorFeedback]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from tritoncomm import ConfigurationError
+from tritoncomm.ddp import CommState, comm_hook
 
 
 def other_strides(rank: int, world_size: int, send) -> None:
@@ -111,3 +112,41 @@ def unsuitable_models(rank: int, world_size: int, send) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(4, 5, device="meta"))])
     with pytest.raises(ConfigurationError, match=r"shape \(4, 5\) is on the meta device"):
         tritoncomm.wrap(optimizer)
+
+
+class TwoTypes(nn.Module):
+    """A model with parameters of two dtypes, which DDP never puts into one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(6, 40), nn.Linear(40, 40).bfloat16(), nn.Linear(40, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        return self.third(self.second(self.first(x).tanh().bfloat16()).tanh().float())
+
+
+def static_graph_of_two_types(rank: int, world_size: int, send) -> None:
+    """In the first pass of a static graph, DDP gives every bucket the number 0, and calls none of them the last."""
+    finals = []
+    situations = {"density": 1.0}, {"max_grad_norm": 1.0, "clip_by": "gradient"}, {"algo": "spardl"}
+    for static in (False, True):
+        for fields in situations:
+            model = DistributedDataParallel(TwoTypes(), static_graph=static)
+            optimizer = tritoncomm.wrap(adamw(model), model=model, **{"density": 0.1, "dense_below": 0} | fields)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                (loss * float("nan") if step in (0, 3) and rank == 1 else loss).backward()
+                optimizer.step()
+            assert optimizer.metrics()["steps"] == 4
+            assert optimizer.metrics()["skipped_steps"] == 2
+            finals.append([p.detach().clone() for p in model.parameters()])
+            assert same_everywhere([p.tolist() for p in finals[-1]])
+    for p, q in zip(finals[0], finals[3], strict=True):
+        assert torch.allclose(p, q, atol=1e-3)  # buckets have their parameters in another order, and so have sums
+    model = DistributedDataParallel(TwoTypes(), static_graph=True)
+    model.register_comm_hook(CommState(model.process_group, density=0.1), comm_hook)
+    with pytest.raises(ConfigurationError, match=r"static_graph=True .* call tritoncomm\.ddp\.register\(\)"):
+        loss_of(model, rank, 0).backward()

@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import discarded_pass_workers
 import door_edge_workers
 import door_model_workers
 import pytest
@@ -31,6 +32,12 @@ from tritoncomm.scheduler.local_workers import WorkerError
         [door_edge_workers.groups_are_used_again],
         [door_model_workers.other_strides, door_model_workers.unfrozen_later],
         [door_model_workers.gradients_of_others, door_model_workers.unsuitable_models],
+        [door_model_workers.static_graph_of_two_types],
+        [
+            discarded_pass_workers.discarded_passes,
+            discarded_pass_workers.optimizers_in_turns,
+            discarded_pass_workers.flushed_and_synchronized,
+        ],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -45,6 +52,7 @@ def test_ddp(situations: list) -> None:
         [sharded_edge_workers.groups_are_used_again, sharded_edge_workers.parameters_without_shards],
         [sharded_edge_workers.discarded_micro_batches, sharded_edge_workers.stopped_update],
         [sharded_edge_workers.saved_micro_batches, sharded_edge_workers.scaled_micro_batches],
+        [discarded_pass_workers.discarded_passes_of_shards],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )

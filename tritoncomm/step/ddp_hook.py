@@ -27,7 +27,7 @@ from tritoncomm.errors import (
 )
 from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import carry_over, setup_checks
-from tritoncomm.step.ddp_pass import BackwardPass
+from tritoncomm.step.ddp_pass import BackwardPass, BucketOrder
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -137,7 +137,7 @@ class CommState(HookState):
         self._thread: ThreadPoolExecutor | None = None
         self._queued: list[Callable[[], None]] = []  # on a GPU, until the last bucket
         self._device: torch.device | None = None
-        self._pass = BackwardPass(1.0)
+        self._pass, self._order = BackwardPass(1.0), BucketOrder()
         self._keep_layout = False
         self._built: list[VectorExchange] = []  # in this pass
         self._failure: BaseException | None = None
@@ -192,7 +192,7 @@ class CommState(HookState):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         self.is_registered, self._device = True, buffer.device
         self._enter()
-        first, last = bucket.index() == 0, bucket.is_last()
+        first, last = self._order.place(bucket, None if self.model is None else self.parameters.values())
         scale = self.scale if first else 1.0  # reading it waits for a GPU
         on_gpu = buffer.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
@@ -295,8 +295,7 @@ class CommState(HookState):
 
     def _begin(self, scale: float) -> None:
         """Begin a backward pass, and discard a previous one that did not finish."""
-        self.exchange.reset()
-        self.consumed = False
+        self.begin_pass()
         self._pass, self._failure, self._built = BackwardPass(scale), self._broken, []
         if self._joins:  # on all ranks, so none of them waits
             self._failure = ConfigurationError(_JOINED)
@@ -467,6 +466,7 @@ class CommState(HookState):
         """
         setup_checks.check_unused(model, recipe)
         before = self.exchange.vectors
+        self.revoke_unused()
         self.process_group = model.process_group
         self.exchange.reset()
         self.exchange.pending = []

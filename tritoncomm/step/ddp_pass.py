@@ -1,14 +1,17 @@
-"""One backward pass of ``DistributedDataParallel``: what has arrived in its buckets, and which futures wait."""
+"""One backward pass of ``DistributedDataParallel``: which buckets it has, what has arrived, and which futures wait."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
+from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.bucket import copy_pairs
+from tritoncomm.step.torch_internals import current_backward
 from tritoncomm.step.vector_exchange import VectorExchange
 
 
@@ -84,6 +87,42 @@ class BackwardPass:
                 buffer.fill_(math.nan)
             future.set_result(buffer)
         self.waiting = waiting
+
+
+class BucketOrder:
+    """Tells which call of the hook is the first of a backward pass, and which is the last."""
+
+    def __init__(self) -> None:
+        self._task, self._seen, self._ended = -1, set[int](), True
+
+    def place(self, bucket: dist.GradBucket, averaged: Iterable[torch.Tensor] | None) -> tuple[bool, bool]:  # type: ignore[name-defined]
+        """Return whether ``bucket`` is the first and whether it is the last one of this backward pass.
+
+        In the first pass of a static graph, DDP gives all buckets the number 0. There are several if parameters have
+        several dtypes. The last one completes the parameters of the model.
+
+        Args:
+            bucket: The bucket.
+            averaged: The parameters of all buckets. None if they are not known.
+
+        Raises:
+            ConfigurationError: ``averaged`` would be needed.
+        """
+        numbered_first, task = bucket.index() == 0, current_backward()
+        first = numbered_first and (self._ended or task != self._task)
+        if first:
+            self._task, self._seen = task, set()
+        elif numbered_first and averaged is None:
+            raise ConfigurationError(
+                "the model has static_graph=True and parameters of several dtypes, and the hook does not know them: "
+                "call tritoncomm.ddp.register() instead of register_comm_hook()"
+            )
+        last: bool = bucket.is_last()
+        if numbered_first and averaged is not None:
+            self._seen.update(map(id, bucket.parameters()))
+            last = last or self._seen.issuperset(map(id, averaged))
+        self._ended = last
+        return first, last
 
 
 def _in_shape_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

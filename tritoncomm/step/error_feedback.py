@@ -24,6 +24,7 @@ class ErrorFeedback:
 
     A step has three parts: call :meth:`begin`, run the returned pattern on a scheduler, then call :meth:`commit` or
     :meth:`rollback`. After :meth:`rollback`, residual and algorithm state are bit-identical to those before the step.
+    Until the next :meth:`begin`, :meth:`revoke` takes back a step that was committed.
 
     Attributes:
         algorithm: The algorithm and its state.
@@ -40,6 +41,9 @@ class ErrorFeedback:
         self.workspace = Workspace()
         self._before: Any = None
         self._after: Any = None
+        # Residual and algorithm state from before the last step, or from before all steps that settle() has joined.
+        self._earlier: tuple[torch.Tensor, Any] | None = None
+        self._kept: tuple[torch.Tensor, Any] | None = None
         self.accumulator: Accumulator | None = None
 
     def begin(
@@ -60,6 +64,7 @@ class ErrorFeedback:
             raise ConfigurationError(
                 f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
             )
+        self._earlier, self._kept = self._kept, None
         self._before = self.algorithm.state
         algorithm = algorithm or self.algorithm
         device, static = self.residual.device, algorithm.is_static
@@ -74,7 +79,31 @@ class ErrorFeedback:
         verdict = self.accumulator.verdict if self.accumulator is not None else None
         assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
         self.residual, self._scratch = self._scratch, self.residual
+        self._earlier = self._earlier or (self._scratch, self._before)
         self._before = self.algorithm.state
+
+    def settle(self, *, keep: bool = False) -> None:
+        """Note that :meth:`revoke` must not take back the last step. With ``keep``, it takes back the next one, too."""
+        if not keep:
+            self._earlier = None
+        elif self._earlier is not None and self._earlier[0] is self._scratch:
+            self._scratch = torch.empty_like(self._scratch)
+        self._kept = self._earlier
+
+    def revoke(self, part: slice | None = None) -> None:
+        """Take back the committed step, because nobody uses its mean. It may be called again.
+
+        Args:
+            part: The part of the vector whose residual is restored. The state of the algorithm does not change then.
+                None restores both.
+        """
+        if self._earlier is None:
+            return
+        residual, state = self._earlier
+        part = slice(None) if part is None else part
+        self.residual[part].copy_(residual[part])
+        if part == slice(None):
+            self.algorithm.state = self._before = state
 
     def rollback(self) -> None:
         """Discard the step that :meth:`begin` started."""
@@ -103,3 +132,4 @@ class ErrorFeedback:
             )
         self.algorithm.load_state_dict(state["algorithm"])
         self.residual.copy_(residual)
+        self._earlier = None

@@ -400,6 +400,8 @@ class GradientExchange:
         With ``keep_delivered``, the new step adds to entries that the optimizer has not used yet.
         """
         self.rollback()
+        for vector in self.vectors:
+            vector.settle(keep=keep_delivered)
         if not keep_delivered:
             self.delivered, self.rejected = None, False
             self.deliveries += 1
@@ -412,10 +414,16 @@ class GradientExchange:
             vector.measure(None, span)
         self._begun = []
 
+    def revoke(self, parameters: set[int]) -> None:
+        """Take back what the steps in :attr:`delivered` did for ``parameters`` (ids). All ranks throw it away."""
+        for vector in self.vectors:
+            vector.revoke(parameters)
+
     def commit_pending(self) -> None:
         """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
         for step in self.pending:
             step.vector.feedback.resume()
+            step.vector.settle()
         self.steps += 1
         self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
         for delivered in self.delivered:
@@ -462,10 +470,6 @@ class GradientExchange:
         named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
         return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
 
-    def residual_norm(self) -> float:
-        """Return the 2-norm of this rank's residual."""
-        return math.hypot(*(_norm(vector.feedback.residual) for vector in self.vectors))
-
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
         numel = sum(vector.layout.numel for vector in self.vectors)
@@ -480,13 +484,8 @@ class GradientExchange:
             "zeroed_values": float(self.zeroed),
             "bytes_sent_total": float(self.total.sent.bytes),
             "bytes_received_total": float(self.total.received.bytes),
-            "residual_norm": self.residual_norm(),
+            "residual_norm": math.hypot(*(vector.residual_norm for vector in self.vectors)),
         }
-
-
-def _norm(values: torch.Tensor) -> float:
-    norm = float(values.norm())
-    return norm if math.isfinite(norm) else float(values.double().norm())  # the squares may overflow in fp32
 
 
 def _noting(

@@ -303,8 +303,8 @@ class FSDPState(HookState):
         if not under_way:
             # Another pass. If the previous one did not finish, it is discarded.
             self._abandon()
-            self.exchange.reset(keep_delivered=bool(self.connected) and not self.consumed)
-            self.consumed = False
+            kept = any(parameter.grad is not None for parameter in self.parameters.values())
+            self.begin_pass(keep_delivered=kept and bool(self.connected) and not self.consumed)
             self._queue_end()
         self._compare_early()
         if hook.has_early_users() and hook.names[0] not in self.early:

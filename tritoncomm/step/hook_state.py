@@ -58,6 +58,7 @@ class HookState(ABC):
         self.scaler = scaler
         self.optimizers: list[weakref.ref[Any]] = []
         self.consumed = True
+        self._used: set[int] = set()  # parameters (ids) that a step has changed since the last pass began
         self._named: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -229,6 +230,33 @@ class HookState(ABC):
         """Note that the gradients of ``parameters`` (ids) were reset, or used."""
         self.consumed = True
 
+    def use(self, parameters: set[int]) -> None:
+        """Note that a step of an optimizer uses the gradients of ``parameters`` (ids)."""
+        self._used |= parameters
+
+    def revoke(self, parameters: set[int]) -> None:
+        """Take back what the last pass did to the residuals of ``parameters`` (ids), unless a step has used it.
+
+        Their gradients were thrown away.
+        """
+        self.exchange.revoke(parameters - self._used)
+
+    def begin_pass(self, *, keep_delivered: bool = False) -> None:
+        """Begin a backward pass. See :meth:`GradientExchange.reset`."""
+        if not keep_delivered:
+            self.revoke_unused()
+        self.exchange.reset(keep_delivered=keep_delivered)
+        self.consumed = False
+
+    def revoke_unused(self) -> None:
+        """Take back what the last pass did for parameters that a wrapped optimizer steps, and has not, before the next.
+
+        Nobody knows whether gradients without a wrapped optimizer were used.
+        """
+        stepping = [each for each in self.connected if each._optimizer_step.is_guarded]  # noqa: SLF001 - of this library
+        self.revoke({parameter for each in stepping for parameter in setup_checks.parameter_ids(each)})
+        self._used = set()
+
     def not_averaged(self) -> RuntimeError:
         """Return the error of an optimizer that finds no new averaged gradients."""
         return RuntimeError(
@@ -345,7 +373,9 @@ class HookState(ABC):
         All ranks must call this between backward passes. It discards the present gradients.
         """
         self._build_loaded()
-        return self.exchange.flush()
+        means = self.exchange.flush()
+        self.use({id(parameter) for parameter in self.parameters.values()})
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter name, the vectors in which they travel, and the methods' states.

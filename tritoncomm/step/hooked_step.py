@@ -59,11 +59,20 @@ class HookedStep:
         """
         zeroed = not set_to_none and (self.has_new_gradients or self._step_state.zeroed)
         self._step_state.reset()
-        self.consume()
+        self.discard()
         self._step_state.zeroed = zeroed
 
-    def consume(self) -> None:
-        """Note that what the hook has delivered so far was used or discarded."""
+    def discard(self) -> None:
+        """Note that nobody uses what the hook has delivered since the last step."""
+        self._hook.revoke({id(parameter) for parameter in self.parameters})
+        self._consume()
+
+    def _use(self) -> None:
+        """Note that a step uses what the hook has delivered."""
+        self._hook.use({id(parameter) for parameter in self.parameters})
+        self._consume()
+
+    def _consume(self) -> None:
         self._step_state.used_delivery = self._hook.exchange.deliveries
         self._hook.discard({id(parameter) for parameter in self.parameters})
 
@@ -97,8 +106,8 @@ class HookedStep:
         else:  # a single worker steps by gradients that no pass has averaged, or once more by the same
             finite = finite and all(p.grad is None or bool(local(p.grad).isfinite().all()) for p in self.parameters)
         if not finite:
-            self.consume()
+            self.discard()
             return False
-        self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self.consume)
+        self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self._use)
         self._step_state.attempted = None  # gradients that no pass averages have no number of their own
         return True

@@ -141,6 +141,11 @@ class OptimizerStep:
         self._unguard = weakref.finalize(self, self.optimizer.register_step_pre_hook(_refuse).remove)
         self._unguard.atexit = False
 
+    @property
+    def is_guarded(self) -> bool:
+        """True if the parameters change in steps of this object only."""
+        return self._unguard.alive
+
     def unguard(self) -> None:
         """Allow ``optimizer.step()`` again."""
         self._unguard()

@@ -106,8 +106,8 @@ def vote(
 ) -> Pattern[tuple[bool, bool, bool]]:
     """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
 
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and the optimizer with the
-    most completed updates has as many on all ranks.
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and the optimizer with the most completed
+    updates has as many on all ranks.
     """
     stopped = any(one.is_stopped for one in stepping)
     # No rank gets more than one update ahead of another, because it is found out then.

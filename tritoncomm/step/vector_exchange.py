@@ -123,6 +123,7 @@ class VectorExchange:
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
+        self._revoked: set[int] = set()  # numbers of the parameters whose part of the last step was taken back
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None
         self.meter = Meter()
@@ -249,6 +250,31 @@ class VectorExchange:
             return self.scheduler.run(pattern, new_step=False)
         finally:
             self.meter = self.scheduler.meter
+
+    def settle(self, *, keep: bool = False) -> None:
+        """See :meth:`ErrorFeedback.settle`."""
+        self._revoked = set()
+        self.feedback.settle(keep=keep)
+
+    def revoke(self, parameters: set[int]) -> None:
+        """Take back what the last step did to the residual of ``parameters`` (ids), because nobody uses its mean.
+
+        The method's state is that from before the step as soon as this has been called for all parameters.
+        """
+        places = [number for number, each in enumerate(self.layout.parameters) if id(each) in parameters]
+        self._revoked.update(places)
+        if len(self._revoked) == len(self.layout.parameters):
+            self.feedback.revoke()
+            return
+        for number in places:
+            self.feedback.revoke(slice(self.layout.bounds[number], self.layout.bounds[number + 1]))
+
+    @property
+    def residual_norm(self) -> float:
+        """The 2-norm of this rank's residual."""
+        norm = float(self.feedback.residual.norm())
+        # The squares may overflow in fp32.
+        return norm if math.isfinite(norm) else float(self.feedback.residual.double().norm())
 
     def write(self, mean: SparseVector) -> torch.Tensor:
         """Write ``mean`` into :attr:`flat` and return it."""
