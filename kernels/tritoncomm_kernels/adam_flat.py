@@ -39,6 +39,7 @@ class AdamFlat:
         self.starts = list(starts)
         columns = [self.parameters, *states.columns()]
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
+        self._strides = list(map(torch.Tensor.stride, self.parameters))
         self._tables: dict[torch.dtype, torch.Tensor] = {}
         self._images = [
             (1, 1) if parameter.is_contiguous() else channels_last(parameter) or (1, 1) for parameter in self.parameters
@@ -46,10 +47,11 @@ class AdamFlat:
         self._together = alike(self.parameters, states, images=True)
 
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates, starts: Sequence[int]) -> bool:
-        """Return True if these are the tensors of this object, in the same memory."""
+        """Return True if these are the tensors of this object, in the same memory, and parameters in the same order."""
         columns = [parameters, *states.columns()]
         addresses = [list(map(torch.Tensor.data_ptr, column)) for column in columns]
-        return self.starts == list(starts) and self._addresses == addresses
+        same = self.starts == list(starts) and self._strides == list(map(torch.Tensor.stride, parameters))
+        return same and self._addresses == addresses
 
     def update(
         self,

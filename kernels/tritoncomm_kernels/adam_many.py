@@ -59,6 +59,7 @@ class AdamMany:
         self._columns = [list(parameters), *map(list, states.columns())]
         self._states = states
         self._addresses = [list(map(torch.Tensor.data_ptr, column)) for column in self._columns]
+        self._strides = list(map(torch.Tensor.stride, parameters))
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         self._groups = [
@@ -69,13 +70,14 @@ class AdamMany:
         self._others = [position for position in range(len(parameters)) if position not in grouped]
 
     def holds(self, parameters: Sequence[torch.Tensor], states: AdamStates) -> bool:
-        """Return True if these are the tensors of this object, in the same memory."""
+        """Return True if these are the tensors of this object, in the same memory, and parameters in the same order."""
         columns = [parameters, *states.columns()]
         if [len(column) for column in columns] != [len(column) for column in self._columns]:
             return False
         # Views of param_rms may be new objects. Memory that this object refers to is not used for anything else.
         views = states.param_rms
         same = all(now is views or all(map(is_, now, then)) for now, then in zip(columns, self._columns, strict=True))
+        same = same and self._strides == list(map(torch.Tensor.stride, parameters))
         return same and self._addresses == [list(map(torch.Tensor.data_ptr, column)) for column in columns]
 
     def update(

@@ -184,6 +184,20 @@ def test_changed_tensors_are_noticed(change: Callable[[list[torch.Tensor]], None
     assert not many.holds(parameters, state)
 
 
+def test_turned_parameters_are_noticed() -> None:
+    """holds() returns False after a parameter has got other strides in the same memory."""
+    parameter = torch.arange(9.0).reshape(3, 3)
+    state = kernels.AdamStates(
+        *([torch.zeros(3, 3)] for _ in range(2)), [torch.zeros(3, 3, dtype=torch.int32)], [torch.ones(())]
+    )
+    many, flat = kernels.AdamMany([parameter], state), kernels.AdamFlat([parameter], state, [0])
+    assert many.holds([parameter], state)
+    assert flat.holds([parameter], state, [0])
+    parameter.data = parameter.data.t()
+    assert not many.holds([parameter], state)
+    assert not flat.holds([parameter], state, [0])
+
+
 @pytest.mark.parametrize("at", [None, [1, 3]])
 def test_given_values_replace_gradients(at: list[int] | None) -> None:
     """Where values are given, gradients are not read."""
