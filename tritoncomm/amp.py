@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritoncomm.errors import ExchangeError
 from tritoncomm.optim import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.options import check_group
@@ -20,7 +21,8 @@ class GradScaler(torch.amp.GradScaler):
     are in unscaled units, but part of the numeric range is wasted. A loop that steps the learning rate only if the
     scale has not fallen needs this class: otherwise ranks get different learning rates, and the next step raises.
 
-    Takes the arguments of ``torch.amp.GradScaler``, and ``process_group`` (None is the default group).
+    Takes the arguments of ``torch.amp.GradScaler``, and ``process_group``, whose ranks agree. None is the group of the
+    wrapped optimizer, also after ``reset_process_group()``. Without a wrapped one it is the default group.
     """
 
     def __init__(
@@ -41,16 +43,16 @@ class GradScaler(torch.amp.GradScaler):
             )
         super().unscale_(optimizer)
         if self.is_enabled():
-            found = self._agree(self._found_inf_per_device(optimizer))
+            found = self._agree(self._found_inf_per_device(optimizer), optimizer)
             if isinstance(optimizer, SparseOptimizer):
                 optimizer.note_unscaled(found)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         found = super()._check_inf_per_device(optimizer)
-        self._agree(found)
+        self._agree(found, optimizer)
         return found
 
-    def _agree(self, found: dict[Any, torch.Tensor]) -> torch.Tensor:
+    def _agree(self, found: dict[Any, torch.Tensor], optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Set every flag of ``found`` to the maximum over all ranks, and return it: 1 for an overflow, else 0.
 
         A rank without gradients takes part in the all-reduce, and gets an entry in ``found``.
@@ -59,9 +61,28 @@ class GradScaler(torch.amp.GradScaler):
         flags = [flag.to(self._scale.device) for flag in found.values()]
         flag = torch.stack(flags).amax() if flags else torch.zeros_like(self._scale)
         if is_distributed():
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
+            _all_reduce(flag, self.process_group, optimizer)
         for own in found.values():
             own.copy_(flag)
         if not flags:
             found[flag.device] = flag
         return flag
+
+
+def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: torch.optim.Optimizer) -> None:
+    """Set ``flag`` to its maximum over the ranks of ``group``, or of a wrapped ``optimizer``.
+
+    Raises :class:`~tritoncomm.ExchangeError` if a rank was lost, or did not answer in time.
+    """
+    exchange = None
+    if isinstance(optimizer, SparseOptimizer):
+        exchange = optimizer._exchange  # noqa: SLF001 - of this library
+        group = group or optimizer._everybody  # noqa: SLF001
+    try:
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
+        timeout = None if exchange is None or flag.device.type != "cpu" else exchange.options.timeout
+        work.wait() if timeout is None else work.wait(timeout)
+    except RuntimeError as error:
+        if exchange is not None and exchange.vectors:
+            exchange.vectors[0].equal_on_all_ranks(0)  # raises an error that names the lost rank
+        raise ExchangeError(f"GradScaler: a rank was lost or did not take part: {error}") from error

@@ -200,7 +200,7 @@ class SparseOptimizer(OptimizerProxy):
         node_group: dist.ProcessGroup | None = None,
         *,
         model: DistributedDataParallel | None = None,
-    ) -> None:
+    ) -> bool:
         """Continue in another process group of any size. All its ranks must call this.
 
         After a failure, some ranks may have applied a step that other ranks could not confirm. The other ranks apply it
@@ -212,14 +212,17 @@ class SparseOptimizer(OptimizerProxy):
             process_group: The new process group. Default: the default process group.
             node_group: The ranks of this rank's node. Default: None.
             model: With a hook of DDP, the new ``DistributedDataParallel`` module around the same module. Its process
-                group is used. Create it with ``init_sync=False``: otherwise it copies parameters between ranks that
-                may be one step apart.
+                group is used. Create it with ``init_sync=False``, because ranks may be one step apart.
+
+        Returns:
+            Whether a step of other ranks was applied here. Learning-rate schedules must then take theirs here, too.
 
         Raises:
             ConfigurationError: ``model`` is missing, or the model is sharded.
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange, hook = self._exchange, self._hook
+        told, caught_up = set[int](), False
         check_group("process_group", process_group)
         if hook is not None:
             hook.check_movable()
@@ -227,13 +230,13 @@ class SparseOptimizer(OptimizerProxy):
                 raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
             process_group = model.process_group
         if is_distributed():
-            gathered = setup_checks.gather({"steps": exchange.steps}, process_group, self._device)
-            ahead = max(fields["steps"] for fields in gathered)
-            if exchange.pending and exchange.steps + 1 == ahead:
-                exchange.commit_pending()
-                delivered = exchange.take_delivered()
-                for optimizer in [self] if hook is None else hook.connected:
-                    optimizer._optimizer_step.step(delivered)  # noqa: SLF001 - of the same class
+            own = {"steps": exchange.steps}
+            told = {each["steps"] for each in setup_checks.gather(own, process_group, self._device)}
+            caught_up = bool(exchange.pending) and exchange.steps + 1 == max(told)
+            if caught_up:
+                delivered = exchange.commit_pending()
+                for each in [self] if hook is None else hook.connected:
+                    each._optimizer_step.step(delivered, clip=not exchange.flushes)  # noqa: SLF001 - of the same class
         self._step_state.reset()
         exchange.pending, exchange.delivered = [], None
         with setup_checks.propagate_errors(process_group, self._device):
@@ -243,7 +246,9 @@ class SparseOptimizer(OptimizerProxy):
             check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
             self._optimizer_step.check()
         parameters = exchange.parameters if hook is None else self._hooked.parameters
-        setup_checks.compare_setup(self.optimizer, parameters, recipe, self._options, exchange.steps, process_group)
+        setup_checks.compare_setup(
+            self.optimizer, parameters, recipe, self._options, exchange.steps, process_group, caught_up=len(told) > 1
+        )
         for optimizer in [self] if hook is None else hook.connected:
             optimizer._optimizer_step.restart()  # noqa: SLF001 - of the same class
         if hook is None:
@@ -253,6 +258,7 @@ class SparseOptimizer(OptimizerProxy):
             assert model is not None
             hook.move(model, recipe)
         self.recipe = recipe
+        return caught_up
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and discard an exchange that :meth:`step` has not used.
@@ -357,8 +363,7 @@ class SparseOptimizer(OptimizerProxy):
         if self._hook is not None:
             self._hooked.check_connected()
         self._check_no_pending_step("flush()")
-        means = self._exchange.flush() if self._hook is None else self._hook.flush()
-        delivered = [each.without_zeros() for each in means]
+        delivered = self._exchange.flush() if self._hook is None else self._hook.flush()
         if self._hook is None:
             self._plain.apply(self._exchange, delivered)
             self.zero_grad()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import failure_workers
 import pytest
+import recovery_workers
 from helpers import run_workers
 from tritoncomm.scheduler.local_workers import WorkerError
 
@@ -32,6 +33,18 @@ def reports(function, world_size: int, *args) -> dict[int, tuple]:
 def test_killed_rank(algo: str, number: int) -> None:
     """If a rank dies in any round, the survivors name it, lose nothing, regroup and train to the end."""
     assert reports(failure_workers.killed, 4, algo, number) == dict.fromkeys((0, 2, 3), ("trained to the end",))
+
+
+@pytest.mark.parametrize("situation", ["schedule", "clipped", "own clipping", "flush", "clipped flush"])
+def test_lost_in_confirmation(situation: str) -> None:
+    """A step that some ranks have taken, and others could not confirm, is repeated on these. Otherwise all refuse."""
+    outcome = "refused" if situation == "own clipping" else "trained to the end"
+    assert reports(recovery_workers.lost_in_confirmation, 3, situation) == dict.fromkeys((0, 1), (outcome,))
+
+
+def test_lost_with_scaler() -> None:
+    """With ``tritoncomm.amp.GradScaler``, a lost rank is named, and the others go on."""
+    assert reports(recovery_workers.lost_with_scaler, 3) == dict.fromkeys((0, 1), ("trained to the end",))
 
 
 def test_slow_rank() -> None:

@@ -48,6 +48,13 @@ class Delivered:
         return Delivered(SparseVector(found, self.mean.values[found.long()], self.mean.numel), self.layout)
 
 
+def scattered(means: list[Delivered], *, zeros: bool) -> list[Delivered]:
+    """Replace every ``.grad`` by its mean. Return ``means``, with or without their entries of zero."""
+    for delivered in means:
+        delivered.layout.scatter(delivered.entries)
+    return means if zeros else [delivered.without_zeros() for delivered in means]
+
+
 def added(before: list[Delivered], means: list[Delivered]) -> list[Delivered]:
     """Return the sums of the means of the same vectors. Their entries are those of either."""
     held = {id(earlier.layout): earlier for earlier in before}

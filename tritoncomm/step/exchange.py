@@ -27,7 +27,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running, run_together
 from tritoncomm.step import carry_over, setup_checks, step_checks
 from tritoncomm.step.clipping import clipped
-from tritoncomm.step.delivered import Delivered, added, check_range
+from tritoncomm.step.delivered import Delivered, added, check_range, scattered
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
@@ -70,6 +70,7 @@ class GradientExchange:
             used them yet. None if there are none.
         rejected: Whether one of these steps was rejected.
         deliveries: Number of times that :attr:`delivered` has begun from scratch.
+        flushes: Whether the last step was a flush.
         pending: The means of a step that this rank could not confirm. Other ranks may have committed it. Empty
             otherwise.
         steps: Number of committed steps.
@@ -89,7 +90,7 @@ class GradientExchange:
         self.delivered: list[Delivered] | None = None
         self.pending: list[_Begun] = []
         self.steps = self.skipped = self.zeroed = self.deliveries = 0
-        self.rejected = False
+        self.rejected = self.flushes = False
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.verdict = verdict
@@ -405,6 +406,7 @@ class GradientExchange:
         if not keep_delivered:
             self.delivered, self.rejected = None, False
             self.deliveries += 1
+        self.flushes = False
         self._rejected, self._at_fault = None, ""
 
     def rollback(self) -> None:
@@ -419,30 +421,27 @@ class GradientExchange:
         for vector in self.vectors:
             vector.revoke(parameters)
 
-    def commit_pending(self) -> None:
-        """Commit the :attr:`pending` step, because another rank has committed it. ``.grad`` becomes its mean."""
+    def commit_pending(self) -> list[Delivered]:
+        """Commit the :attr:`pending` step, as another rank has, replace every ``.grad``, and return the means."""
         for step in self.pending:
             step.vector.feedback.resume()
             step.vector.settle()
         self.steps += 1
-        self.delivered = [Delivered(step.mean, step.vector.layout) for step in self.pending]
-        for delivered in self.delivered:
-            delivered.layout.scatter(delivered.entries)
+        means = [Delivered(step.mean, step.vector.layout) for step in self.pending]
         self.pending = []
+        return scattered(means, zeros=not self.flushes)
 
     def flush(self) -> list[Delivered]:
-        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return the means."""
+        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return the means without zeros."""
         self.reset()
+        self.flushes = True
         if not self.vectors:  # before the first pass of a hook
             return []
         for vector in self.vectors:
             vector.flat.zero_()
         self.deliver(*self.vectors, dense=True, into_flat=False)
         self.finish()
-        means = self.take_delivered()
-        for delivered in means:
-            delivered.layout.scatter(delivered.entries)
-        return means
+        return scattered(self.take_delivered(), zeros=False)
 
     def take_delivered(self) -> list[Delivered]:
         """Return :attr:`delivered` for the optimizer's step, and forget it."""

@@ -157,6 +157,7 @@ def compare_setup(
     group: dist.ProcessGroup | None,
     *,
     broadcast: bool = False,
+    caught_up: bool = False,
 ) -> None:
     """Check that all ranks of ``group`` are configured identically and are at the same step.
 
@@ -169,6 +170,8 @@ def compare_setup(
         group: Process group of the exchange. None is the default group.
         broadcast: Whether to copy the values of all parameters from the group's first rank afterwards. If False, the
             values of ``trained`` must be equal.
+        caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
+            options may differ. The next step compares them.
 
     Raises:
         ConfigMismatchError: Anything differs. All ranks raise it.
@@ -190,6 +193,17 @@ def compare_setup(
     names, device = dict(named_parameters(optimizer)), device_of(optimizer)
     fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
     fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in trained]
+    if caught_up:
+        del fields["param_groups"]
+        try:
+            compare(fields, group, device)
+        except ConfigMismatchError as error:
+            raise ConfigMismatchError(
+                f"{error}. A step that not all ranks could confirm was repeated on the others, and its result differs: "
+                "load a checkpoint. Steps can be repeated if gradients are clipped by max_grad_norm, or changed in a "
+                "pre-hook of the optimizer, not in the loop"
+            ) from None
+        return
     if not broadcast:
         compare(fields, group, device)
         return
