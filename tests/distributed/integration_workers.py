@@ -218,6 +218,7 @@ def transformers_worker(rank: int, world_size: int, send: Any, folder: str) -> N
     check_lost_residual(Path(path) / "tritoncomm", rank, lambda residuals: train(path, residuals), "SparseGradients()")
     check_limits(folder, data)
     check_interrupted(folder, data)
+    check_refusals(folder, data)
 
 
 def transformers_alone(rank: int, world_size: int, send: Any, folder: str) -> None:
@@ -294,6 +295,35 @@ def check_interrupted(folder: str, data: list[Any]) -> None:
     assert callback.optimizer is not first
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
     assert "clip_grad_norm_" not in vars(trainer.accelerator)
+
+
+def check_refusals(folder: str, data: list[Any]) -> None:
+    """Errors say what a user of the Trainer did."""
+    import transformers  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.transformers import SparseGradients  # noqa: PLC0415 - optional
+
+    def trainer(*callbacks: Any, **fields: Any) -> transformers.Trainer:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, max_steps=2, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+            logging_strategy="no", save_strategy="no", **fields,
+        )  # fmt: skip
+        return transformers.Trainer(
+            Net(), arguments, train_dataset=data, eval_dataset=data[:16], callbacks=[*callbacks]
+        )
+
+    evaluated = trainer(SparseGradients(**SETTINGS))
+    evaluated.evaluate()
+    with pytest.raises(ConfigurationError, match=r"evaluate\(\) or predict\(\) was called before train\(\)"):
+        evaluated.train()
+    late = trainer()
+    late.add_callback(SparseGradients(**SETTINGS))
+    with pytest.raises(ConfigurationError, match=r"add_callback.*callbacks=\[SparseGradients\(\)\]"):
+        late.train()
+    late = trainer(ddp_find_unused_parameters=False)
+    late.add_callback(SparseGradients(**SETTINGS))
+    late.train()
+    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint=True: such a checkpoint has no residuals"):
+        trainer(SparseGradients(**SETTINGS), enable_jit_checkpoint=True).train()
 
 
 def lightning_worker(rank: int, world_size: int, send: Any, folder: str) -> None:

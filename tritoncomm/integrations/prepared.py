@@ -42,6 +42,29 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
     return sparse
 
 
+def check_trainer(trainer: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a ``trainer`` of Transformers cannot exchange gradients sparsely."""
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        raise ConfigurationError(
+            "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
+            "step; leave it out, and save every few steps with save_steps="
+        )
+    model = trainer.model_wrapped
+    if not has_peers():
+        return
+    if model is trainer.model:
+        raise ConfigurationError(
+            "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
+            "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
+            "is used; call train() first, or use a Trainer of its own to evaluate"
+        )
+    if getattr(model, "find_unused_parameters", False) and trainer.args.ddp_find_unused_parameters is None:
+        raise ConfigurationError(
+            "SparseGradients came by add_callback(), when the Trainer had chosen find_unused_parameters=True: pass "
+            "callbacks=[SparseGradients()] to the Trainer, or ddp_find_unused_parameters=False to TrainingArguments"
+        )
+
+
 def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Let ``prepared`` step ``optimizer``."""
     # As if it were unpickled, because with a scaler it keeps methods of its optimizer.

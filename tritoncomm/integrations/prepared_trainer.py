@@ -8,12 +8,13 @@ import torch
 from accelerate import Accelerator
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.integrations.prepared import connect, has_peers, replace_inner
+from tritoncomm.integrations.prepared import check_trainer, connect, has_peers, replace_inner
 from tritoncomm.optim import SparseOptimizer
 
 
 def connect_trainer(trainer: Any, algo: str | Recipe, settings: dict[str, Any]) -> SparseOptimizer:
     """Wrap the optimizer of ``trainer``, see :func:`~tritoncomm.integrations.prepared.connect`."""
+    check_trainer(trainer)
     limited = _with_limit(settings, trainer)
     sparse = connect(trainer.model_wrapped, trainer.optimizer, algo, **limited)
     if limited.get("clip_by") == "gradient":
