@@ -43,7 +43,7 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a ``trainer`` of Transformers cannot exchange gradients sparsely."""
+    """Raise :class:`~tritoncomm.ConfigurationError` if a ``trainer`` of Transformers cannot exchange sparsely."""
     if getattr(trainer.args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
             "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
