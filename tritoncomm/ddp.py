@@ -89,9 +89,8 @@ def register(
             small=small,
             **recipe_fields,
         )
-    state.belongs_to(model)
     model.register_comm_hook(state, comm_hook)
-    _watch_passes(model, weakref.ref(state))
+    _join(state, model)
     state.watch_optimizers("ddp_model")
     return state
 
@@ -101,9 +100,15 @@ def state_of(model: DistributedDataParallel) -> CommState | None:
     for _, state in comm_hooks(model):
         if isinstance(state, CommState) and state.is_registered:
             if not state.parameters:
-                state.belongs_to(model)
+                _join(state, model)
             return state
     return None
+
+
+def _join(state: CommState, model: DistributedDataParallel) -> None:
+    """Let ``state`` know ``model``, and when its passes begin."""
+    state.belongs_to(model)
+    _watch_passes(model, weakref.ref(state))
 
 
 def _check_model(model: DistributedDataParallel) -> None:

@@ -21,13 +21,12 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import (
     ConfigurationError,
     ExchangeError,
-    ExchangeTimeoutError,
     NonFiniteError,
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler.process_group import is_broken
 from tritoncomm.step import carry_over, setup_checks
-from tritoncomm.step.ddp_pass import BackwardPass, BucketOrder
+from tritoncomm.step.ddp_pass import UNUSED, BackwardPass, BucketOrder, with_cause
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.hook_state import HookState
 from tritoncomm.step.options import (
@@ -51,11 +50,6 @@ _POLICIES = ("raise", "propagate", "zero")
 _JOINED = (
     "join() of DDP is not supported, because a rank without a batch has no gradient to exchange: give all ranks the "
     "same number of batches, or pass throw_on_early_termination=True to end with the first rank that has none"
-)
-_UNUSED = (
-    "a parameter that received no gradient on a rank keeps DDP from finishing the pass there: use every parameter in "
-    "each pass, and call the DDP module, not its inner module; or call tritoncomm.wrap() on the optimizer of the plain "
-    "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, without tritoncomm"
 )
 
 
@@ -172,6 +166,10 @@ class CommState(HookState):
         """See :meth:`HookState.length`."""
         return parameter.numel()
 
+    def was_reset(self, parameter: torch.Tensor) -> bool:
+        """See :meth:`HookState.was_reset`. If several workers have not reset their gradients, the pass has failed."""
+        return self.model is not None and not self.is_alone
+
     @property
     def is_alone(self) -> bool:
         """See :attr:`HookState.is_alone`."""
@@ -258,7 +256,7 @@ class CommState(HookState):
         if not self.is_unfinished:
             return super().not_averaged()
         self.is_unfinished = False
-        error = RuntimeError(f"DDP has not averaged the gradients of the last backward pass: {_UNUSED}")
+        error = RuntimeError(f"DDP has not averaged the gradients of the last backward pass: {UNUSED}")
         self._report(error)
         return error
 
@@ -291,7 +289,7 @@ class CommState(HookState):
         try:
             self._connect()
         except ExchangeError as error:
-            raise _with_cause(error) from None
+            raise with_cause(error) from None
 
     def _begin(self, scale: float) -> None:
         """Begin a backward pass, and discard a previous one that did not finish."""
@@ -357,7 +355,7 @@ class CommState(HookState):
         if isinstance(error, (ExchangeError, ProtocolMismatchError)) and is_broken(self.exchange.options.group):
             self._broken = error
         if isinstance(error, ExchangeError):
-            error = _with_cause(error)
+            error = with_cause(error)
         if error is None:
             return
         if not isinstance(error, NonFiniteError) or self.on_nonfinite not in ("propagate", "skip"):
@@ -490,11 +488,3 @@ def comm_hook(
     Accumulate gradients under ``ddp_model.no_sync()``. A hook cannot see which gradients have been averaged before.
     """
     return state.schedule(bucket)
-
-
-def _with_cause(error: ExchangeError) -> ExchangeError:
-    """Return ``error`` with the likely cause, if a rank did not answer in a backward pass and has not said why."""
-    unanswered = isinstance(error, ExchangeTimeoutError) or not error.peers
-    return (
-        type(error)(f"{error}. In DDP, {_UNUSED}", error.peers) if unanswered and _UNUSED not in str(error) else error
-    )

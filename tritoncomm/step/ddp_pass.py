@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.errors import ConfigurationError, ExchangeError, ExchangeTimeoutError
 from tritoncomm.step.bucket import copy_pairs
 from tritoncomm.step.torch_internals import current_backward
 from tritoncomm.step.vector_exchange import VectorExchange
+
+UNUSED = (
+    "a parameter that received no gradient on a rank keeps DDP from finishing the pass there: use every parameter in "
+    "each pass, and call the DDP module, not its inner module; or call tritoncomm.wrap() on the optimizer of the plain "
+    "module, where a missing gradient counts as zero; or use DDP with find_unused_parameters=True, without tritoncomm"
+)
 
 
 @dataclass
@@ -123,6 +129,12 @@ class BucketOrder:
             last = last or self._seen.issuperset(map(id, averaged))
         self._ended = last
         return first, last
+
+
+def with_cause(error: ExchangeError) -> ExchangeError:
+    """Return ``error`` with the likely cause, if a rank did not answer in a backward pass and has not said why."""
+    unanswered = isinstance(error, ExchangeTimeoutError) or not error.peers
+    return type(error)(f"{error}. In DDP, {UNUSED}", error.peers) if unanswered and UNUSED not in str(error) else error
 
 
 def _in_shape_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

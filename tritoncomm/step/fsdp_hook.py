@@ -234,6 +234,10 @@ class FSDPState(HookState):
         """See :attr:`HookState.device`."""
         return self.exchange.options.device
 
+    def was_reset(self, parameter: torch.Tensor) -> bool:
+        """See :meth:`HookState.was_reset`."""
+        return parameter.grad is None
+
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """See :attr:`HookState.replicas`."""

@@ -68,6 +68,10 @@ class HookState(ABC):
     def build(self, layout: list[list[str]]) -> list[VectorExchange]:
         """Return new vectors with the parameters of ``layout``, by name."""
 
+    @abstractmethod
+    def was_reset(self, parameter: torch.Tensor) -> bool:
+        """Return True if the gradient of ``parameter`` was reset before this pass. False if that is not known."""
+
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """Process group of the ranks that hold the same parameters. None is the default group."""
@@ -249,12 +253,13 @@ class HookState(ABC):
         self.consumed = False
 
     def revoke_unused(self) -> None:
-        """Take back what the last pass did for parameters that a wrapped optimizer steps, and has not, before the next.
+        """Take back what the last pass did for parameters whose gradients were reset, and that no step has changed.
 
-        Nobody knows whether gradients without a wrapped optimizer were used.
+        A wrapped optimizer must step them: nobody knows what others have done.
         """
         stepping = [each for each in self.connected if each._optimizer_step.is_guarded]  # noqa: SLF001 - of this library
-        self.revoke({parameter for each in stepping for parameter in setup_checks.parameter_ids(each)})
+        groups = [group["params"] for each in stepping for group in each.param_groups]
+        self.revoke({id(parameter) for group in groups for parameter in group if self.was_reset(parameter)})
         self._used = set()
 
     def not_averaged(self) -> RuntimeError:
