@@ -230,8 +230,7 @@ class SparseOptimizer(OptimizerProxy):
                 raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
             process_group = model.process_group
         if is_distributed():
-            own = {"steps": exchange.steps}
-            told = {each["steps"] for each in setup_checks.gather(own, process_group, self._device)}
+            told = {of["steps"] for of in setup_checks.gather({"steps": exchange.steps}, process_group, self._device)}
             caught_up = bool(exchange.pending) and exchange.steps + 1 == max(told)
             if caught_up:
                 delivered = exchange.commit_pending()
@@ -267,10 +266,10 @@ class SparseOptimizer(OptimizerProxy):
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._hook is None:
-            self._step_state.reset()
-            if self._exchange.delivered is not None:
+            if self._exchange.delivered is not None and not self._step_state.interrupted:
                 self._exchange.revoke({id(parameter) for parameter in self._exchange.parameters})
             self._exchange.delivered = None
+            self._step_state.reset()
         else:
             self._hooked.zero(set_to_none=set_to_none)
 
@@ -292,7 +291,8 @@ class SparseOptimizer(OptimizerProxy):
         """
         try:
             return self._step(closure)
-        except BaseException:
+        except BaseException as error:
+            self._step_state.interrupted = not isinstance(error, Exception)
             self._forget_scaler()
             raise
 

@@ -44,6 +44,7 @@ class StepState:
             a hook of the user has failed after that, another call repeats the rest of the step.
         versions: Version of each ``.grad`` when the hook had failed.
         zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
+        interrupted: Whether a signal has ended the last step. Other ranks may have taken it.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
@@ -54,12 +55,13 @@ class StepState:
     attempted: int | None = None
     versions: list[int] = field(default_factory=list)
     zeroed: bool = False
+    interrupted: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
         """Discard the last exchange, which has been used or is not needed."""
         self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
-        self.attempted, self.versions, self.zeroed = None, [], False
+        self.attempted, self.versions, self.zeroed, self.interrupted = None, [], False, False
 
     def warn_about_scale(self, found: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
