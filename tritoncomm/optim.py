@@ -237,6 +237,8 @@ class SparseOptimizer(OptimizerProxy):
                 for each in [self] if hook is None else hook.connected:
                     each._optimizer_step.step(delivered, clip=not exchange.flushes)  # noqa: SLF001 - of the same class
         self._step_state.reset()
+        if hook is None:
+            exchange.discard()
         exchange.pending, exchange.delivered = [], None
         with setup_checks.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
@@ -266,9 +268,7 @@ class SparseOptimizer(OptimizerProxy):
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._hook is None:
-            if self._exchange.delivered is not None and not self._step_state.interrupted:
-                self._exchange.revoke({id(parameter) for parameter in self._exchange.parameters})
-            self._exchange.delivered = None
+            self._exchange.discard(used=self._step_state.interrupted)
             self._step_state.reset()
         else:
             self._hooked.zero(set_to_none=set_to_none)
@@ -368,9 +368,9 @@ class SparseOptimizer(OptimizerProxy):
             self._plain.apply(self._exchange, delivered)
             self.zero_grad()
             return
-        for optimizer in self._hook.connected:
-            optimizer._optimizer_step.step(delivered, clip=False)  # noqa: SLF001 - of the same class
-            optimizer.zero_grad()
+        for each in self._hook.connected:
+            each._optimizer_step.step(delivered, clip=False, started=each._hooked.use)  # noqa: SLF001 - of this class
+            each.zero_grad()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last exchange and totals, as a flat dict for TensorBoard or W&B.
@@ -433,9 +433,9 @@ class SparseOptimizer(OptimizerProxy):
         self._optimizer_step.restore(inner)
         self._optimizer_step.restart()
         if feedbacks:
+            self._exchange.discard()
             self._exchange.restore(feedbacks)
             self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
-            self._exchange.delivered = None
         elif saved is not None and self._hook is not None:
             self._hook.load_checked(saved)
         if saved is None:

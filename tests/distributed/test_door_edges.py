@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import conservation_workers
 import discarded_pass_workers
 import door_edge_workers
 import door_model_workers
@@ -38,6 +39,12 @@ from tritoncomm.scheduler.local_workers import WorkerError
             discarded_pass_workers.optimizers_in_turns,
             discarded_pass_workers.flushed_and_synchronized,
         ],
+        [
+            conservation_workers.bare_steps_between,
+            conservation_workers.parts_of_a_pass,
+            conservation_workers.failing_flush,
+            conservation_workers.synchronized_and_loaded,
+        ],
     ],
     ids=lambda situations: ",".join(situation.__name__ for situation in situations),
 )
@@ -59,6 +66,11 @@ def test_ddp(situations: list) -> None:
 def test_sharded(situations: list) -> None:
     """Each situation passes with two replicas of two shards."""
     run_situations(situations, 4)
+
+
+def test_conservation_by_shards() -> None:
+    """What two optimizers of FSDP2 use is applied once. The two replicas have one shard each."""
+    run_situations([conservation_workers.shards_in_turns], 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -125,6 +125,8 @@ class WarmupAlgorithm(WholeVectorWrapper):
     @state.setter
     def state(self, state: tuple[int, Any]) -> None:
         self._taken, inner = state
+        stage = self.recipe.stage(self._taken)  # later ones begin from scratch
+        self._built = {number: algorithm for number, algorithm in self._built.items() if number <= stage}
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:

@@ -190,7 +190,7 @@ class CommState(HookState):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         self.is_registered, self._device = True, buffer.device
         self._enter()
-        first, last = self._order.place(bucket, None if self.model is None else self.parameters.values())
+        first, last = self._order.place(bucket, None if self.model is None else self)
         scale = self.scale if first else 1.0  # reading it waits for a GPU
         on_gpu = buffer.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
@@ -464,7 +464,7 @@ class CommState(HookState):
         """
         setup_checks.check_unused(model, recipe)
         before = self.exchange.vectors
-        self.revoke_unused()
+        self.revoke(set(self._stepped()))
         self.process_group = model.process_group
         self.exchange.reset()
         self.exchange.pending = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,13 +96,21 @@ class BackwardPass:
         self.waiting = waiting
 
 
+class HasParameters(Protocol):
+    """Knows the parameters of a model."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters by name."""
+
+
 class BucketOrder:
     """Tells which call of the hook is the first of a backward pass, and which is the last."""
 
     def __init__(self) -> None:
         self._task, self._seen, self._ended = -1, set[int](), True
 
-    def place(self, bucket: dist.GradBucket, averaged: Iterable[torch.Tensor] | None) -> tuple[bool, bool]:  # type: ignore[name-defined]
+    def place(self, bucket: dist.GradBucket, model: HasParameters | None) -> tuple[bool, bool]:  # type: ignore[name-defined]
         """Return whether ``bucket`` is the first and whether it is the last one of this backward pass.
 
         In the first pass of a static graph, DDP gives all buckets the number 0. There are several if parameters have
@@ -109,24 +118,24 @@ class BucketOrder:
 
         Args:
             bucket: The bucket.
-            averaged: The parameters of all buckets. None if they are not known.
+            model: Has the parameters of all buckets. None if they are not known.
 
         Raises:
-            ConfigurationError: ``averaged`` would be needed.
+            ConfigurationError: The parameters would be needed.
         """
         numbered_first, task = bucket.index() == 0, current_backward()
         first = numbered_first and (self._ended or task != self._task)
         if first:
             self._task, self._seen = task, set()
-        elif numbered_first and averaged is None:
+        elif numbered_first and model is None:
             raise ConfigurationError(
                 "the model has static_graph=True and parameters of several dtypes, and the hook does not know them: "
                 "call tritoncomm.ddp.register() instead of register_comm_hook()"
             )
         last: bool = bucket.is_last()
-        if numbered_first and averaged is not None:
+        if numbered_first and not last and model is not None:
             self._seen.update(map(id, bucket.parameters()))
-            last = last or self._seen.issuperset(map(id, averaged))
+            last = self._seen.issuperset(map(id, model.parameters.values()))
         self._ended = last
         return first, last
 

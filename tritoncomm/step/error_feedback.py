@@ -24,7 +24,7 @@ class ErrorFeedback:
 
     A step has three parts: call :meth:`begin`, run the returned pattern on a scheduler, then call :meth:`commit` or
     :meth:`rollback`. After :meth:`rollback`, residual and algorithm state are bit-identical to those before the step.
-    Until the next :meth:`begin`, :meth:`revoke` takes back a step that was committed.
+    :meth:`revoke` takes back a step that was committed, until :meth:`settle` or the next :meth:`begin`.
 
     Attributes:
         algorithm: The algorithm and its state.
@@ -44,6 +44,7 @@ class ErrorFeedback:
         # Residual and algorithm state from before the last step, or from before all steps that settle() has joined.
         self._earlier: tuple[torch.Tensor, Any] | None = None
         self._kept: tuple[torch.Tensor, Any] | None = None
+        self._spare: torch.Tensor | None = None  # memory for another sum, after steps that were joined
         self.accumulator: Accumulator | None = None
 
     def begin(
@@ -84,11 +85,15 @@ class ErrorFeedback:
 
     def settle(self, *, keep: bool = False) -> None:
         """Note that :meth:`revoke` must not take back the last step. With ``keep``, it takes back the next one, too."""
-        if not keep:
-            self._earlier = None
-        elif self._earlier is not None and self._earlier[0] is self._scratch:
-            self._scratch = torch.empty_like(self._scratch)
-        self._kept = self._earlier
+        if self._earlier is not None:
+            if keep and self._earlier[0] is self._scratch:
+                self._scratch, self._spare = (
+                    torch.empty_like(self._scratch) if self._spare is None else self._spare,
+                    None,
+                )
+            elif not keep and self._earlier[0] is not self._scratch:
+                self._spare = self._earlier[0]
+        self._kept = self._earlier = self._earlier if keep else None
 
     def revoke(self, part: slice | None = None) -> None:
         """Take back the committed step, because nobody uses its mean. It may be called again.

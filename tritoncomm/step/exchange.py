@@ -24,13 +24,13 @@ from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
-from tritoncomm.scheduler.together import Running, run_together
+from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import carry_over, setup_checks, step_checks
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.delivered import Delivered, added, check_range, scattered
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed
+from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed, noting
 
 logger = logging.getLogger("tritoncomm")
 
@@ -74,7 +74,7 @@ class GradientExchange:
         pending: The means of a step that this rank could not confirm. Other ranks may have committed it. Empty
             otherwise.
         steps: Number of committed steps.
-        skipped: Number of rejected steps.
+        skipped: Number of steps that were rejected, or whose means were thrown away.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
@@ -97,6 +97,7 @@ class GradientExchange:
         self.stepping: Callable[[], list[step_checks.Stepping]] = list
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
+        self._unsettled = 0  # committed steps in ``delivered``
         self._rejected: NonFiniteError | None = None
         self._at_fault = ""  # NaN and Inf values of this rank in this step
 
@@ -276,8 +277,8 @@ class GradientExchange:
                 clipping = None
             try:
                 one, *others = vectors
-                runs = [_noting(one, means, dense=dense, first=clipping)]
-                run_together([*runs, *(_noting(vector, means, dense=dense) for vector in others)])
+                runs = [noting(one, means, dense=dense, first=clipping)]
+                run_together([*runs, *(noting(vector, means, dense=dense) for vector in others)])
             finally:
                 self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
             self._begun[first] = self._begun[first]._replace(span=span.end())
@@ -354,7 +355,7 @@ class GradientExchange:
             vector.feedback.commit()
             vector.measure(mean, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
-        self.steps += 1
+        self.steps, self._unsettled = self.steps + 1, self._unsettled + 1
         self._deliver([Delivered(step.mean, step.vector.layout) for step in begun])
         self._begun = []
 
@@ -404,7 +405,7 @@ class GradientExchange:
         for vector in self.vectors:
             vector.settle(keep=keep_delivered)
         if not keep_delivered:
-            self.delivered, self.rejected = None, False
+            self.delivered, self.rejected, self._unsettled = None, False, 0
             self.deliveries += 1
         self.flushes = False
         self._rejected, self._at_fault = None, ""
@@ -418,8 +419,16 @@ class GradientExchange:
 
     def revoke(self, parameters: set[int]) -> None:
         """Take back what the steps in :attr:`delivered` did for ``parameters`` (ids). All ranks throw it away."""
-        for vector in self.vectors:
-            vector.revoke(parameters)
+        whole = [vector.revoke(parameters) for vector in self.vectors]
+        if all(whole):
+            self.steps, self.skipped = self.steps - self._unsettled, self.skipped + self._unsettled
+            self._unsettled = 0
+
+    def discard(self, *, used: bool = False) -> None:
+        """Forget :attr:`delivered`, which nobody has used, or other ranks have. See :meth:`revoke`."""
+        if self.delivered is not None and not used:
+            self.revoke({id(parameter) for parameter in self.parameters})
+        self.delivered = None
 
     def commit_pending(self) -> list[Delivered]:
         """Commit the :attr:`pending` step, as another rank has, replace every ``.grad``, and return the means."""
@@ -485,14 +494,3 @@ class GradientExchange:
             "bytes_received_total": float(self.total.received.bytes),
             "residual_norm": math.hypot(*(vector.residual_norm for vector in self.vectors)),
         }
-
-
-def _noting(
-    vector: VectorExchange,
-    means: dict[VectorExchange, SparseVector],
-    *,
-    dense: bool,
-    first: Pattern[None] | None = None,
-) -> Running[None]:
-    """Exchange ``vector``, and add its mean to ``means``."""
-    means[vector] = yield from vector.beginning(dense=dense, first=first)

@@ -58,7 +58,8 @@ class HookState(ABC):
         self.scaler = scaler
         self.optimizers: list[weakref.ref[Any]] = []
         self.consumed = True
-        self._used: set[int] = set()  # parameters (ids) that a step has changed since the last pass began
+        # Parameters (ids) of wrapped optimizers, whose means have been neither used nor thrown away.
+        self._pending: set[int] = set()
         self._named: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -179,6 +180,7 @@ class HookState(ABC):
         self.exchange.options = replace(options, by_update=by_update or options.by_update)
         # An overflow of the scaled loss is ordinary: the step is skipped, and the scaler lowers its scale.
         self.on_nonfinite = wrap.on_nonfinite if self.scaler is None else "skip"
+        self._pending &= set(self._stepped())  # if one was deleted, another may have stepped since
         own = setup_checks.parameter_ids(optimizer)
         replaced = [each for each in self.connected if own & setup_checks.parameter_ids(each)]
         others = [_kind(each) for each in replaced if each.optimizer is not optimizer.optimizer]
@@ -202,6 +204,7 @@ class HookState(ABC):
     def release(self, optimizer: Any) -> None:
         """Do not limit the norm of gradients any more, unless another optimizer has replaced ``optimizer``."""
         if optimizer in self.connected:
+            self.use(setup_checks.parameter_ids(optimizer))
             self.exchange.options = replace(self.exchange.options, max_gradient_norm=None)
 
     def _stepping(self) -> list[step_checks.Stepping]:
@@ -235,32 +238,33 @@ class HookState(ABC):
         self.consumed = True
 
     def use(self, parameters: set[int]) -> None:
-        """Note that a step of an optimizer uses the gradients of ``parameters`` (ids)."""
-        self._used |= parameters
+        """Note that the gradients of ``parameters`` (ids) were used, or may have been."""
+        self._pending -= parameters
 
     def revoke(self, parameters: set[int]) -> None:
-        """Take back what the last pass did to the residuals of ``parameters`` (ids), unless a step has used it.
+        """Take back what the last pass did to the residuals of ``parameters`` (ids), whose gradients were thrown away.
 
-        Their gradients were thrown away.
+        Nothing is taken back that a step has used, or an optimizer that is not wrapped may have used.
         """
-        self.exchange.revoke(parameters - self._used)
+        thrown_away = self._pending & parameters
+        self._pending -= thrown_away
+        if thrown_away:
+            self.exchange.revoke(thrown_away)
 
     def begin_pass(self, *, keep_delivered: bool = False) -> None:
         """Begin a backward pass. See :meth:`GradientExchange.reset`."""
+        stepped = self._stepped()
         if not keep_delivered:
-            self.revoke_unused()
+            self.revoke({number for number, parameter in stepped.items() if self.was_reset(parameter)})
         self.exchange.reset(keep_delivered=keep_delivered)
         self.consumed = False
+        self._pending = set(stepped)
 
-    def revoke_unused(self) -> None:
-        """Take back what the last pass did for parameters whose gradients were reset, and that no step has changed.
-
-        A wrapped optimizer must step them: nobody knows what others have done.
-        """
+    def _stepped(self) -> dict[int, torch.Tensor]:
+        """Return the parameters that wrapped optimizers step, by id."""
         stepping = [each for each in self.connected if each._optimizer_step.is_guarded]  # noqa: SLF001 - of this library
         groups = [group["params"] for each in stepping for group in each.param_groups]
-        self.revoke({id(parameter) for group in groups for parameter in group if self.was_reset(parameter)})
-        self._used = set()
+        return {id(parameter): parameter for group in groups for parameter in group}
 
     def not_averaged(self) -> RuntimeError:
         """Return the error of an optimizer that finds no new averaged gradients."""
@@ -378,8 +382,10 @@ class HookState(ABC):
         All ranks must call this between backward passes. It discards the present gradients.
         """
         self._build_loaded()
+        stepped = set(self._stepped())
+        self.revoke(stepped)
         means = self.exchange.flush()
-        self.use({id(parameter) for parameter in self.parameters.values()})
+        self._pending = stepped
         return means
 
     def state_dict(self) -> dict[str, Any]:

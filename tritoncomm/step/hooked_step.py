@@ -63,13 +63,13 @@ class HookedStep:
         self._step_state.zeroed = zeroed
 
     def discard(self) -> None:
-        """Note that nobody uses what the hook has delivered since the last step."""
+        """Take back what the hook has delivered since the last step, because nobody uses it."""
         self._hook.revoke({id(parameter) for parameter in self.parameters})
         self._consume()
 
-    def _use(self) -> None:
-        """Note that a step uses what the hook has delivered."""
-        self._hook.use({id(parameter) for parameter in self.parameters})
+    def use(self) -> None:
+        """Note that a step uses what the hook has delivered to parameters that have a gradient."""
+        self._hook.use({id(parameter) for parameter in self.parameters if parameter.grad is not None})
         self._consume()
 
     def _consume(self) -> None:
@@ -108,6 +108,6 @@ class HookedStep:
         if not finite:
             self.discard()
             return False
-        self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self._use)
+        self._optimizer_step.step(exchange.delivered or [], clip=not repeated, started=self.use)
         self._step_state.attempted = None  # gradients that no pass averages have no number of their own
         return True

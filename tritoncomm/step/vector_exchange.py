@@ -229,7 +229,7 @@ class VectorExchange:
         return alike
 
     def equal_on_all_ranks(self, figure: int) -> bool:
-        """Return True if all ranks pass the same ``figure``. They call it between :meth:`beginning` and the commit."""
+        """Return True if all ranks pass the same ``figure``. They call it together, between two steps or in one."""
 
         def gathering() -> Pattern[bool]:
             own = torch.tensor([figure], device=self.flat.device)
@@ -256,18 +256,21 @@ class VectorExchange:
         self._revoked = set()
         self.feedback.settle(keep=keep)
 
-    def revoke(self, parameters: set[int]) -> None:
+    def revoke(self, parameters: set[int]) -> bool:
         """Take back what the last step did to the residual of ``parameters`` (ids), because nobody uses its mean.
 
-        The method's state is that from before the step as soon as this has been called for all parameters.
+        The method's state is that from before the step as soon as this has been called for all parameters. Then this
+        returns True.
         """
+        self._without_residual = None
         places = [number for number, each in enumerate(self.layout.parameters) if id(each) in parameters]
         self._revoked.update(places)
         if len(self._revoked) == len(self.layout.parameters):
             self.feedback.revoke()
-            return
+            return True
         for number in places:
             self.feedback.revoke(slice(self.layout.bounds[number], self.layout.bounds[number + 1]))
+        return False
 
     @property
     def residual_norm(self) -> float:
@@ -337,6 +340,17 @@ class VectorExchange:
             **{f"seconds_{phase.replace(' ', '_')}": seconds for phase, seconds in times.meter.seconds.items()},
             **self.feedback.algorithm.report,
         }
+
+
+def noting(
+    vector: VectorExchange,
+    means: dict[VectorExchange, SparseVector],
+    *,
+    dense: bool,
+    first: Pattern[None] | None = None,
+) -> Running[None]:
+    """Exchange ``vector``, and add its mean to ``means``. See :meth:`VectorExchange.beginning`."""
+    means[vector] = yield from vector.beginning(dense=dense, first=first)
 
 
 def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:
