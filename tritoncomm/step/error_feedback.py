@@ -84,13 +84,11 @@ class ErrorFeedback:
         self._before = self.algorithm.state
 
     def settle(self, *, keep: bool = False) -> None:
-        """Note that :meth:`revoke` must not take back the last step. With ``keep``, it takes back the next one, too."""
+        """Let :meth:`revoke` take back the last step no more. With ``keep``, it takes back this and the next one."""
         if self._earlier is not None:
             if keep and self._earlier[0] is self._scratch:
-                self._scratch, self._spare = (
-                    torch.empty_like(self._scratch) if self._spare is None else self._spare,
-                    None,
-                )
+                spare, self._spare = self._spare, None
+                self._scratch = torch.empty_like(self._scratch) if spare is None else spare
             elif not keep and self._earlier[0] is not self._scratch:
                 self._spare = self._earlier[0]
         self._kept = self._earlier = self._earlier if keep else None
