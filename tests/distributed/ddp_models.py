@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm.ddp import CommState
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -30,8 +29,3 @@ class HeadFirst(nn.Module):
 def ddp(model: nn.Module, **fields) -> DistributedDataParallel:
     """Wrap a model in DDP with small buckets."""
     return DistributedDataParallel(model, bucket_cap_mb=0.003, **fields)
-
-
-def residuals(state: CommState) -> dict[str, torch.Tensor]:
-    """Return the residuals by parameter name."""
-    return state.state_dict()["residuals"]
