@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
-from tritoncomm.algorithms import Preconditioned
-from tritoncomm.algorithms.preconditioned import PreconditionedAlgorithm, without_scale
 from tritoncomm.checkpoint import reshard
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.step import exchange_state
 from tritoncomm.step.checkpoint_format import with_checksum
+from tritoncomm.step.stages import Staged
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 
@@ -125,17 +124,17 @@ def test_rows_with_small_gradients_are_delivered() -> None:
     inner = TopkAllgather(density=0.1)
     starved = delivered(inner, 80)
     assert starved[-1] < 0.02 * starved[:-1].mean()
-    served = delivered(Preconditioned(recipe=inner, shapes=((8, 10),)), 80)
+    served = delivered(Staged(recipe=inner, shapes=((8, 10),)), 80)
     assert served[-1] > 0.4 * served[:-1].mean()
 
 
 def test_scale_is_renewed() -> None:
     """The scale is None at first, constant between two renewals, and equal on all ranks."""
-    recipe = Preconditioned(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
+    recipe = Staged(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
     world, seen = SimulatedWorld(recipe, 3, 40), []
     for step in range(9):
         world.step(torch.randn(3, 40, generator=torch.Generator().manual_seed(step)))
-        scales = [worker.algorithm.scale(torch.device("cpu")) for worker in world.workers]
+        scales = [worker.algorithm.scale.divisors(torch.device("cpu")) for worker in world.workers]
         assert all(scale is None or torch.equal(scale, scales[0]) for scale in scales)
         seen.append(scales[0])
     assert [scale is None for scale in seen] == [True] * 2 + [False] * 7
@@ -145,11 +144,11 @@ def test_scale_is_renewed() -> None:
 
 def test_values_near_overflow() -> None:
     """A sum that fits into fp32 only in scaled units is delivered. A single value that overflows is rejected."""
-    recipe = Preconditioned(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
+    recipe = Staged(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
     world, gradient = SimulatedWorld(recipe, 2, 32), torch.full((2, 32), 1e-3)
     gradient[:, :2] = 1.0
     world.step(gradient)
-    scale = world.workers[0].algorithm.scale(torch.device("cpu"))
+    scale = world.workers[0].algorithm.scale.divisors(torch.device("cpu"))
     assert scale[0] / scale[-1] == 128
     gradient[:, 0] = 3e38
     assert world.step(gradient)[0].to_dense()[0] == gradient[0, 0]
@@ -165,7 +164,7 @@ def test_values_near_overflow() -> None:
     ("fields", "message"),
     [
         ({"recipe": tritoncomm.RandomK()}, "must be a method that compares entries"),
-        ({"recipe": Preconditioned(recipe=OkTopk(), shapes=((2, 2),))}, "and not preconditioned already"),
+        ({"recipe": Staged(recipe=OkTopk(), shapes=((2, 2),))}, "must not have stages already"),
         ({"decay": 1.0}, r"decay=1.0.*in \[0, 1\)"),
         ({"renew_every": 0}, "renew_every=0.*at least 1"),
     ],
@@ -173,13 +172,13 @@ def test_values_near_overflow() -> None:
 def test_bad_fields(fields: dict[str, object], message: str) -> None:
     """The error names the invalid field and the valid values."""
     with pytest.raises(ConfigurationError, match=message):
-        Preconditioned(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
+        Staged(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
 
 
 def test_shapes_must_fit() -> None:
     """Shapes whose number of elements differs from the vector's length are rejected."""
     with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*have 6 elements, but the vector has 7"):
-        Preconditioned(recipe=OkTopk(), shapes=((2, 3),)).build(7)
+        Staged(recipe=OkTopk(), shapes=((2, 3),)).build(7)
 
 
 # In a wrapped optimizer
@@ -207,12 +206,12 @@ def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
 
 def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
     """Whether entries are selected by their update."""
-    return isinstance(optimizer._vector.feedback.algorithm.inner, PreconditionedAlgorithm)
+    return optimizer._vector.scale is not None
 
 
 def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
     """Return the second moment that the scale is computed from."""
-    return optimizer._vector.feedback.algorithm.state[0]
+    return optimizer._vector.scale.moment
 
 
 def test_select_by() -> None:
@@ -241,7 +240,7 @@ def test_select_by() -> None:
 @pytest.mark.parametrize("algo", ["oktopk", "exdyna", "micro", "spardl", "gtopk"])
 def test_thresholds_after_a_renewal(algo: str) -> None:
     """Thresholds follow a renewal of the scale: the density stays about the same, without a burst."""
-    recipe = Preconditioned(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
+    recipe = Staged(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
     world, generator = SimulatedWorld(recipe, 4, 5000), torch.Generator().manual_seed(0)
     rows = torch.logspace(0, -3, 100)[:, None]
     densities = []
@@ -285,8 +284,7 @@ def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, reshar
     (feedback,) = exchange_state.loaded(loaded._exchange, state)
     loaded._vector.feedback = feedback
     assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
-    inner = without_scale(feedback.algorithm.state_dict())
-    assert inner["taken"] == 25
+    assert feedback.algorithm.state_dict()["inner"]["taken"] == 25
     if loaded_by == "update":
         assert moment_of(loaded).steps == 0
     train(copy.deepcopy(net), loaded, 25, 30)

@@ -7,9 +7,10 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
-from tritoncomm.algorithms import Dense, DenseTail
+from tritoncomm.algorithms import Dense
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
 from tritoncomm.step.bucket import split_by_size
+from tritoncomm.step.stages import Staged
 
 import laws
 from small_model import backward, sgd
@@ -48,9 +49,9 @@ def gradients(step: int) -> torch.Tensor:
 def test_format_may_change_when_a_run_is_resumed(before: str, after: str) -> None:
     """A run that resumes in another format loses nothing. In fp32, the first step delivers the residual."""
     recipe = OkTopk(density=0.1)
-    first = SimulatedWorld(DenseTail(recipe=recipe, tail=50, small=before), 5, 400)
+    first = SimulatedWorld(Staged(recipe=recipe, tail=50, small=before), 5, 400)
     first.step(gradients(0))
-    second = SimulatedWorld(DenseTail(recipe=recipe, tail=50, small=after), 5, 400)
+    second = SimulatedWorld(Staged(recipe=recipe, tail=50, small=after), 5, 400)
     second.load_state_dict(first.state_dict())
     assert laws.same_bits(second.residuals, first.residuals)
     assert first.residuals[:, -50:].any() == (before == "8bit")
@@ -62,7 +63,7 @@ def test_format_may_change_when_a_run_is_resumed(before: str, after: str) -> Non
 
 def test_forecast_of_8_bits_is_exact() -> None:
     """The forecast names the two phases of small tensors, and they take a quarter of the bytes of fp32."""
-    recipe = DenseTail(recipe=OkTopk(density=0.1), tail=300, small="8bit")
+    recipe = Staged(recipe=OkTopk(density=0.1), tail=300, small="8bit")
     world = SimulatedWorld(recipe, 5, 400)
     (allowed,) = {str(forecast) for forecast in world.predicted_traffic}
     forecast = world.predicted_traffic[0]
@@ -84,7 +85,7 @@ def test_forecast_of_8_bits_is_exact() -> None:
 def test_dense_steps_are_not_quantized() -> None:
     """A method that delivers every entry sends small tensors in fp32, and predicts it."""
     for inner in (OkTopk(density=1.0), Dense(density=0.01), Warmup(recipe=OkTopk(density=1.0), steps=1)):
-        recipe = DenseTail(recipe=inner, tail=50, small="8bit")
+        recipe = Staged(recipe=inner, tail=50, small="8bit")
         world = SimulatedWorld(recipe, 5, 400)
         assert "small tensors" in recipe.ordinary_traffic(400, 5).phases
         assert "small tensors" in world.predicted_traffic[0].phases
@@ -94,8 +95,8 @@ def test_dense_steps_are_not_quantized() -> None:
 
 def test_unknown_formats_are_named() -> None:
     """A format that small tensors do not have is named."""
-    with pytest.raises(ConfigurationError, match=r"DenseTail\(small='4bit'\): must be 'fp32' or '8bit'"):
-        DenseTail(recipe=OkTopk(), tail=1, small="4bit")
+    with pytest.raises(ConfigurationError, match=r"Staged\(small='4bit'\): must be 'fp32' or '8bit'"):
+        Staged(recipe=OkTopk(), tail=1, small="4bit")
 
 
 @pytest.mark.parametrize(
@@ -135,4 +136,4 @@ def test_residuals_stay_with_their_parameters() -> None:
     ):
         assert torch.equal(a, b)
         assert a.any()
-    assert second._vector.feedback.algorithm.state_dict()["step"] == 0
+    assert second._vector.feedback.algorithm.state_dict()["inner"]["step"] == 0
