@@ -54,9 +54,7 @@ def draw(rows: Rows, network: str, path: Path) -> None:
         if dense is not None:
             target = race_results.TARGET * dense
             axes.axhline(target, color="0.7", linewidth=0.8, linestyle=":", zorder=0)
-            axes.annotate(
-                "2 % above dense", (90, target), (0, 4), textcoords="offset points", color="0.4", fontsize=9
-            )
+            axes.annotate("2 % above dense", (90, target), (0, 4), textcoords="offset points", color="0.4", fontsize=9)
         axes.set(xlabel="seconds of training", ylabel="validation loss, nats per byte", xlim=0, ylim=(1.7, 3.6))
         figure.savefig(path, dpi=150, format="png")
 
