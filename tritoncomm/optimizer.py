@@ -20,8 +20,8 @@ from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.clipping import check_clipping
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.exchanged_parameters import KnownParameters, check_not_reduced, exchange_of
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local
+from tritoncomm.step.exchanged_parameters import KnownParameters, exchange_of
+from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.optimizer_step import OptimizerStep, StepState
 from tritoncomm.step.options import (
