@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -194,6 +195,7 @@ class GradientExchange:
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
+        decay: Mapping[int, float] = MappingProxyType({}),
         inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -206,6 +208,7 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
+            decay: The share of each parameter (by id) that is added to its gradient, after the norm was limited.
             inspect: Called with the vectors and their means while every ``.grad`` is still this rank's gradient. What
                 it raises rejects the step. Default: None.
 
@@ -230,7 +233,7 @@ class GradientExchange:
             if local_error is not None or overflowed:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
-            if self._deliver() and inspect is not None:
+            if self._deliver(decay=decay) and inspect is not None:
                 inspect([(begun.vector, begun.mean) for begun in self._begun])
         except NonFiniteError as error:
             raise (local_error or error) from None
@@ -360,7 +363,7 @@ class GradientExchange:
             vector.flat.mul_(1.0 / scale)
         return error
 
-    def _deliver(self, *, dense: bool = False) -> bool:
+    def _deliver(self, *, dense: bool = False, decay: Mapping[int, float] = MappingProxyType({})) -> bool:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
         In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
@@ -378,7 +381,9 @@ class GradientExchange:
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit)
+        clipping = None if limit is None else self._clip(limit, decay)
+        for vector in vectors if limit is None else ():
+            vector.add_share(decay)
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
@@ -409,10 +414,12 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, limit: float) -> Pattern[None]:
-        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
+    def _clip(self, limit: float, decay: Mapping[int, float]) -> Pattern[None]:
+        """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add ``decay``."""
         shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
         self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
+        for vector in self.vectors:
+            vector.add_share(decay)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
