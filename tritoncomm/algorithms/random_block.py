@@ -52,7 +52,6 @@ class RandomBlock(StaticRecipe):
 
     name: ClassVar[str] = "random_block"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     mode: str = "perm"
     seed: int = 0
     alignment: int = 128
