@@ -161,7 +161,6 @@ class BudgetedAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
         return self.k >= self.numel
 
 

@@ -46,7 +46,6 @@ class DenseTail(WrapperRecipe):
         check(self, "small", self.small in DENSE_FORMATS, "must be 'fp32' or '8bit'")
 
     def build(self, numel: int) -> DenseTailAlgorithm:
-        """See :meth:`Recipe.build`."""
         tail = min(self.tail, numel)
         bits = None if self.small == "fp32" or self.delivers_all() else BITS[self.small]
         return DenseTailAlgorithm(self.recipe.build(numel - tail), tail, bits)
@@ -76,7 +75,6 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         return None if exact else self.bits
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if not self.tail:
             mean = yield from self.inner.reduce(acc, rank, world_size)
             self.report = self.inner.report
@@ -127,7 +125,6 @@ class DenseTailAlgorithm(WrapperAlgorithm):
             raise NonFiniteError(REJECTED)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
         return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:

@@ -120,7 +120,6 @@ class ExDyna(IndexRecipe, StaticRecipe):
         return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
-        """See :meth:`Recipe.build`."""
         return ExDynaAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:
@@ -194,7 +193,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         self.state = ExDynaState()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         # Block-based gradient vector partitioning.

@@ -116,7 +116,6 @@ class OkTopk(EntryRecipe, StaticRecipe):
         return self.static_room, self.static_room
 
     def build(self, numel: int) -> OkTopkAlgorithm:
-        """See :meth:`Recipe.build`."""
         return OkTopkAlgorithm(self, numel)
 
 
@@ -179,7 +178,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         return self.numel == 0 or (super().goes_dense and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from collectives.dense_exchange(acc, world_size))
         state = self._state_for(world_size)

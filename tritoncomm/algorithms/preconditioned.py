@@ -58,7 +58,6 @@ class Preconditioned(WrapperRecipe):
         return False
 
     def build(self, numel: int) -> PreconditionedAlgorithm:
-        """See :meth:`Recipe.build`."""
         matrices = FactoredSecondMoment(self.shapes)
         holds = f"have {matrices.numel} elements, but the vector has {numel}: give the shapes of all its tensors"
         check(self, "shapes", matrices.numel == numel, holds)
@@ -92,7 +91,6 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         self._moment, self.inner.state = state
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         scale = self.scale(acc.device)
         if scale is None:
             mean = yield from self.inner.reduce(acc, rank, world_size)
@@ -201,11 +199,9 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         self.inner.migrate([without_scale(state) for state in states], share, without_scale(common))
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`."""
         return {"moment": self._moment.digest(), "inner": self.inner.common_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`."""
         moment = self._moment
         content = {"steps": moment.steps, "rows": moment.rows, "columns": moment.columns, "used": moment.used}
         return {"moment": content, "inner": self.inner.state_dict()}

@@ -74,7 +74,6 @@ class RandomBlock(StaticRecipe):
             )
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         if self.values != "fp32":
             return super().formula(numel, world_size)
         words = 2 * self.block_size(numel) * (world_size - 1) / world_size
@@ -91,7 +90,6 @@ class RandomBlock(StaticRecipe):
         return False
 
     def build(self, numel: int) -> RandomBlockAlgorithm:
-        """See :meth:`Recipe.build`."""
         return RandomBlockAlgorithm(self, numel)
 
 
@@ -116,16 +114,13 @@ class RandomBlockAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
         return self.size >= self.numel
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)

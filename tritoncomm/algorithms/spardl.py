@@ -96,7 +96,6 @@ class SparDL(EntryRecipe, StaticRecipe):
         return Formula(latencies, within + 2 * k / world_size * (d - 1), within + 2 * k / size * (d - 1))
 
     def build(self, numel: int) -> SparDLAlgorithm:
-        """See :meth:`Recipe.build`."""
         return SparDLAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:

@@ -32,11 +32,9 @@ class TopkAllgather(EntryRecipe, StaticRecipe):
     averages_when_dense: ClassVar[bool] = True
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         return self.all_gather_formula(numel, world_size)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
-        """See :meth:`Recipe.build`."""
         k = entries_to_keep(numel, self.density)
         return TopkAllgatherAlgorithm(numel, k, self.encoding, static=self.static is True)
 
@@ -52,7 +50,6 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         if acc.verdict is not None:

@@ -53,7 +53,6 @@ class Warmup(WrapperRecipe):
         object.__setattr__(self, "name", self.recipe.name)  # checkpoints and errors name the method
 
     def build(self, numel: int) -> WarmupAlgorithm:
-        """See :meth:`Recipe.build`."""
         return WarmupAlgorithm(self, numel)
 
     def densities(self) -> list[float]:
@@ -97,12 +96,10 @@ class WarmupAlgorithm(WholeVectorWrapper):
 
     @property
     def warms_up_dense(self) -> bool:
-        """See :attr:`Algorithm.warms_up_dense`."""
         return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
 
     @property
     def quantizes_warmup(self) -> bool:
-        """See :attr:`Algorithm.quantizes_warmup`."""
         return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.delivers_all()
 
     @property
@@ -112,7 +109,6 @@ class WarmupAlgorithm(WholeVectorWrapper):
 
     @property
     def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
         if self.quantizes_warmup:  # messages have a fixed length, and so they may travel by collectives
             return getattr(self.recipe.recipe, "static", False) is True
         return self.inner.is_static
@@ -130,7 +126,6 @@ class WarmupAlgorithm(WholeVectorWrapper):
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         before = self.inner
         if self.quantizes_warmup:
             bits, collective = BITS[self.recipe.values], self.is_static
@@ -181,15 +176,12 @@ class WarmupAlgorithm(WholeVectorWrapper):
         self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`."""
         return {"taken": self._taken, "inner": self.inner.common_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`."""
         return {"taken": self._taken, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`."""
         if set(state) != {"taken", "inner"}:
             raise ConfigurationError(f"not a state of a warm-up: expected keys 'inner', 'taken', got {sorted(state)}")
         taken = int(state["taken"])

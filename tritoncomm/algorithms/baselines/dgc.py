@@ -54,7 +54,6 @@ class DGC(EntryRecipe):
             check_at_least(self, 0, "clip_norm")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         return self.all_gather_formula(numel, world_size)
 
     def compares_entries(self) -> bool:
@@ -62,7 +61,6 @@ class DGC(EntryRecipe):
         return False
 
     def build(self, numel: int) -> DGCAlgorithm:
-        """See :meth:`Recipe.build`."""
         return DGCAlgorithm(self, numel)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -106,7 +104,6 @@ class DGCAlgorithm(BudgetedAlgorithm):
         self.state = DGCState()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         self.prepare(acc, world_size)
         if self.goes_dense:
             return (yield from self._dense(acc, world_size))

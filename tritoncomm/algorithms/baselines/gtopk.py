@@ -36,12 +36,10 @@ class GTopk(Recipe):
     averages_when_dense: ClassVar[bool] = True
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         words = 4 * entries_to_keep(numel, self.density) * cost.log2(world_size)
         return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> GTopkAlgorithm:
-        """See :meth:`Recipe.build`."""
         return GTopkAlgorithm(numel, entries_to_keep(numel, self.density))
 
 

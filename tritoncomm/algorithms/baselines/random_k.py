@@ -39,7 +39,6 @@ class RandomK(Recipe):
         check_number(self, "seed", whole=True)
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -48,7 +47,6 @@ class RandomK(Recipe):
         return False
 
     def build(self, numel: int) -> RandomKAlgorithm:
-        """See :meth:`Recipe.build`."""
         return RandomKAlgorithm(self, numel)
 
 
@@ -72,11 +70,9 @@ class RandomKAlgorithm(BudgetedAlgorithm):
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         indices = kernels.copied_to(self.indices(self.state.step), acc.device)

@@ -74,7 +74,6 @@ class HardThreshold(EntryRecipe):
         return False
 
     def build(self, numel: int) -> HardThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return HardThresholdAlgorithm(self, numel)
 
 
@@ -99,7 +98,6 @@ class GaussianK(EntryRecipe):
         return self.all_gather_formula(numel, world_size, gathers=2)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return GaussianKAlgorithm(self, numel)
 
 
@@ -114,7 +112,6 @@ class SIDCo(GaussianK):
     name: ClassVar[str] = "sidco"
 
     def build(self, numel: int) -> ThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return SIDCoAlgorithm(self, numel)
 
 
@@ -135,7 +132,6 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         """Return the entries of this rank, and the state after a successful step."""
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         finite = acc.is_finite()

@@ -62,7 +62,6 @@ class TopkDSA(Recipe):
         return Formula(world_size + 2 * cost.log2(world_size), 4 * k * share, (2 * k + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
-        """See :meth:`Recipe.build`."""
         return TopkDSAAlgorithm(self, numel)
 
 
@@ -76,7 +75,6 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         self.state = Stateless()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         own = acc.top_k(self.k)
