@@ -18,6 +18,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
+from tritoncomm.algorithms import field_names
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.ddp_hook import CommState, comm_hook
 from tritoncomm.step.shards import local
@@ -46,12 +47,15 @@ METHODS = {
     "exdyna-static": {"algo": "exdyna", "static": True},
     "topk_allgather-static": {"algo": "topk_allgather", "static": True, "broadcast_parameters": True},
 }
-# Every method in the form that it has on GPUs. On every commit, the hooks run with the two newest ones of them.
+# Every method in the form that it has on GPUs. On every commit, the hooks run with two of them.
 EVERY = {
-    name: {"algo": name, "static": True, **({"reduced_lr": True} if name == "random_block" else {})}
+    name: {
+        "algo": name,
+        **({"static": True} if "static" in field_names(name) else {}),
+        **({"reduced_lr": True} if name == "random_block" else {}),
+    }
     for name in algorithms()
-    if name != "dense"
-} | {"dense": {"algo": "dense"}}
+}
 BEHIND_HOOKS = list(EVERY) if DEEP else ["topk_dsa", "random_k"]
 
 
