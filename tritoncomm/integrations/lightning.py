@@ -103,8 +103,23 @@ class SparseDDPStrategy(DDPStrategy):
             for number, optimizer in enumerate(self.optimizers):
                 checkpoints.save(optimizer, beside.folder_of(filepath, number))
 
+    def _wrap_again(self) -> None:
+        """Wrap the optimizers again if they got further parameters. A fine-tuning callback will train them."""
+        new = [parameter for each in self.optimizers for parameter in each._parameters.new]  # noqa: SLF001
+        if not new:
+            return
+        before = [(parameter, parameter.requires_grad) for parameter in new]
+        for parameter in new:
+            parameter.requires_grad = True
+        for optimizer in self.optimizers:
+            optimizer.release()
+        self._wrap([optimizer.optimizer for optimizer in self.optimizers])
+        for parameter, requires_grad in before:
+            parameter.requires_grad = requires_grad
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore the optimizers, with the residuals of this rank."""
+        self._wrap_again()
         if not self._restore:
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -128,7 +128,8 @@ def _norm_of_means(optimizers: Iterable[SparseOptimizer]) -> torch.Tensor:
     """
     norms = []
     for optimizer in optimizers:
-        norm = optimizer._exchange.gradient_norm  # noqa: SLF001 - of this library
+        found = optimizer._exchange.gradient_norm  # noqa: SLF001 - of this library
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        norms.append(nn.utils.get_total_norm(gradients) if norm is None else norm.float())
-    return torch.linalg.vector_norm(torch.stack(norms))
+        norms.append(nn.utils.get_total_norm(gradients) if found is None else found.float())
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
