@@ -159,6 +159,58 @@ def accelerate_fp16(rank: int, world_size: int, send: Any, folder: str) -> None:
         check_equal_on_all_ranks(net)
 
 
+def alone(rank: int, world_size: int, send: Any, folder: str) -> None:
+    """A single worker trains and clips in Accelerate and Lightning as without this library, to the bit."""
+    import lightning  # noqa: PLC0415 - optional
+    from accelerate import Accelerator  # noqa: PLC0415 - optional
+    from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.accelerate import wrap  # noqa: PLC0415 - optional
+    from tritoncomm.integrations.lightning import SparseDDPStrategy  # noqa: PLC0415 - optional
+
+    under_torchrun(rank, world_size)
+    data = batches(rank, world_size)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(16, 16)
+
+        def training_step(self, x: torch.Tensor, _: int) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LR)
+
+    def with_lightning(strategy: Any) -> list[float]:
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, gradient_clip_val=MAX_NORM,
+        )  # fmt: skip
+        module = Module()
+        trainer.fit(module, torch.utils.data.DataLoader(torch.cat(data), batch_size=8))
+        return values(module)
+
+    def with_accelerate(**settings: Any) -> list[float]:
+        accelerator, module = Accelerator(cpu=True), Module()
+        model, optimizer = accelerator.prepare(module.net, module.configure_optimizers())
+        if settings:
+            wrap(accelerator, model, optimizer, **settings)
+        for x in data:
+            optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+        return values(module)
+
+    assert with_accelerate(**SETTINGS) == with_accelerate()
+    dense, sparse = (
+        DDPStrategy(process_group_backend="gloo"),
+        SparseDDPStrategy(process_group_backend="gloo", **SETTINGS),
+    )
+    assert with_lightning(sparse) == with_lightning(dense)
+
+
 def lightning_gan(rank: int, world_size: int, send: Any, folder: str) -> None:
     """Two optimizers of one module, toggled and clipped by manual optimization. Both continue from a checkpoint."""
     import lightning  # noqa: PLC0415 - optional

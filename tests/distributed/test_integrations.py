@@ -52,13 +52,14 @@ def test_trains_like_by_hand_and_resumes(framework: str, tmp_path: Path) -> None
         "lightning_fine_tuning",
         "fabric",
         "refusals",
+        "alone",
     ],
 )
 def test_special_cases(case: str, tmp_path: Path) -> None:
     """Several optimizers, a scaler, and parameters that train later are as by hand, or refused with a fix."""
     if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("lightning") is None:
         pytest.skip("accelerate or lightning is not installed: tox -e trainers has both")
-    run_workers(getattr(integration_edge_workers, case), 2, str(tmp_path / "checkpoints"))
+    run_workers(getattr(integration_edge_workers, case), 1 if case == "alone" else 2, str(tmp_path / "checkpoints"))
 
 
 def test_trainer_with_one_worker(tmp_path: Path) -> None:

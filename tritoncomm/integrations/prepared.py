@@ -45,7 +45,8 @@ def connect(
     sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, **settings)
     if prepared.scaler is not None:
         accelerator.scaler = with_equal_scales(accelerator.scaler, accelerator.device)
-        prepared.scaler = accelerator.scaler
+        for each in accelerator._optimizers:  # noqa: SLF001 - no public attribute has them
+            each.scaler = accelerator.scaler
     replace_inner(prepared, sparse)
     _average_before_clipping(accelerator)
     return sparse
@@ -110,11 +111,11 @@ def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> li
     found = [
         prepared
         for prepared in accelerator._optimizers  # noqa: SLF001 - no public attribute has them
-        if isinstance(prepared.optimizer, SparseOptimizer)
-        and any(id(parameter) in clipped for group in prepared.param_groups for parameter in group["params"])
+        if any(id(parameter) in clipped for group in prepared.param_groups for parameter in group["params"])
     ]
-    accelerator.unscale_gradients(found)
-    averaged = [prepared.optimizer for prepared in found]
+    averaged = [prepared.optimizer for prepared in found if isinstance(prepared.optimizer, SparseOptimizer)]
+    if averaged:
+        accelerator.unscale_gradients(found)
     for optimizer in averaged:
         if not optimizer.is_synchronized:
             optimizer.synchronize()
