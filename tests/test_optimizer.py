@@ -272,8 +272,15 @@ def test_replaced_gradients_are_rejected() -> None:
     optimizer.zero_grad()
     backward(net)
     optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: backward(net))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"changed since .* in a closure"):
+            optimizer.step(lambda: backward(net))
+    with pytest.raises(RuntimeError, match=r"changed since .* in a closure"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.synchronize()
+    assert optimizer.step(lambda: 1.0) == 1.0
 
 
 def test_freezing_after_wrapping() -> None:
