@@ -20,7 +20,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
-from tritoncomm.step.shards import bytes_of, local
+from tritoncomm.step.shards import bytes_of, local, mesh_ranks
 from tritoncomm.step.torch_internals import comm_hooks, ddp_modules
 from tritoncomm.version import __version__
 
@@ -367,7 +367,7 @@ def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | 
     """
     sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
     for parameter in sharded:
-        mesh = set(parameter.device_mesh.mesh.flatten().tolist())
+        mesh = mesh_ranks(parameter)
         ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
         if mesh & ranks != {dist.get_rank()}:
             raise ConfigurationError(
