@@ -11,8 +11,8 @@ import tritoncomm
 from door_law_workers import Seen, Setup, record
 from helpers import possible, run_workers, shared_out
 from tritoncomm import algorithms
-from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.cost import Forecast, all_reduce, both
+from tritoncomm.step.stages import Staged
 
 import laws
 from depth import DEEP
@@ -39,7 +39,7 @@ def setups(door: str, world_size: int) -> dict[tuple[str, str], Setup]:
     alike = [place for place in PLACES if (exchanging(*place) > 1) == (ranks > 1)]
     shares = shared_out({place: possible(0.07, exchanging(*place)) for place in alike})
     for name, recipe in shares[door, world_size].items():
-        if not isinstance(recipe, Preconditioned):  # wrap() adds it, see "by update"
+        if not isinstance(recipe, Staged):  # wrap() adds stages, see "by update"
             families = FAMILIES if DEEP or name in algorithms() else FAMILIES[:4]
             found["one vector", name] = Setup(door, recipe, ((1, 210),), families)
     for name, recipe in possible(1.0, ranks).items():

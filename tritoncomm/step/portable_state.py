@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format
 from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
@@ -89,7 +88,7 @@ def resharded(
     if here.is_whole and held_by(states[0]).is_whole:
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
     else:  # second moments of rows and columns are those of other shards
-        vectors = [without_scale(each) for each in common.get("vectors", [common])]
+        vectors = [each | {"moment": None} for each in common.get("vectors", [common])]
         common = common | {"vectors": vectors} if "vectors" in common else vectors[0]
     return checkpoint_format.taken_over(
         states[0],
