@@ -402,7 +402,7 @@ class SparseOptimizer(OptimizerProxy):
         self._run_hooks_before_saving()
         self._check_no_pending_step("state_dict()")
         own = exchange_state.saved(self._exchange)
-        return self._after_saving(self.optimizer.state_dict() | {"tritoncomm": own})
+        return self._after_saving(self._optimizer_step.saved() | {"tritoncomm": own})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:

@@ -313,6 +313,11 @@ class OptimizerStep:
                 _stepping.discard(key)
         _run(after, self.optimizer)
 
+    def saved(self) -> dict[str, Any]:
+        """Return the state of the optimizer, which any sharding can load."""
+        rule, state = find_rule(self.optimizer), self.optimizer.state_dict()
+        return state if rule is None else rule.saved(self.optimizer, state)
+
     def restore(self, state_dict: dict[str, Any]) -> None:
         """Restore the entries of the staleness-aware step after ``optimizer.load_state_dict(state_dict)``.
 
