@@ -2,8 +2,6 @@
 
 from tritoncomm import amp as amp
 from tritoncomm import checkpoint as checkpoint
-from tritoncomm import ddp as ddp
-from tritoncomm import fsdp as fsdp
 from tritoncomm.algorithms import (
     DGC,
     Dense,
@@ -35,7 +33,7 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
     TritoncommError,
 )
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.tracing import trace
 from tritoncomm.simulation import SimulatedWorld

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.options import check_group
 

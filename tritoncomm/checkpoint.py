@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.checkpoint_format import reshard
@@ -62,9 +62,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         state = optimizer.state_dict()
         checksum = checkpoint_format.checksum(_original_state(state))
     if is_distributed():
-        setup_checks.compare({setup_checks.UPDATES: optimizer._optimizer_step.updates}, group, device)  # noqa: SLF001
-        if optimizer._hook is not None:  # noqa: SLF001
-            optimizer._hook.keep_layout()  # noqa: SLF001
+        setup_checks.compare({setup_checks.UPDATES: optimizer._exchange.updates}, group, device)  # noqa: SLF001
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
@@ -348,12 +346,7 @@ class ResidualState:
 
     def _sharded_parameters(self) -> list[torch.Tensor]:
         """Return the parameters whose shards are exchanged, in the order of a state. Empty if nothing is sharded."""
-        exchange = self.optimizer._exchange  # noqa: SLF001 - no setting
-        if exchange.verdict is None:
-            return []
-        if self.optimizer.has_shards:
-            return exchange.parameters
-        return [parameter for vector in exchange.vectors for parameter in vector.parameters]  # of a hook
+        return self.optimizer._exchange.parameters if self.optimizer.has_shards else []  # noqa: SLF001 - no setting
 
     def _of_rank(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank from those of all ranks, or from its own."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm  # noqa: F401 - its modules are patched
 from tritoncomm.scheduler import process_group, tracing, watcher
-from tritoncomm.step import hook_state, private_group
+from tritoncomm.step import private_group
 
 from emulated_cuda import kernel_costs, nccl, streams
 from emulated_cuda.device import CudaTensor, Gpu, current_gpu, parse_to, upload, written
@@ -36,7 +36,6 @@ _STATE = (
     (process_group, "_broken"),
     (process_group, "_subgroups"),
     (private_group, "_free"),
-    (hook_state, "_states"),
     (tracing, "_tracers"),
     (watcher, "_last"),
     (padded, "_constants"),

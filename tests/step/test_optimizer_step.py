@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(40, 50), (7,), (30, 20), ()]
 STEPS = 4
 
-Optimizer = tritoncomm.optim.SparseOptimizer
+Optimizer = tritoncomm.optimizer.SparseOptimizer
 
 
 def step_at_once(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ from tritoncomm import checkpoint
 from tritoncomm.algorithms import Recipe
 from tritoncomm.integrations import residuals as beside
 from tritoncomm.integrations.prepared import connect
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["wrap"]
 

@@ -14,7 +14,7 @@ from tritoncomm import checkpoint as checkpoints
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["SparseDDPStrategy"]
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tritoncomm
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.integrations.prepared import check_trainer, connect, has_peers, replace_inner
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 
 
 def connect_trainer(trainer: Any, algo: str | Recipe, settings: dict[str, Any]) -> SparseOptimizer:

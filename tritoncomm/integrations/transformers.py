@@ -13,7 +13,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.integrations import residuals as beside
 from tritoncomm.integrations.prepared_trainer import connect_trainer, disconnect_trainer
-from tritoncomm.optim import SparseOptimizer
+from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["SparseGradients"]
 

@@ -88,18 +88,6 @@ class SparseVector:
         """Return a new fp32 tensor ``[numel]`` with zeros at coordinates that are not stored."""
         return self.write_to(torch.empty(self.numel, dtype=torch.float32, device=self.values.device))
 
-    def plus(self, other: SparseVector) -> SparseVector:
-        """Return the sum with ``other``, which has the same ``numel``. It stores the coordinates that either stores."""
-        if self.is_full or other.is_full:
-            return SparseVector.full(self.to_dense() + other.to_dense())
-        if self.is_padded or other.is_padded:
-            return self.trimmed().plus(other.trimmed())
-        indices, places = torch.unique(torch.cat([self.indices, other.indices]), return_inverse=True)
-        values = self.values.new_zeros(len(indices))
-        for part, vector in zip(torch.split(places, [len(self), len(other)]), (self, other), strict=True):
-            values[part] += vector.values
-        return SparseVector(indices, values, self.numel)
-
     def write_to(self, out: torch.Tensor, *, workspace: Workspace | None = None) -> torch.Tensor:
         """Overwrite ``out`` (fp32 ``[numel]``) with the dense form and return it.
 

@@ -165,7 +165,7 @@ class BucketLayout:
         half = [parameter.dtype == torch.float16 for parameter in self.parameters]
         if not any(half):
             return None
-        too_large = ~fits_half(mean.values)
+        too_large = ~_fits_half(mean.values)
         if all(half):
             return too_large.any()
         bounds = constant(self.bounds, mean.values.device)
@@ -231,12 +231,6 @@ def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(source)
 
 
-def add_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the second tensor of each pair to the first. On a GPU this takes one call for all of them."""
-    if pairs:
-        torch._foreach_add_([target for target, _ in pairs], [source for _, source in pairs])
-
-
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout != torch.strided
 
@@ -275,6 +269,6 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
 
 
-def fits_half(values: torch.Tensor) -> torch.Tensor:
+def _fits_half(values: torch.Tensor) -> torch.Tensor:
     """Return which of ``values`` (fp32) do not overflow in fp16, the only dtype with a smaller range than fp32."""
     return values.abs() <= torch.finfo(torch.float16).max

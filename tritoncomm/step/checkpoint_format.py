@@ -80,22 +80,17 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
 
     Args:
         states: The states of all P old ranks, in order: the entry ``"tritoncomm"`` of
-            :meth:`tritoncomm.SparseOptimizer.state_dict`, or the result of :meth:`tritoncomm.ddp.CommState.state_dict`.
+            :meth:`tritoncomm.SparseOptimizer.state_dict`.
         world_size: The new number of ranks.
 
     Returns:
         The states of the new ranks, in order.
 
     Raises:
-        ConfigurationError: The states do not belong together, are damaged, belong to FSDP shards, or have been
-            converted before and not been loaded since.
+        ConfigurationError: The states do not belong together, are damaged, or have been converted before and not been
+            loaded since.
     """
     size = len(states)
-    if any(state.get("kind") == "shards" for state in states):
-        raise ConfigurationError(
-            "states of FSDP shards cannot be converted to another world size: save and load them with "
-            "torch.distributed.checkpoint, see tritoncomm.checkpoint.ResidualState"
-        )
     if any("migrated" in state for state in states):
         raise ConfigurationError("these states were converted to another world size before: load and save them first")
     for rank, state in enumerate(states):
@@ -103,19 +98,16 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
         if state["steps"] != states[0]["steps"]:
             steps = f"{states[0]['steps']} and {state['steps']}"
             raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
-        if _lengths(state["residuals"]) != _lengths(states[0]["residuals"]):
+        if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
     share = world_size / size
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
-        first = by_name(states[0]["residuals"])
-        summed = {
-            name: sum((by_name(state["residuals"])[name] for state in own), start=torch.zeros_like(like)) * share
-            for name, like in first.items()
-        }
-        named = isinstance(states[0]["residuals"], Mapping)
-        residuals = summed if named else list(summed.values())
+        residuals = [
+            sum(parts, start=torch.zeros_like(first)) * share
+            for first, *parts in zip(states[0]["residuals"], *(state["residuals"] for state in own), strict=True)
+        ]
         migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
         resharded.append(
             with_checksum(
@@ -124,18 +116,9 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
                 recipe=states[0]["recipe"],
                 settings=states[0]["settings"],
                 residuals=residuals,
-                algorithm=states[0]["algorithm"] if named else {},  # DDP needs the layout of its vectors
+                algorithm={},
                 migrated=migrated,
                 steps=states[0]["steps"],
             )
         )
     return resharded
-
-
-def by_name(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Return residuals by their name, or by their number if they have none."""
-    return dict(residuals.items() if isinstance(residuals, Mapping) else enumerate(residuals))
-
-
-def _lengths(residuals: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[Any, int]:
-    return {name: residual.numel() for name, residual in by_name(residuals).items()}

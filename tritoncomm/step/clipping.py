@@ -13,9 +13,7 @@ from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.step.vector_exchange import VectorExchange
 
 
-def clipped(
-    parts: Sequence[tuple[VectorExchange, float]], limit: float, shard: int, world_size: int
-) -> Pattern[torch.Tensor]:
+def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:
     """Scale each ``vector.flat``, so that the norm of the mean of all of them is at most ``limit``.
 
     The norm is an estimate, equal on all ranks (:mod:`tritoncomm.primitives.mean_norm`). It is returned, fp64 ``[]``.
@@ -23,43 +21,35 @@ def clipped(
     another vector before all are scaled.
 
     Args:
-        parts: All flat vectors of this rank, each with the number by which it will be divided to be a gradient.
+        vectors: All flat vectors of this rank.
         limit: The largest norm.
         shard: Number of this rank's shard of the model, equal on the ranks that hold the same shard.
         world_size: Number of ranks that hold the same shard.
     """
-    is_whole = len(parts) == 1 and shard == 0
-    total, *others = [vector.sketch(None if is_whole else shard).div_(divisor) for vector, divisor in parts]
+    is_whole = len(vectors) == 1 and shard == 0
+    total, *others = [vector.sketch(None if is_whole else shard) for vector in vectors]
     for other in others:
         total += other
     norm = yield from norm_of_mean(total, world_size)
     # A NaN or Inf stays where it is, so that the error names its rank and parameter.
     factor = torch.where(norm.isfinite() & (norm > limit), limit / norm, 1.0).float()
-    for vector, _ in parts:
+    for vector in vectors:
         vector.flat.mul_(factor)
     return norm
 
 
-def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor], exchanged: Sequence[torch.Tensor]) -> None:
-    """Raise if there is a ``limit`` and the norm of what is ``exchanged`` is not that of the optimizer's gradients.
+def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if there is a ``limit`` that cannot be kept for ``parameters``.
 
-    Raises:
-        ConfigurationError: An optimizer has a part of the parameters that a hook exchanges, or ranks with other shards
-            hold copies of a parameter, which would count several times.
+    Ranks with other shards may hold copies of a parameter, which would count several times.
     """
-    if limit is None:
+    if limit is None or not any(hasattr(parameter, "device_mesh") for parameter in parameters):
         return
-    if len(parameters) < len(exchanged):
-        raise ConfigurationError(
-            f"clip_by='gradient' limits the norm of the whole gradient, and this optimizer has {len(parameters)} of "
-            f"the {len(exchanged)} parameters of the model: wrap one optimizer with all of them, or leave clip_by out"
-        )
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
     for parameter in parameters:
-        if sharded and _has_copies(parameter):
+        if _has_copies(parameter):
             raise ConfigurationError(
                 f"clip_by='gradient': ranks with other shards hold copies of a parameter of shape "
-                f"{tuple(parameter.shape)}, which would count several times in the norm: leave clip_by out"
+                f"{tuple(parameter.shape)}, which would count several times in the norm: use clip_by='delivered'"
             )
 
 

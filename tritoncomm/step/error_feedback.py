@@ -1,7 +1,7 @@
 """The residual, and one step of error feedback.
 
 The entries that an exchange does not deliver are kept in the residual, which is added to the next gradient. They are
-delayed, not lost. The residual is fp32, in units of the gradient. It is replaced only after a step has succeeded.
+delayed, not lost. The residual is fp32, in units of the gradient. It is replaced when the step is applied.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from tritoncomm_kernels import Workspace
 class ErrorFeedback:
     """One rank's residual for one flat vector, and the algorithm that exchanges this vector.
 
-    A step has three parts: call :meth:`begin`, run the returned pattern on a scheduler, then call :meth:`commit` or
-    :meth:`rollback`. After :meth:`rollback`, residual and algorithm state are bit-identical to those before the step.
-    :meth:`revoke` takes back a step that was committed, until :meth:`settle` or the next :meth:`begin`.
+    Call :meth:`begin`, and run the returned pattern on a scheduler. Residual and algorithm state are then still those
+    from before the step. :meth:`commit` replaces both by those after the step, :meth:`rollback` forgets the step.
 
     Attributes:
         algorithm: The algorithm and its state.
@@ -39,18 +38,14 @@ class ErrorFeedback:
         # The sum is computed here, while the residual stays unchanged. A commit swaps the two.
         self._scratch = torch.zeros_like(self.residual)
         self.workspace = Workspace()
-        self._before: Any = None
+        self._before: Any = None  # the algorithm's state before the step, and after it
         self._after: Any = None
-        # Residual and algorithm state from before the last step, or from before all steps that settle() has joined.
-        self._earlier: tuple[torch.Tensor, Any] | None = None
-        self._kept: tuple[torch.Tensor, Any] | None = None
-        self._spare: torch.Tensor | None = None  # memory for another sum, after steps that were joined
         self.accumulator: Accumulator | None = None
 
     def begin(
         self, gradient: torch.Tensor, rank: int, world_size: int, algorithm: Algorithm | None = None
     ) -> Pattern[SparseVector]:
-        """Begin a step and return its pattern.
+        """Begin a step and return its pattern, which returns the mean.
 
         Args:
             gradient: The gradient, ``[numel]``, fp32, bf16 or fp16. It is only read.
@@ -65,62 +60,30 @@ class ErrorFeedback:
             raise ConfigurationError(
                 f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
             )
-        self._earlier, self._kept = self._kept, None
-        self._before = self.algorithm.state
+        self._before = self._after = self.algorithm.state
         algorithm = algorithm or self.algorithm
         device, static = self.residual.device, algorithm.is_static
         # On a CPU, nothing waits for the result of a check, so errors are raised at once.
         needs_verdict = static or (algorithm.has_shared_verdict and device.type != "cpu")
         verdict = Verdict(device, is_shared=algorithm.has_shared_verdict) if needs_verdict else None
         self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
-        return algorithm.reduce(self.accumulator, rank, world_size)
+        return self._reduced(algorithm.reduce(self.accumulator, rank, world_size), verdict)
+
+    def _reduced(self, pattern: Pattern[SparseVector], verdict: Verdict | None) -> Pattern[SparseVector]:
+        """Run ``pattern``, and set the algorithm's new state aside until the commit."""
+        mean = yield from pattern
+        assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
+        self._after, self.algorithm.state = self.algorithm.state, self._before
+        return mean
 
     def commit(self) -> None:
-        """Commit the step: the new residual and algorithm state replace the old ones."""
-        verdict = self.accumulator.verdict if self.accumulator is not None else None
-        assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
+        """Replace residual and algorithm state by those after the step."""
         self.residual, self._scratch = self._scratch, self.residual
-        self._earlier = self._earlier or (self._scratch, self._before)
-        self._before = self.algorithm.state
-
-    def settle(self, *, keep: bool = False) -> None:
-        """Let :meth:`revoke` take back the last step no more. With ``keep``, it takes back this and the next one."""
-        if self._earlier is not None:
-            if keep and self._earlier[0] is self._scratch:
-                spare, self._spare = self._spare, None
-                self._scratch = torch.empty_like(self._scratch) if spare is None else spare
-            elif not keep and self._earlier[0] is not self._scratch:
-                self._spare = self._earlier[0]
-        self._kept = self._earlier = self._earlier if keep else None
-
-    def revoke(self, part: slice | None = None) -> None:
-        """Take back the committed step, because nobody uses its mean. It may be called again.
-
-        Args:
-            part: The part of the vector whose residual is restored. The state of the algorithm does not change then.
-                None restores both.
-        """
-        if self._earlier is None:
-            return
-        residual, state = self._earlier
-        part = slice(None) if part is None else part
-        self.residual[part].copy_(residual[part])
-        if part == slice(None):
-            self.algorithm.state = self._before = state
+        self._before = self.algorithm.state = self._after
 
     def rollback(self) -> None:
-        """Discard the step that :meth:`begin` started."""
-        self.algorithm.state = self._before
-
-    def suspend(self) -> None:
-        """Roll back. :meth:`resume` can still commit the step if no other step begins first."""
-        self._after = self.algorithm.state
-        self.rollback()
-
-    def resume(self) -> None:
-        """Commit the step that :meth:`suspend` rolled back."""
-        self.algorithm.state = self._after
-        self.commit()
+        """Forget the step that :meth:`begin` began, wherever its pattern has stopped."""
+        self.algorithm.state = self._after = self._before
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the residual, and the algorithm's state."""
@@ -135,4 +98,3 @@ class ErrorFeedback:
             )
         self.algorithm.load_state_dict(state["algorithm"])
         self.residual.copy_(residual)
-        self._earlier = None

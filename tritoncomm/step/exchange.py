@@ -1,11 +1,13 @@
-"""One optimizer step's exchange of gradients: the life cycle that all front doors share."""
+"""The life cycle of one optimizer step: its five states, and the exchange of gradients between them."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
 from tritoncomm.step import carry_over, setup_checks, step_checks
 from tritoncomm.step.clipping import clipped
-from tritoncomm.step.delivered import Delivered, added, check_range, scattered
+from tritoncomm.step.delivered import Delivered, check_range, scattered
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import log_choice
 from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed, noting
@@ -35,8 +37,41 @@ from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, lis
 logger = logging.getLogger("tritoncomm")
 
 
+class State(Enum):
+    """How far a step is. Residuals and methods change between READY and IDLE, when the step is applied."""
+
+    IDLE = "nothing is under way"
+    MEANS = "gradients are being exchanged"
+    READY = "all ranks have the mean, which may be applied once"
+    SUSPENDED = "this rank has the mean, and some ranks may have applied it"
+    STOPPED = "an update of the parameters has begun, and is not complete"
+
+
+# The state that follows each event. An event that a state does not list is an error in this library.
+TRANSITIONS = {
+    State.IDLE: {"exchange": State.MEANS, "skip": State.READY, "restart": State.IDLE},
+    State.MEANS: {
+        "confirm": State.READY,
+        "reject": State.IDLE,  # a NaN, an overflow or an error on any rank
+        "lose": State.SUSPENDED,  # a rank was lost in the confirmation
+        "stop": State.STOPPED,  # a signal came after the confirmation
+    },
+    # Other ranks apply the step, so a signal before the update stops it like one within the update.
+    State.READY: {"update": State.STOPPED, "stop": State.STOPPED, "discard": State.IDLE},
+    State.SUSPENDED: {"exchange": State.MEANS, "catch up": State.READY, "discard": State.IDLE},
+    # A stopped rank takes part in exchanges, so that the other ranks hear of it and reject them.
+    State.STOPPED: {
+        "updated": State.IDLE,
+        "restart": State.IDLE,
+        "exchange": State.STOPPED,
+        "reject": State.STOPPED,
+        "lose": State.STOPPED,
+    },
+}
+
+
 class _Begun(NamedTuple):
-    """A vector whose mean is known, but not committed, and the time of its exchange.
+    """A vector whose mean is known, and not applied yet, and the time of its exchange.
 
     Of vectors that are exchanged together, the first has the time of all.
     """
@@ -49,57 +84,56 @@ class _Begun(NamedTuple):
 class GradientExchange:
     """The exchange of the gradients of one optimizer step, in one or more flat vectors.
 
-    A front door decides when each part of a step happens. What happens is defined here:
-
-    1. The door writes its gradients into ``vector.flat`` and calls :meth:`deliver`, for one vector after the other or
-       for several at once, and in the same order on all ranks.
-    2. :meth:`finish` confirms that all ranks have all means, and commits the new residuals. If anything fails on any
-       rank, it raises, and residuals and methods are as before the step on every rank.
-    3. The optimizer's step uses :attr:`delivered`, once.
+    A step is :meth:`exchange`, in which all ranks confirm that they have all means, and :meth:`update`. If anything
+    fails on any rank before all have confirmed, residuals, methods and gradients are as before the step on every rank.
 
     Args:
+        optimizer: The original optimizer.
         options: Settings of the vectors.
         verdict: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
-            step is committed only if no rank of this larger group has rejected it. Default: None.
+            step is confirmed only if no rank of this larger group has rejected it. Default: None.
 
     Attributes:
         verdict: See above.
+        state: How far the present step is.
         vectors: The flat vectors, in the order in which they are exchanged.
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
-        delivered: The means of the last committed step. Of several steps, if a hook exchanges and the optimizer has not
-            used them yet. None if there are none.
-        rejected: Whether one of these steps was rejected.
-        deliveries: Number of times that :attr:`delivered` has begun from scratch.
-        flushes: Whether the last step was a flush.
-        pending: The means of a step that this rank could not confirm. Other ranks may have committed it. Empty
-            otherwise.
-        steps: Number of committed steps.
+        delivered: The means of a step that is READY. None if it was skipped, and in other states.
+        is_flush: Whether the last step was a flush.
+        steps: Number of applied steps, also of the runs that were loaded.
+        updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
         zeroed: Number of NaN or Inf values that this rank has replaced by zero.
         total: Traffic of all steps.
         gradient_norm: Norm of the mean of the last gradients before they were clipped, if they were to be (fp64
             ``[]``). None before.
-        stepping: Function that returns the optimizers that step by the means. What they return must be equal on all
-            ranks.
     """
 
-    def __init__(self, options: ExchangeOptions, *, verdict: ProcessGroupScheduler | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ExchangeOptions,
+        *,
+        verdict: ProcessGroupScheduler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
         self.options = options
+        self.state = State.IDLE
         self.vectors: list[VectorExchange] = []
         self.trained: list[torch.Tensor] = []
         self.delivered: list[Delivered] | None = None
-        self.pending: list[_Begun] = []
-        self.steps = self.skipped = self.zeroed = self.deliveries = 0
-        self.rejected = self.flushes = False
+        self.is_flush = False
+        self.steps = self.updates = self.skipped = self.zeroed = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.verdict = verdict
-        self.stepping: Callable[[], list[step_checks.Stepping]] = list
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
-        self._unsettled = 0  # committed steps in ``delivered``
         self._rejected: NonFiniteError | None = None
         self._at_fault = ""  # NaN and Inf values of this rank in this step
+
+    def _move(self, event: str) -> None:
+        self.state = TRANSITIONS[self.state][event]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -107,9 +141,14 @@ class GradientExchange:
         return self.trained or [parameter for vector in self.vectors for parameter in vector.parameters]
 
     @property
-    def rank(self) -> int:
-        """Rank in the group of the exchange."""
-        return self.vectors[0].rank
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Every ``.grad``, in the order of :attr:`parameters`."""
+        return [parameter.grad for parameter in self.parameters]
+
+    @property
+    def stepping(self) -> step_checks.Stepping:
+        """What the ranks compare in every step."""
+        return step_checks.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
 
     def replace_vectors(
         self, recipe: Recipe, group: dist.ProcessGroup | None
@@ -137,24 +176,24 @@ class GradientExchange:
         """
         for vector in self.vectors:
             carry_over.across_layout(vector, before.vectors)
-        self.steps, self.skipped, self.zeroed, self.total = before.steps, before.skipped, before.zeroed, before.total
+        self.state, self.steps, self.updates = before.state, before.steps, before.updates
+        self.skipped, self.zeroed, self.total = before.skipped, before.zeroed, before.total
         self.gradient_norm = before.gradient_norm
         return self
 
     def agree_on_exchange_id(self) -> None:
-        """See :meth:`VectorExchange.agree_on_exchange_id`."""
+        """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
         for vector in self.vectors:
             vector.agree_on_exchange_id()
 
     def log_choice(self) -> None:
         """See :func:`~tritoncomm.step.options.log_choice`."""
-        if self.vectors:
-            first = self.vectors[0]
-            parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
-            on_gpu = first.device.type == "cuda"
-            log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
+        first = self.vectors[0]
+        parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
+        on_gpu = first.device.type == "cuda"
+        log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
 
-    def average(
+    def exchange(
         self,
         *,
         local_error: ConfigurationError | None = None,
@@ -163,7 +202,7 @@ class GradientExchange:
         zero: bool = False,
         inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
     ) -> None:
-        """Replace every ``.grad`` by the mean over ranks, for a door that exchanges after the backward pass.
+        """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
         A rank whose gradients cannot be exchanged takes part with NaN. No rank waits for it, and all ranks reject the
         step.
@@ -178,14 +217,17 @@ class GradientExchange:
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
+            ExchangeError: A peer was lost, or a wait timed out. Nothing has changed, or the state is SUSPENDED.
+            ProtocolMismatchError: Another rank has finished another step, has frozen other parameters, uses other
+                options, or has not completed the same updates. All ranks raise it.
             ConfigurationError: ``local_error``, a gradient that is not dense, or a process group that was initialized
                 after this object was created.
         """
         if not self._distributed and is_distributed():
             raise ConfigurationError("torch.distributed was initialized after wrap(): initialize it before")
-        self.reset()
         vectors = self.vectors
         span = Span(vectors[0].device)
+        self._begin()
         try:
             reasons = [self._gather(vector, scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
@@ -194,22 +236,117 @@ class GradientExchange:
             if local_error is not None or overflowed:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
-            if self.deliver(*vectors, into_flat=False) and inspect is not None:
+            if self._deliver() and inspect is not None:
                 inspect([(begun.vector, begun.mean) for begun in self._begun])
-            self.finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
-            self.rollback()
+            self._rollback()
             raise
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
-        for vector, delivered, keeps in zip(vectors, self.delivered or (), kept, strict=True):
-            self._write_gradients(vector, delivered, scale if keeps else None)
+        try:
+            self._confirm()
+        except NonFiniteError as error:
+            raise (local_error or error) from None
+        self._ready(lambda means: self._write_gradients(means, kept, scale))
         whole = span.end()
-        for vector, delivered in zip(vectors, self.delivered or (), strict=True):
-            vector.measure(delivered.mean, whole if vector is vectors[0] else None)
+        for vector, mean, _ in self._begun:
+            vector.measure(mean, whole if vector is vectors[0] else None)
+
+    def flush(self) -> None:
+        """Exchange the residuals dense, and replace every ``.grad`` by their mean. The state is then READY.
+
+        The means have no entries of zero. For errors see :meth:`exchange`.
+        """
+        self._begin()
+        self.is_flush = True
+        for vector in self.vectors:
+            vector.flat.zero_()
+        self._deliver(dense=True)
+        self._confirm()
+        self._ready(lambda means: scattered(means, zeros=False))
+
+    def skip(self) -> None:
+        """Let the next step apply nothing, because this one was rejected on all ranks."""
+        self._move("skip")
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Apply the step: residuals and methods become those after the step, and the body updates the parameters.
+
+        An error or a signal in the body leaves the state STOPPED: parameters may be partly updated.
+        """
+        self._move("update")
+        self._commit()
+        yield
+        self.steps, self.updates = self.steps + 1, self.updates + 1
+        self._move("updated")
+
+    def stop(self) -> None:
+        """Stop a step that all ranks have confirmed, because of a signal. The other ranks apply it.
+
+        Residuals and methods become those after the step, so that this rank can exchange with the others once more, and
+        they learn of it.
+        """
+        if self.state in (State.MEANS, State.READY):
+            self._move("stop")
+            self._commit()
+
+    def _commit(self) -> None:
+        for vector, _, _ in self._begun:
+            vector.feedback.commit()
+        self._begun, self.delivered = [], None
+
+    def discard(self) -> None:
+        """Throw the means of a step that is READY away, because nobody uses them. Nothing has changed."""
+        if self.state is State.READY:
+            self.skipped += bool(self._begun)
+            self._drop()
+            self._move("discard")
+
+    def check_complete(self) -> None:
+        """Raise :class:`RuntimeError` if an update has stopped."""
+        if self.state in (State.MEANS, State.STOPPED):  # a signal leaves MEANS between two lines
+            raise RuntimeError(
+                f"an error or a signal stopped update {self.updates + 1} in the middle: parameters may be partly "
+                "updated, and differ between ranks. On all ranks, load the model and the optimizer from a checkpoint; "
+                "with torch.distributed.checkpoint, start the program again"
+            )
+
+    def catch_up(self) -> None:
+        """Make a step READY that is SUSPENDED, because other ranks have applied it."""
+        means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
+        self.delivered = scattered(means, zeros=not self.is_flush)
+        self._move("catch up")
+
+    def restart(self) -> None:
+        """Begin from a state that is equal on all ranks: parameters were loaded, or compared.
+
+        Means that were not applied are thrown away.
+        """
+        if self.state is State.MEANS:
+            self.stop()
+        self.discard()
+        if self.state is State.SUSPENDED:
+            self._drop()
+            self._move("discard")
+        self.updates = 0
+        self._move("restart")
+
+    def _begin(self) -> None:
+        """Begin a step."""
+        if self.state is State.READY:
+            raise RuntimeError("gradients were exchanged already: call step() or zero_grad() first")
+        for vector in self.vectors:  # a group that has failed raises, and a suspended step is kept
+            if vector.scheduler is not None:
+                vector.scheduler.check()
+        if self.state is State.MEANS:  # a signal came between the confirmation and the next line
+            self.stop()
+        self._drop()
+        self._rejected, self._at_fault, self.is_flush = None, "", False
+        self._move("exchange")
 
     def _spoil(self, reason: str) -> None:
         """Let this rank take part with NaN, because of ``reason``."""
@@ -229,48 +366,27 @@ class GradientExchange:
             vector.flat.mul_(1.0 / scale)
         return error
 
-    @staticmethod
-    def _write_gradients(vector: VectorExchange, delivered: Delivered, scale: float | None) -> None:
-        """Write the mean into every ``.grad``. With ``scale``, each is the mean already, except for this factor."""
-        if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
-            delivered.layout.scatter_flat(vector.write(delivered.mean))
-        elif scale is None:
-            delivered.layout.scatter(delivered.entries)
-        elif scale != 1.0:
-            delivered.layout.multiply(1.0 / scale)
+    def _deliver(self, *, dense: bool = False) -> bool:
+        """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
-    def deliver(
-        self,
-        *vectors: VectorExchange,
-        scale: float = 1.0,
-        dtypes: Sequence[torch.dtype] = (),
-        divisors: Sequence[float] = (),
-        dense: bool = False,
-        into_flat: bool = True,
-    ) -> bool:
-        """Exchange ``vectors``: compute the mean of each ``vector.flat`` over ranks.
-
-        In ordinary steps of a static form, the host waits for a GPU as often as for one of them. Return False if the
-        step will be rejected by the verdict of the larger group.
-
-        Args:
-            vectors: The vectors. ``vector.flat`` holds this rank's unscaled gradient.
-            scale: The mean times this loss scale must not overflow.
-            dtypes: The dtype of each vector in which it must not overflow. Empty means the dtype of each parameter.
-            divisors: By what each ``vector.flat`` will be divided to be a gradient. Empty means 1.
-            dense: Whether to deliver all entries, whatever the recipe.
-            into_flat: Whether to write the mean into ``vector.flat``.
+        In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
+        if the step will be rejected by the verdict of the larger group.
 
         Raises:
             NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
-                they have to wait for the verdict of a larger group: then :meth:`finish` raises it.
+                they have to wait for the verdict of a larger group: then :meth:`_confirm` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
-        self._prepare(vectors)
+        vectors = self.vectors
+        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
+        for scheduler in schedulers:
+            scheduler.run_beside(schedulers[0])
+        for vector in vectors:
+            vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(vectors, divisors, limit)
+        clipping = None if limit is None else self._clip(limit)
         means: dict[VectorExchange, SparseVector] = {}
-        span, first = Span(vectors[0].device), len(self._begun)
+        span = Span(vectors[0].device)
         try:
             if clipping is not None and self.verdict is not None:  # the norm is that of all shards
                 self.verdict.run(clipping, new_step=False)
@@ -280,11 +396,9 @@ class GradientExchange:
                 runs = [noting(one, means, dense=dense, first=clipping)]
                 run_together([*runs, *(noting(vector, means, dense=dense) for vector in others)])
             finally:
-                self._begun += [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
-            self._begun[first] = self._begun[first]._replace(span=span.end())
-            check_range([(vector.layout, means[vector]) for vector in vectors], scale, dtypes)
-            for vector in vectors if into_flat else ():
-                vector.write(means[vector])
+                self._begun = [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
+            self._begun[0] = self._begun[0]._replace(span=span.end())
+            check_range([Delivered(step.mean, step.vector.layout) for step in self._begun])
         except NonFiniteError as error:
             rejected = [vector for vector in vectors if vector not in means]
             if rejected:
@@ -294,182 +408,102 @@ class GradientExchange:
                 vector.measure(None, span.end() if vector is rejected[0] else None)
             self._rejected = error
             if self.verdict is None:
-                raise self._reject(vectors[0]) from None
+                raise self._reject() from None
             return False
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
         return True
 
-    def _clip(self, vectors: Sequence[VectorExchange], divisors: Sequence[float], limit: float) -> Pattern[None]:
+    def _clip(self, limit: float) -> Pattern[None]:
         """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
         shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
-        parts = list(zip(vectors, divisors or [1.0] * len(vectors), strict=True))
-        self.gradient_norm = yield from clipped(parts, limit, shard, vectors[0].world_size)
+        self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
 
-    def fail(self, error: BaseException) -> Exception | None:
-        """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves.
-
-        Return what further exchanges raise if the process group is unusable now. None otherwise.
-        """
-        self.rollback()
-        broken = None
-        scheduler = next((vector.scheduler for vector in self.vectors), None)
+    def _fail(self, error: BaseException) -> None:
+        """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
+        if self.state is State.IDLE:  # it was reported
+            return
+        self._rollback()
         if isinstance(error, Exception):
+            scheduler = self.vectors[0].scheduler
             if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
-                broken = scheduler.fail(error)
+                scheduler.fail(error)
             if self.verdict is not None:
                 self.verdict.fail(error)  # its other ranks may be in no exchange with this one
-        return broken
 
-    def _prepare(self, vectors: Sequence[VectorExchange]) -> None:
-        schedulers = [vector.scheduler for vector in vectors if vector.scheduler is not None]
-        for scheduler in schedulers:
-            scheduler.check()  # raises if the group has failed, so that a pending step is kept
-            scheduler.run_beside(schedulers[0])
-        self.pending = []
-        for vector in vectors:
-            vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
+    def _rollback(self) -> None:
+        """Let the step be rejected. Residuals, methods and gradients have not changed."""
+        if self.state is State.IDLE:
+            return
+        for vector, _, span in self._begun:
+            vector.measure(None, span)
+        self._drop()
+        self._move("reject")
 
-    def finish(self) -> None:
-        """Commit the step on all ranks, or roll back on all ranks.
-
-        Raises:
-            NonFiniteError: Another vector was rejected on some rank.
-            ExchangeError: A peer was lost, or a wait timed out. The step is :attr:`pending`.
-            ProtocolMismatchError: Another rank has finished another step, has frozen other parameters, uses other
-                options, or has not completed the same updates. All ranks raise it.
-        """
-        begun = self._begun
-        try:
-            self._confirm()
-        except ExchangeError:
-            for step in begun:
-                step.vector.feedback.suspend()
-            self.pending, self._begun = begun, []
-            raise
-        except BaseException:
-            self.rollback()
-            raise
-        for vector, mean, span in begun:
-            vector.feedback.commit()
-            vector.measure(mean, span)
-            self.total.count("all", vector.meter.sent, vector.meter.received)
-        self.steps, self._unsettled = self.steps + 1, self._unsettled + 1
-        self._deliver([Delivered(step.mean, step.vector.layout) for step in begun])
-        self._begun = []
-
-    def _deliver(self, means: list[Delivered]) -> None:
-        self.delivered = means if self.delivered is None else added(self.delivered, means)
+    def _drop(self) -> None:
+        """Forget the means of a step that was not applied."""
+        for vector, _, _ in self._begun:
+            vector.feedback.rollback()
+        self._begun, self.delivered = [], None
 
     def _confirm(self) -> None:
-        """Return after all ranks have called this for the same step, and none has rejected it."""
-        if self.verdict is not None:
-            schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
-            stepping = self.stepping()
-            suspects, world_size, device = take_suspects(schedulers), self.verdict.world_size, self.verdict.device
-            vote = step_checks.vote(self._rejected is not None, stepping, suspects, world_size, device)
-            rejected, suspicious, alike = self.verdict.run(vote)
-            if suspicious:
-                raise self.verdict.suspicion()
-            if not alike:
-                fields = step_checks.update_fields(stepping)  # options may differ between shards
-                group, device = self.verdict.group, self.verdict.device
-                raise step_checks.rejection(self.verdict.last_step, fields, stepping, group, device)
-            if rejected:
-                raise self._reject()
-        elif self._begun:
-            trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-            *others, last = [step.vector for step in self._begun]
-            stepping = self.stepping()
-            alike = last.confirm(trained + "".join(map(step_checks.options_and_updates, stepping)), others)
-            if not alike or any(one.is_stopped for one in stepping):
-                raise self._differs(last, stepping)
+        """Return after all ranks have called this for the same step, and none has rejected it.
 
-    def _differs(self, last: VectorExchange, stepping: Sequence[step_checks.Stepping]) -> ProtocolMismatchError:
+        If a rank is lost here, some ranks may apply the step. It is suspended on this one.
+        """
+        try:
+            if self.verdict is not None:
+                self._vote(self.verdict)
+            else:
+                trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
+                *others, last = [step.vector for step in self._begun]
+                if not last.confirm(trained + self.stepping.text, others) or self.stepping.is_stopped:
+                    raise self._differs(last)
+        except ExchangeError:
+            self._move("lose")
+            raise
+        except BaseException:
+            self._rollback()
+            raise
+        for vector, mean, span in self._begun:
+            vector.measure(mean, span)
+            self.total.count("all", vector.meter.sent, vector.meter.received)
+
+    def _vote(self, verdict: ProcessGroupScheduler) -> None:
+        """Raise if any rank of the larger group of ``verdict`` has rejected the step."""
+        schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
+        stepping, suspects = self.stepping, take_suspects(schedulers)
+        vote = step_checks.vote(self._rejected is not None, stepping, suspects, verdict.world_size, verdict.device)
+        rejected, suspicious, alike = verdict.run(vote)
+        if suspicious:
+            raise verdict.suspicion()
+        if not alike:  # options may differ between shards
+            fields = stepping.update_fields
+            raise step_checks.rejection(verdict.last_step, fields, stepping, verdict.group, verdict.device)
+        if rejected:
+            raise self._reject()
+
+    def _differs(self, last: VectorExchange) -> ProtocolMismatchError:
         """Return the error that names what differs between the ranks. All ranks call this together."""
-        scheduler, group = last.scheduler, self.options.group
+        scheduler, group, stepping = last.scheduler, self.options.group, self.stepping
         step = "the step" if scheduler is None else scheduler.last_step
-        vectors = [begun.vector for begun in self._begun]
-        frozen = [vector.name_of(p) for vector in vectors for p in vector.parameters if not p.requires_grad]
-        fields: dict[str, object] = {"last step": step, "frozen parameters": frozen}
-        fields |= step_checks.update_fields(stepping) | step_checks.option_fields(stepping)
+        frozen = [v.name_of(p) for v in self.vectors for p in v.parameters if not p.requires_grad]
+        fields = {"last step": step, "frozen parameters": frozen} | stepping.update_fields | stepping.option_fields
         return step_checks.rejection(step, fields, stepping, group, last.device)
 
-    def reset(self, *, keep_delivered: bool = False) -> None:
-        """Prepare for a new step. Roll back a step that was not finished.
-
-        With ``keep_delivered``, the new step adds to entries that the optimizer has not used yet.
-        """
-        self.rollback()
-        for vector in self.vectors:
-            vector.settle(keep=keep_delivered)
-        if not keep_delivered:
-            self.delivered, self.rejected, self._unsettled = None, False, 0
-            self.deliveries += 1
-        self.flushes = False
-        self._rejected, self._at_fault = None, ""
-
-    def rollback(self) -> None:
-        """Restore the methods' states from before this step. Residuals have not changed."""
-        for vector, _, span in self._begun:
-            vector.feedback.rollback()
-            vector.measure(None, span)
-        self._begun = []
-
-    def revoke(self, parameters: set[int]) -> None:
-        """Take back what the steps in :attr:`delivered` did for ``parameters`` (ids). All ranks throw it away."""
-        whole = [vector.revoke(parameters) for vector in self.vectors]
-        if all(whole):
-            self.steps, self.skipped = self.steps - self._unsettled, self.skipped + self._unsettled
-            self._unsettled = 0
-
-    def discard(self, *, used: bool = False) -> None:
-        """Forget :attr:`delivered`, which nobody has used, or other ranks have. See :meth:`revoke`."""
-        if self.delivered is not None and not used:
-            self.revoke({id(parameter) for parameter in self.parameters})
-        self.delivered = None
-
-    def commit_pending(self) -> list[Delivered]:
-        """Commit the :attr:`pending` step, as another rank has, replace every ``.grad``, and return the means."""
-        for step in self.pending:
-            step.vector.feedback.resume()
-            step.vector.settle()
-        self.steps += 1
-        means = [Delivered(step.mean, step.vector.layout) for step in self.pending]
-        self.pending = []
-        return scattered(means, zeros=not self.flushes)
-
-    def flush(self) -> list[Delivered]:
-        """Exchange the residuals dense, replace every ``.grad`` by their mean, and return the means without zeros."""
-        self.reset()
-        self.flushes = True
-        if not self.vectors:  # before the first pass of a hook
-            return []
-        for vector in self.vectors:
-            vector.flat.zero_()
-        self.deliver(*self.vectors, dense=True, into_flat=False)
-        self.finish()
-        return scattered(self.take_delivered(), zeros=False)
-
-    def take_delivered(self) -> list[Delivered]:
-        """Return :attr:`delivered` for the optimizer's step, and forget it."""
-        means, self.delivered = self.delivered or [], None
-        return means
-
-    def _reject(self, vector: VectorExchange | None = None) -> NonFiniteError:
+    def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
 
         All ranks of the exchange, or of the verdict, call this together.
         """
-        self.rollback()
+        self._rollback()
         self.skipped += 1
-        self.rejected = True
         error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
         gathered = [self._at_fault]
-        if self.verdict is not None or (vector is not None and vector.scheduler is not None):
-            group = self.verdict.group if self.verdict is not None else self.options.group
-            device = self.verdict.device if self.verdict is not None else self.vectors[0].device
+        first, verdict = self.vectors[0], self.verdict
+        if first.scheduler is not None:
+            group, device = (self.options.group, first.device) if verdict is None else (verdict.group, verdict.device)
             told = setup_checks.gather({"at fault": self._at_fault}, group, device)
             gathered = [fields["at fault"] for fields in told]
         at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
@@ -477,6 +511,27 @@ class GradientExchange:
             return error
         named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
         return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
+
+    def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
+        """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now."""
+        means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
+        try:
+            self.delivered = write(means)
+        except BaseException:
+            self.stop()
+            raise
+        self._move("confirm")
+
+    def _write_gradients(self, means: list[Delivered], kept: Sequence[bool], scale: float) -> list[Delivered]:
+        """Write the means into every ``.grad``. What is ``kept`` is the mean already, except for ``scale``."""
+        for vector, delivered, keeps in zip(self.vectors, means, kept, strict=True):
+            if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
+                delivered.layout.scatter_flat(vector.write(delivered.mean))
+            elif not keeps:
+                delivered.layout.scatter(delivered.entries)
+            elif scale != 1.0:
+                delivered.layout.multiply(1.0 / scale)
+        return means
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""

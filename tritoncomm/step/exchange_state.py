@@ -16,7 +16,6 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.options import without_encoding
 from tritoncomm.step.vector_exchange import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -48,11 +47,6 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
     vectors = exchange.vectors
     first = vectors[0]
     checkpoint_format.check(state, rank=first.rank, world_size=first.world_size, recipe=first.recipe.name)
-    if isinstance(state["residuals"], Mapping):
-        raise ConfigurationError(
-            "this checkpoint was saved by the hook of a model: wrap the optimizer with model=, or load only the state "
-            "of the original optimizer"
-        )
     lengths = {parameter: vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters}
     if [len(residual) for residual in state["residuals"]] != [lengths[parameter] for parameter in exchange.parameters]:
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
@@ -213,9 +207,7 @@ def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bo
     if not reset and _has_residual(state):
         checkpoint_format.check(state, rank=rank, world_size=world_size)
     residuals = state["residuals"]
-    if reset and isinstance(residuals, Mapping):
-        residuals = {name: torch.zeros_like(residual) for name, residual in residuals.items()}
-    elif reset:
+    if reset:
         residuals = [torch.zeros_like(residual) for residual in residuals]
     fields = {name: value for name, value in state.items() if name not in ("schema", "checksum")}
     fields |= {"rank": rank, "world_size": world_size, "residuals": residuals}
@@ -224,58 +216,4 @@ def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bo
 
 
 def _has_residual(state: Mapping[str, Any]) -> bool:
-    residuals = state["residuals"]
-    return any(bool(part.any()) for part in (residuals.values() if isinstance(residuals, Mapping) else residuals))
-
-
-def saved_by_name(exchange: GradientExchange, rank: int, world_size: int, **fields: Any) -> dict[str, Any]:
-    """Return this rank's state of an exchange with several vectors: residuals by parameter name, and the layout."""
-    return checkpoint_format.with_checksum(
-        rank=rank,
-        world_size=world_size,
-        recipe=exchange.options.recipe.name,
-        settings=_settings(exchange),
-        residuals={
-            name: residual.clone()
-            for vector in exchange.vectors
-            for name, residual in zip(vector.names, vector.residuals_by_parameter().values(), strict=True)
-        },
-        algorithm={
-            "layout": [vector.names for vector in exchange.vectors],
-            "vectors": [vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
-        },
-        steps=exchange.steps,
-        **fields,
-    )
-
-
-def restored_by_name(exchange: GradientExchange, vectors: Sequence[VectorExchange], state: Mapping[str, Any]) -> None:
-    """Load what :func:`saved_by_name` returned into new ``vectors`` of ``exchange``.
-
-    Raises:
-        ConfigurationError: The state has no residual for a parameter, or of another size.
-    """
-    layout, states = state["algorithm"]["layout"], state["algorithm"]["vectors"]
-    migrated = state.get("migrated")
-    same = state["settings"] == _settings(exchange)
-    for vector in vectors:
-        residuals = {}
-        for parameter, name in zip(vector.parameters, vector.names, strict=True):
-            residual = state["residuals"].get(name)
-            if residual is None or residual.numel() != vector.layout.length(parameter):
-                raise ConfigurationError(
-                    f"the loaded state has no residual for {name} of shape {vector.layout.shape(parameter)}: "
-                    "it belongs to another model"
-                )
-            residuals[parameter] = residual
-        number = next((i for i, names in enumerate(layout) if list(names) == vector.names), None)
-        if number is None:  # of a hook that had other vectors: only what all vectors have in common fits
-            common = states[0] if states else {}
-            vector.feedback = restored(vector, residuals, {}, {"states": [], "share": 1.0, "common": common})
-            continue
-        moved = _migrated_vector(migrated, number, len(layout))
-        vector.feedback = restored(vector, residuals, states[number], moved, "" if same else state["settings"])
-
-
-def _settings(exchange: GradientExchange) -> str:
-    return f"{without_encoding(exchange.options.recipe)!r}, dense below {exchange.options.dense_below}"
+    return any(bool(part.any()) for part in state["residuals"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,18 @@ from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
 class KnownParameters:
     """The parameters that ``optimizer`` has at ``wrap``, or at the last :meth:`note`.
 
+    Args:
+        optimizer: The original optimizer.
+        names: Names of parameters by their ids, for those to which the optimizer gives none.
+
     Attributes:
         trained: Those that require gradients, each with its name, in the order of the optimizer. Unnamed ones have the
             name ``""``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
+        self._names = dict(names)
         self.note()
 
     def note(self) -> None:
@@ -37,7 +42,14 @@ class KnownParameters:
         named = setup_checks.named_parameters(self._optimizer)
         self._known = setup_checks.parameter_ids(self._optimizer)
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
-        self.trained = [(parameter, name) for parameter, name in named if parameter.requires_grad]
+        every = zip(named, self.names, strict=True)
+        self.trained = [(parameter, name) for (parameter, _), name in every if parameter.requires_grad]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each parameter of the optimizer."""
+        named = setup_checks.named_parameters(self._optimizer)
+        return [name or self._names.get(id(parameter), "") for parameter, name in named]
 
     @property
     def are_outdated(self) -> bool:
@@ -102,7 +114,7 @@ def exchange_of(
     if setup_checks.check_shards(parameters, group):
         verdict = None if before is None else before.verdict
         verdict = verdict or verdict_of_all(recipe.name, options.timeout, local(parameters[0]).device)
-    exchange = GradientExchange(exchange_options, verdict=verdict)
+    exchange = GradientExchange(optimizer, exchange_options, verdict=verdict)
     exchange.trained = parameters
     exchange.vectors = _vectors(trained, exchange_options, options.on_nonfinite)
     return exchange

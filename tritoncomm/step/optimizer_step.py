@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,51 +17,60 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.aware import AwareStep, find_rule, log_missing_rule
-from tritoncomm.step.bucket import strided_gradient
 from tritoncomm.step.delivered import Delivered
 from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.shards import local
-from tritoncomm.step.step_checks import Stepping
-from tritoncomm.step.torch_internals import has_own_step, hooks_key, mark_stepped, step_hooks, without_compile
+from tritoncomm.step.torch_internals import (
+    creates_state,
+    has_own_step,
+    hooks_key,
+    mark_stepped,
+    step_hooks,
+    without_compile,
+)
 
 logger = logging.getLogger("tritoncomm")
 
 
 @dataclass
 class StepState:
-    """State of a wrapped optimizer between an exchange and the step that follows.
+    """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
 
     It is a separate object because frameworks put proxies in front of optimizers. A proxy reads attributes from the
     optimizer, but keeps those that are assigned to it.
 
     Attributes:
-        exchanged: Whether gradients have been exchanged for the next step.
-        written_gradients: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
+        written: The ``.grad`` of each parameter after the exchange, to detect gradients that are replaced.
+        scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
-        used_delivery: Number of the delivery that the last step has used, if a hook exchanges gradients.
-        attempted: Number of the delivery for which a step has divided gradients by the loss scale and clipped them. If
-            a hook of the user has failed after that, another call repeats the rest of the step.
-        versions: Version of each ``.grad`` when the hook had failed.
-        zeroed: Whether ``zero_grad`` has set the gradients of a delivery to zero, which a step may use.
-        interrupted: Whether a signal has ended the last step. Other ranks may have taken it.
+        versions: Version of each ``.grad`` when a step failed before its update, to detect a further backward pass.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
-    exchanged: bool = False
-    written_gradients: list[torch.Tensor | None] = field(default_factory=list)
+    written: list[torch.Tensor | None] = field(default_factory=list)
+    scale: torch.Tensor | None = None
     found_in_unscale: torch.Tensor | None = None
-    used_delivery: int = 0
-    attempted: int | None = None
     versions: list[int] = field(default_factory=list)
-    zeroed: bool = False
-    interrupted: bool = False
     scale_warning_logged: bool = False
 
     def reset(self) -> None:
-        """Discard the last exchange, which has been used or is not needed."""
-        self.exchanged, self.written_gradients, self.found_in_unscale = False, [], None
-        self.attempted, self.versions, self.zeroed, self.interrupted = None, [], False, False
+        """Forget the last exchange, which has been used or is not needed."""
+        self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
+
+    def note_failure(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Note what ``gradients`` hold, because a step has failed before its update."""
+        self.versions = [_version(gradient) for gradient in gradients]
+
+    def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
+        if any(now is not then for now, then in zip(gradients, self.written, strict=True)):
+            raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
+        if self.versions and self.versions != [_version(gradient) for gradient in gradients]:
+            raise RuntimeError(
+                "gradients have changed since step() failed: repeat step() before the next backward pass, or call "
+                "optimizer.zero_grad() on all ranks, which discards what was averaged"
+            )
 
     def warn_about_scale(self, found: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
         """Log once that a step was skipped although the scaler of this rank found no overflow and keeps its scale.
@@ -77,6 +86,11 @@ class StepState:
             "are not skipped needs that",
             dist.get_rank(group) if is_distributed() else 0,
         )
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    """Return a number that grows whenever ``gradient`` is changed in place."""
+    return -1 if gradient is None else local(gradient)._version  # noqa: SLF001 - torch documents it for this use
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -108,8 +122,6 @@ class OptimizerStep:
     Attributes:
         alone: See above. It may change between steps.
         grad_norm: Norm of the averaged gradient before it was clipped.
-        updates: Number of completed updates.
-        is_stopped: Whether an error or a signal has stopped an update. Parameters may then be partly updated.
     """
 
     def __init__(
@@ -127,7 +139,6 @@ class OptimizerStep:
         self._aware: AwareStep | None = None
         self.alone = alone
         self.grad_norm = 0.0
-        self.updates, self.is_stopped = 0, False
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         if is_aware and self._rule is None:
@@ -143,11 +154,6 @@ class OptimizerStep:
         self._unguard = weakref.finalize(self, self.optimizer.register_step_pre_hook(_refuse).remove)
         self._unguard.atexit = False
 
-    @property
-    def is_guarded(self) -> bool:
-        """True if the parameters change in steps of this object only."""
-        return self._unguard.alive
-
     def unguard(self) -> None:
         """Allow ``optimizer.step()`` again."""
         self._unguard()
@@ -161,57 +167,46 @@ class OptimizerStep:
         else:
             self._aware.check_options()
 
-    def check_complete(self) -> None:
-        """Raise :class:`RuntimeError` if an update has stopped."""
-        if self.is_stopped:
-            raise RuntimeError(
-                f"an error or a signal stopped update {self.updates + 1} in the middle: parameters may be partly "
-                "updated, and differ between ranks. On all ranks, load the model and the optimizer from a checkpoint; "
-                "with torch.distributed.checkpoint, start the program again"
-            )
-
-    def restart(self) -> None:
-        """Count updates from zero, because all ranks have the same parameters and state."""
-        self.updates, self.is_stopped = 0, False
-
-    def stepping(self) -> list[Stepping]:
-        """Return the optimizer, as :attr:`GradientExchange.stepping` needs it."""
-        return [Stepping(self.optimizer, self.updates, self.is_stopped)]
-
     def step(
         self,
         delivered: Sequence[Delivered],
+        update: AbstractContextManager[None],
         *,
         clip: bool = True,
         untouched: bool = False,
-        started: Callable[[], object] | None = None,
     ) -> None:
         """Update the parameters from ``.grad``.
 
         Args:
             delivered: The averaged gradients. Their indices select the delivered coordinates.
+            update: Entered when the pre-hooks have run, and left when the update is complete. Before, nothing has
+                changed.
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
             untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
                 step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
-            started: Called when the pre-hooks have run. Before that, nothing but the clipped gradients has changed.
         """
-        self.check_complete()
         self.check()  # before any gradient or parameter changes
-        if clip and self._max_grad_norm is not None and (self.alone or self._options.clip_by == "delivered"):
-            self.grad_norm = self._clip(self._max_grad_norm)
-            untouched = False
+        limit = self._max_grad_norm if clip and (self.alone or self._options.clip_by == "delivered") else None
+
+        @contextmanager
+        def clipping() -> Iterator[None]:
+            with update:
+                if limit is not None:
+                    self.grad_norm = self._clip(limit)
+                yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
+            reads = not (untouched and readable and limit is None)
             listed = [each for each in delivered if not each.is_flat]
             pairs = [pair for each in listed for pair in zip(each.layout.parameters, each.entries, strict=True)]
             if pairs:
-                values = [entries.values for _, entries in pairs] if untouched and readable else None
+                values = None if reads else [entries.values for _, entries in pairs]
                 rule.step([parameter for parameter, _ in pairs], [entries.indices for _, entries in pairs], values)
             for each in delivered:
                 if each.is_flat:
-                    rule.step_flat(each.flat(read_gradients=not (untouched and readable)))
+                    rule.step_flat(each.flat(read_gradients=reads))
 
-        self._apply(aware, started, counts=True)
+        self._apply(aware, clipping())
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> float:
@@ -230,43 +225,23 @@ class OptimizerStep:
         torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return float(norm)
 
-    def unscale(self, scale: torch.Tensor) -> bool:
-        """Divide the gradients by the loss ``scale``, and return whether they are finite.
-
-        The host waits once for each GPU that has gradients.
-        """
-        every = [strided_gradient(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in every:
-            if gradient is not None:
-                by_device.setdefault(gradient.device, []).append(gradient)
-        finite = [_unscale(gradients, scale) for gradients in by_device.values()]
-        return all(finite)
-
     def is_synthetic(self) -> bool:
         """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
         Nothing may be exchanged in this step, because other ranks may not take it.
         """
-        return _is_synthetic(self.optimizer)
+        return creates_state(self.optimizer)
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
         every = list(parameters)
-        self._apply(lambda rule, _: rule.step(every, [None] * len(every)))
+        self._apply(lambda rule, _: rule.step(every, [None] * len(every)), nullcontext())
 
     @without_compile
-    def _apply(
-        self,
-        aware: Callable[[AwareStep, bool], None],
-        started: Callable[[], object] | None = None,
-        *,
-        counts: bool = False,
-    ) -> None:
-        """Take the optimizer's own step, or ``aware``. Call ``started`` between the pre-hooks and the step.
+    def _apply(self, aware: Callable[[AwareStep, bool], None], update: AbstractContextManager[None]) -> None:
+        """Take the optimizer's own step, or ``aware``, in the context ``update``, between the hooks of the user.
 
-        The second argument of ``aware`` is False if a pre-hook may have changed the gradients. With ``counts``, this is
-        an update of the parameters.
+        The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
         """
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer.
@@ -275,23 +250,18 @@ class OptimizerStep:
         before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
         before = [hook for hook in before if hook is not _refuse]
         _run(before, self.optimizer)
-        if counts:
-            self.is_stopped = True  # until the update is complete
-        if started is not None:
-            started()
         key = hooks_key(self.optimizer)
-        _stepping.add(key)
-        try:
-            if is_replaced:
-                self.optimizer.step()
-            elif self._aware is None or self.alone:
-                _step_below_hooks(self.optimizer)
-            else:
-                aware(self._aware, not before)
-        finally:
-            _stepping.discard(key)
-        if counts:
-            self.updates, self.is_stopped = self.updates + 1, False
+        with update:
+            _stepping.add(key)
+            try:
+                if is_replaced:
+                    self.optimizer.step()
+                elif self._aware is None or self.alone:
+                    _step_below_hooks(self.optimizer)
+                else:
+                    aware(self._aware, not before)
+            finally:
+                _stepping.discard(key)
         _run(after, self.optimizer)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
@@ -310,53 +280,17 @@ _stepping: set[int] = set()
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
-    if hooks_key(optimizer) not in _stepping and not _is_synthetic(optimizer):
+    if hooks_key(optimizer) not in _stepping and not creates_state(optimizer):
         raise RuntimeError(
             f"this {type(optimizer).__name__} was wrapped, and its own step() does not exchange gradients: call step() "
             "of the optimizer that tritoncomm.wrap() returned, or release() it first"
         )
 
 
-def _is_synthetic(optimizer: torch.optim.Optimizer) -> bool:
-    """See :meth:`OptimizerStep.is_synthetic`.
-
-    All learning rates are zero in this step. They can be zero in the first step of a warm-up, too, so the call stack is
-    searched for the caller.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None or any("lr" not in group or float(group["lr"]) != 0 for group in optimizer.param_groups):
-        return False
-    maker = module._init_optim_state.__code__  # noqa: SLF001 - there is no other way to know
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not maker:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _whole(norm: Any) -> torch.Tensor:
     """Return the ``norm`` of all shards of a DTensor."""
     found: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return found
-
-
-def _unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> bool:
-    """Divide ``gradients``, which are on one device, by ``scale``, and return whether they are finite."""
-    device = gradients[0].device
-    if device.type != "cuda":
-        factor = 1.0 / float(scale)
-        finite = [bool(gradient.mul_(factor).isfinite().all()) for gradient in gradients]
-        return all(finite)
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    # The operation takes fp32. The reciprocal is rounded once, as where a number multiplies a tensor.
-    inverse = scale.to(device, torch.float64, non_blocking=True).reciprocal().float()
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for together in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(together, found, inverse)
-        # It checks what it reads. A scale below 1 may make what it writes overflow.
-        torch._amp_foreach_non_finite_check_and_unscale_(together, found, torch.ones_like(inverse))
-    return not found.item()
 
 
 def _run(hooks: Iterable[Callable[..., Any]], optimizer: torch.optim.Optimizer) -> None:

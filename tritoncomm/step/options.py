@@ -1,4 +1,4 @@
-"""Arguments of ``wrap``, DDP and FSDP2, and their checks."""
+"""Arguments of ``wrap``, and their checks."""
 
 from __future__ import annotations
 
@@ -123,12 +123,6 @@ def check_group(name: str, group: object) -> None:
             f"{name}={group!r}: pass a process group, such as the result of torch.distributed.new_group() or of "
             "get_group() of a DeviceMesh, or None"
         )
-
-
-def check_scaler(scaler: torch.amp.GradScaler | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``scaler`` is None or a ``GradScaler``."""
-    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
-        raise ConfigurationError(f"scaler={scaler!r}: pass the GradScaler that scales the loss, or None")
 
 
 def check_dense_below(dense_below: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
@@ -23,7 +21,7 @@ from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.shards import bytes_of, local
-from tritoncomm.step.torch_internals import comm_hooks
+from tritoncomm.step.torch_internals import comm_hooks, ddp_modules
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -308,17 +306,6 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def check_unused(model: DistributedDataParallel, recipe: Recipe) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if DDP would discard what is delivered to unused parameters."""
-    alone = dist.get_world_size(model.process_group) == 1
-    if model.find_unused_parameters and not (alone or recipe.delivers_all()):
-        raise ConfigurationError(
-            "find_unused_parameters=True: DDP discards the entries that are delivered to a parameter that no rank used "
-            "in a pass. Use every parameter, or call tritoncomm.wrap() on the optimizer of the plain module, where a "
-            "missing gradient counts as zero"
-        )
-
-
 class FirstMean(NamedTuple):
     """The mean of the first exchange of a vector, which is without residual. Every ``.grad`` is this rank's gradient.
 
@@ -345,9 +332,8 @@ class FirstMean(NamedTuple):
 def check_not_reduced(means: Iterable[FirstMean], group: dist.ProcessGroup | None) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
 
-    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module, which takes some
-    30 milliseconds: DDP does not mark its parameters, so the garbage collector is asked for the objects that refer to
-    the class, which all its instances do. ``means`` are those of all vectors. A vector of zeros says nothing.
+    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. ``means`` are
+    those of all vectors. A vector of zeros says nothing.
     """
     if not is_distributed() or dist.get_world_size(group) == 1:
         return
@@ -357,34 +343,19 @@ def check_not_reduced(means: Iterable[FirstMean], group: dist.ProcessGroup | Non
     if not equal or not all(equal):
         return
     wanted = {id(parameter) for each in telling for parameter in each.layout.parameters}
-    found = gc.get_referrers(*_with_subclasses(DistributedDataParallel))
-    for module in [each for each in found if issubclass(type(each), DistributedDataParallel)]:
-        hooks = [hook for hook, _ in comm_hooks(module)]
-        if noop_hook in hooks:
+    for module in ddp_modules():
+        if noop_hook in comm_hooks(module):
             continue
         for name, parameter in module.module.named_parameters():
             if id(parameter) in wanted and parameter.requires_grad:
                 raise ConfigurationError(
                     f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model), or train "
-                    "the plain module (ddp_model.module)"
+                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model)"
                 )
     if dist.get_rank(group) == 0:
         logger.warning(
             "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
             "gradients before step()"
-        )
-
-
-def check_exchanged(parameters: Sequence[torch.Tensor], exchanged: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless a hook exchanges all ``parameters`` of an optimizer."""
-    known = {id(parameter) for parameter in exchanged}
-    missing = [tuple(parameter.shape) for parameter in parameters if id(parameter) not in known]
-    if missing:
-        raise ConfigurationError(
-            f"the hook does not average {len(missing)} parameters of the optimizer, the first of shape {missing[0]}. "
-            "They are not in the model, not sharded by fully_shard(), ignored by DDP, or were frozen when the hook was "
-            "registered: set requires_grad=True before wrap(), shard them, or leave them out of this optimizer"
         )
 
 
@@ -418,13 +389,6 @@ def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logg
             "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
             "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint",
         )
-
-
-def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
-    found: list[type[Any]] = [kind]
-    for subclass in kind.__subclasses__():
-        found += _with_subclasses(subclass)
-    return found
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:

@@ -13,11 +13,10 @@ import torch
 
 from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.step import checkpoint_format
-from tritoncomm.step.checkpoint_format import by_name
 from tritoncomm.step.shards import like_parameter, local, place
 
 # What is saved beside the state without its residuals.
-_EXTRA = ("names", "named", "place")
+_EXTRA = ("place",)
 
 
 class Place(NamedTuple):
@@ -36,15 +35,11 @@ def place_of(parameters: Sequence[torch.Tensor], replica: int, replicas: int) ->
 def split(
     state: Mapping[str, Any], parameters: Sequence[torch.Tensor], here: Place
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the ``state`` of the rank ``here`` without its residuals, and these as DTensors, by name or number."""
-    residuals = by_name(state["residuals"])
-    sharded = {
-        str(name): like_parameter(parameter, residual)
-        for (name, residual), parameter in zip(residuals.items(), parameters, strict=True)
-    }
+    """Return the ``state`` of the rank ``here`` without its residuals, and these as DTensors, by number."""
+    pairs = zip(state["residuals"], parameters, strict=True)
+    sharded = {str(number): like_parameter(parameter, own) for number, (own, parameter) in enumerate(pairs)}
     rest = {key: value for key, value in state.items() if key != "residuals"}
-    named = isinstance(state["residuals"], Mapping)
-    return rest | {"names": list(sharded), "named": named, "place": list(here)}, sharded
+    return rest | {"place": list(here)}, sharded
 
 
 def belongs(rest: Mapping[str, Any], here: Place) -> bool:
@@ -54,9 +49,8 @@ def belongs(rest: Mapping[str, Any], here: Place) -> bool:
 
 def joined(rest: Mapping[str, Any], sharded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the state of which :func:`split` returned the parts."""
-    flat = {name: local(sharded[name]).reshape(-1) for name in rest["names"]}
     state = {key: value for key, value in rest.items() if key not in _EXTRA}
-    return state | {"residuals": flat if rest["named"] else list(flat.values())}
+    return state | {"residuals": [local(sharded[str(number)]).reshape(-1) for number in range(len(sharded))]}
 
 
 def resharded(
@@ -74,11 +68,10 @@ def resharded(
             by the number of replicas, and stays the same.
         present: The present state of this rank.
     """
-    summed = {
-        name: sum((local(each[str(name)]).reshape(-1).cpu() for each in replicas), start=torch.zeros(len(residual)))
-        * share
-        for name, residual in by_name(present["residuals"]).items()
-    }
+    summed = [
+        sum((local(each[str(number)]).reshape(-1).cpu() for each in replicas), start=torch.zeros(len(residual))) * share
+        for number, residual in enumerate(present["residuals"])
+    ]
     # Thresholds, and second moments of rows and columns, are those of other shards.
     method = rest["algorithm"]
     vectors = [without_scale(each) for each in method.get("vectors", [method])]
@@ -87,7 +80,7 @@ def resharded(
     fields |= {
         "rank": present["rank"],
         "world_size": present["world_size"],
-        "residuals": summed if rest["named"] else list(summed.values()),
+        "residuals": summed,
         "migrated": {"states": [], "share": share, "common": common},
     }
     return checkpoint_format.with_checksum(**fields)

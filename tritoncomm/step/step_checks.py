@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -14,58 +14,45 @@ from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
 
-_RANKS = 1 << 15  # above the number of ranks
-
 
 class Stepping(NamedTuple):
-    """An optimizer that steps by the means of an exchange, its completed updates, and whether the last one stopped."""
+    """The optimizer that steps by an exchange, its completed updates, and whether an error has stopped one."""
 
     optimizer: torch.optim.Optimizer
     updates: int
     is_stopped: bool
 
+    @property
+    def text(self) -> str:
+        """What must be equal on all ranks: updates, and numbers among the options, such as learning rates.
 
-def options_and_updates(stepping: Stepping) -> str:
-    """Return what must be equal on all ranks as a text: updates, and numbers among options, such as learning rates.
+        Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The
+        host waits for no GPU: the value of an option that is a tensor on a GPU is left out.
+        """
+        names = sorted(set(getattr(self.optimizer, "defaults", ())))
+        options = [[_numbers(group.get(name)) for name in names] for group in self.optimizer.param_groups]
+        return repr((options, self.updates, self.is_stopped))
 
-    Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The host
-    waits for no GPU: the value of an option that is a tensor on a GPU is left out.
-    """
-    names = sorted(set(getattr(stepping.optimizer, "defaults", ())))
-    options = [[_numbers(group.get(name)) for name in names] for group in stepping.optimizer.param_groups]
-    return repr((options, stepping.updates, stepping.is_stopped))
+    @property
+    def update_fields(self) -> dict[str, Any]:
+        """The completed updates, by name."""
+        return {setup_checks.UPDATES: f"{self.updates}, and one that stopped" if self.is_stopped else self.updates}
 
-
-def update_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
-    """Return the completed updates of the optimizers, by name."""
-    return {
-        setup_checks.UPDATES + _of(number, stepping): f"{one.updates}, and one that stopped"
-        if one.is_stopped
-        else one.updates
-        for number, one in enumerate(stepping)
-    }
-
-
-def option_fields(stepping: Sequence[Stepping]) -> dict[str, Any]:
-    """Return the options that :func:`options_and_updates` compares, by name."""
-    fields: dict[str, Any] = {}
-    for number, (optimizer, *_) in enumerate(stepping):
-        for position, group in enumerate(optimizer.param_groups):
-            for name in getattr(optimizer, "defaults", ()):
+    @property
+    def option_fields(self) -> dict[str, Any]:
+        """The options in :attr:`text`, by name."""
+        fields: dict[str, Any] = {}
+        for position, group in enumerate(self.optimizer.param_groups):
+            for name in getattr(self.optimizer, "defaults", ()):
                 value = _numbers(group.get(name))
-                text = f"{name} of parameter group {position}{_of(number, stepping)}"
-                fields[text] = tuple(value) if isinstance(value, list) else value
-    return fields
-
-
-def _of(number: int, stepping: Sequence[Stepping]) -> str:
-    return f" of optimizer {number}" if len(stepping) > 1 else ""
+                fields[f"{name} of parameter group {position}"] = tuple(value) if isinstance(value, list) else value
+        return fields
 
 
 def rejection(
     step: str,
     fields: Mapping[str, Any],
-    stepping: Sequence[Stepping],
+    stepping: Stepping,
     group: dist.ProcessGroup | None,
     device: torch.device | None,
 ) -> ProtocolMismatchError:
@@ -75,7 +62,7 @@ def rejection(
     """
     found = setup_checks.differences(fields, group, device) if is_distributed() else {}
     differ = f"ranks differ: {'; '.join(found.values())}"
-    if any(one.is_stopped for one in stepping) or any(name.startswith(setup_checks.UPDATES) for name in found):
+    if stepping.is_stopped or setup_checks.UPDATES in found:
         reason = differ if found else "an update has stopped on all ranks"
         return ProtocolMismatchError(f"{step} was rejected, because {reason}: {setup_checks.UPDATES_ADVICE}")
     if found:
@@ -97,29 +84,33 @@ def _numbers(value: object) -> object:
     return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
 
 
+class Votes(NamedTuple):
+    """What a rank, or the number of ranks that, say of a step.
+
+    No rank gets more than one update ahead of another, because it is found out then. The remainder of the number of
+    updates by 3 tells whether all have completed as many.
+    """
+
+    rejects: int
+    is_stopped: int
+    updates_leave_1: int
+    updates_leave_2: int
+
+
 def vote(
-    rejected: bool,
-    stepping: Sequence[Stepping],
-    suspects: list[torch.Tensor],
-    world_size: int,
-    device: torch.device,
+    rejected: bool, stepping: Stepping, suspects: list[torch.Tensor], world_size: int, device: torch.device
 ) -> Pattern[tuple[bool, bool, bool]]:
     """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
 
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and the optimizer with the most completed
-    updates has as many on all ranks.
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
     """
-    stopped = any(one.is_stopped for one in stepping)
-    # No rank gets more than one update ahead of another, because it is found out then.
-    remainder = max((one.updates for one in stepping), default=0) % 3
-    properties = (rejected, stopped, *(remainder == ahead for ahead in (1, 2)))
-    # One word that a kernel fills, because the host would wait for a GPU to copy several. It counts ranks by their
-    # properties, whose sums do not mix. All ranks conclude the same from the counts.
-    own = sum(holds * _RANKS**place for place, holds in enumerate(properties))
-    words = torch.full((1,), own, dtype=torch.int64, device=device)
+    remainder = stepping.updates % 3
+    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2)  # noqa: PLR2004 - see Votes
+    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+    words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
     if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
         words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
-    total, *suspicious = (yield AllReduce("commit", words)).tolist()
-    of_rejected, of_stopped, *of_ahead = (total // _RANKS**place % _RANKS for place in range(len(properties)))
-    alike = not of_stopped and all(count in (0, world_size) for count in of_ahead)
-    return bool(of_rejected), any(suspicious), alike
+    counts = (yield AllReduce("commit", words)).tolist()
+    total = Votes(*counts[: len(own)])
+    alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
+    return bool(total.rejects), any(counts[len(own) :]), alike

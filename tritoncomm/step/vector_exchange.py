@@ -33,7 +33,7 @@ logger = logging.getLogger("tritoncomm")
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """The settings that all flat vectors of a front door share.
+    """The settings that all flat vectors of an optimizer share.
 
     Attributes:
         recipe: The recipe of the exchange.
@@ -43,8 +43,6 @@ class ExchangeOptions:
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
-        device: Device of the exchange. None is the device of the parameters. FSDP reduces gradients on a GPU while it
-            keeps parameters on the CPU.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
             residual. None does not limit it.
@@ -59,7 +57,6 @@ class ExchangeOptions:
     timeout: timedelta | None = None
     dense_below: int = 0
     small: str = "fp32"
-    device: torch.device | None = None
     flattened: bool | None = None
     max_gradient_norm: float | None = None
     by_update: bool = False
@@ -110,7 +107,7 @@ class VectorExchange:
         self.large = large
         self.layout = BucketLayout([*large, *small])
         self.dense_numel = self.layout.bounds[-1] - self.layout.bounds[len(large)]
-        self.device = options.device or self.layout.device
+        self.device = self.layout.device
         self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.device)
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
@@ -123,7 +120,6 @@ class VectorExchange:
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
-        self._revoked: set[int] = set()  # numbers of the parameters whose part of the last step was taken back
         self._without_residual: ErrorFeedback | None = None
         self._signs: torch.Tensor | None = None
         self.meter = Meter()
@@ -250,27 +246,6 @@ class VectorExchange:
             return self.scheduler.run(pattern, new_step=False)
         finally:
             self.meter = self.scheduler.meter
-
-    def settle(self, *, keep: bool = False) -> None:
-        """See :meth:`ErrorFeedback.settle`."""
-        self._revoked = set()
-        self.feedback.settle(keep=keep)
-
-    def revoke(self, parameters: set[int]) -> bool:
-        """Take back what the last step did to the residual of ``parameters`` (ids), because nobody uses its mean.
-
-        The method's state is that from before the step as soon as this has been called for all parameters. Then this
-        returns True.
-        """
-        self._without_residual = None
-        places = [number for number, each in enumerate(self.layout.parameters) if id(each) in parameters]
-        self._revoked.update(places)
-        if len(self._revoked) == len(self.layout.parameters):
-            self.feedback.revoke()
-            return True
-        for number in places:
-            self.feedback.revoke(slice(self.layout.bounds[number], self.layout.bounds[number + 1]))
-        return False
 
     @property
     def residual_norm(self) -> float:

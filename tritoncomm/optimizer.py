@@ -5,26 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.clipping import check_clipping
 from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.exchanged_parameters import KnownParameters, check_not_reduced, exchange_of
-from tritoncomm.step.hook_state import HookState
-from tritoncomm.step.hooked_step import HookedStep
+from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.optimizer_step import OptimizerStep, StepState, selects_by_update
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState
 from tritoncomm.step.options import (
     WrapOptions,
     check_group,
@@ -35,7 +34,6 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
-from tritoncomm.step.plain_step import PlainStep
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.vector_exchange import VectorExchange
 
@@ -59,20 +57,13 @@ class SparseOptimizer(OptimizerProxy):
         options: WrapOptions,
         *,
         broadcast_parameters: bool = False,
-        hook: HookState | None = None,
+        names: Mapping[int, str] | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options, process_group if hook is None else hook.replicas)
-        self._hook = hook
-        if hook is not None:
-            self._hooked = HookedStep(hook, optimizer, self._step_state, self._optimizer_step)
+        self._bind(optimizer, recipe, options, process_group, names or {})
         self._exchange = self._build(process_group)
-        if hook is None or not hook.steps:  # else the hook has kept the residuals
-            setup_checks.warn_about_lost_residual(optimizer)
+        setup_checks.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, broadcast=broadcast_parameters)
-        if hook is not None:
-            hook.connect(self, options, by_update=selects_by_update(optimizer, recipe, options))
-            self._step_state.used_delivery = self._exchange.deliveries
-        elif is_distributed():
+        if is_distributed():
             self._exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
@@ -84,6 +75,7 @@ class SparseOptimizer(OptimizerProxy):
         recipe: Recipe,
         options: WrapOptions,
         process_group: dist.ProcessGroup | None,
+        names: Mapping[int, str],
     ) -> None:
         self._stand_for(optimizer)
         self.recipe = recipe
@@ -93,33 +85,32 @@ class SparseOptimizer(OptimizerProxy):
         )
         self._optimizer_step.check()
         self._step_state = StepState()
-        self._plain = PlainStep(self._step_state, self._optimizer_step, options.on_nonfinite)
-        self._parameters = KnownParameters(optimizer)
+        self._parameters = KnownParameters(optimizer, names)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of the exchange. None is the default process group."""
-        return self._exchange.options.group if self._hook is None else self._hook.process_group
+        return self._exchange.options.group
 
     @property
     def _everybody(self) -> dist.ProcessGroup | None:
         """The ranks that must change alike: those of the exchange, or those of all shards."""
-        verdict = self._exchange.verdict if self._hook is None else None
+        verdict = self._exchange.verdict
         return self.process_group if verdict is None else verdict.group
 
     @property
     def has_shards(self) -> bool:
-        """True if this optimizer exchanges shards of DTensors in :meth:`step`, within several groups of ranks."""
-        return self._hook is None and self._exchange.verdict is not None
+        """True if this optimizer exchanges shards of DTensors, within several groups of ranks."""
+        return self._exchange.verdict is not None
 
     @property
     def is_synchronized(self) -> bool:
         """True after :meth:`synchronize`, until the next :meth:`step` or :meth:`zero_grad`."""
-        return self._step_state.exchanged
+        return self._exchange.state is State.READY
 
     @property
     def _vector(self) -> VectorExchange:
-        """The flat vector of an optimizer that exchanges in :meth:`step`, and has one."""
+        """The flat vector of an optimizer that has one."""
         (vector,) = self._exchange.vectors
         return vector
 
@@ -127,14 +118,12 @@ class SparseOptimizer(OptimizerProxy):
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        self._optimizer_step.check_complete()
         self._check_no_pending_step("copying")
-        if self._hook is not None:
-            raise RuntimeError("a hook of a model has the residuals: copy optimizer.optimizer, and wrap the copy")
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
             "options": self._options,
+            "names": self._parameters.names,
             "skipped": self._exchange.skipped,
             "exchange": exchange_state.saved(self._exchange),
         }
@@ -149,8 +138,10 @@ class SparseOptimizer(OptimizerProxy):
         return clone
 
     def _restore(self, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        self._bind(state["optimizer"], state["recipe"], state["options"], group)
-        self._hook = None
+        groups = state["optimizer"].param_groups
+        every = [id(parameter) for each in groups for parameter in each["params"]]
+        names = dict(zip(every, state["names"], strict=True))
+        self._bind(state["optimizer"], state["recipe"], state["options"], group, names)
         self._exchange = self._build(group)
         self._exchange.restore(exchange_state.loaded(self._exchange, state["exchange"]))
         self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
@@ -171,8 +162,7 @@ class SparseOptimizer(OptimizerProxy):
             del self.param_groups[before:]
             self._parameters.note()
             raise
-        if self._hook is None:
-            self._exchange = exchange.continue_from(self._exchange)
+        self._exchange = exchange.continue_from(self._exchange)
 
     def set_density(self, density: float) -> None:
         """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
@@ -182,10 +172,6 @@ class SparseOptimizer(OptimizerProxy):
             ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
         self._check_no_pending_step("set_density()")
-        if self._hook is not None:
-            self._hook.set_density(density)
-            self.recipe = self._hook.recipe
-            return
         with setup_checks.propagate_errors(self._everybody, self._device):
             recipe = with_density(self.recipe, density)
         if is_distributed():
@@ -199,7 +185,7 @@ class SparseOptimizer(OptimizerProxy):
         process_group: dist.ProcessGroup | None = None,
         node_group: dist.ProcessGroup | None = None,
         *,
-        model: DistributedDataParallel | None = None,
+        model: nn.Module | None = None,
     ) -> bool:
         """Continue in another process group of any size. All its ranks must call this.
 
@@ -211,95 +197,84 @@ class SparseOptimizer(OptimizerProxy):
         Args:
             process_group: The new process group. Default: the default process group.
             node_group: The ranks of this rank's node. Default: None.
-            model: With a hook of DDP, the new ``DistributedDataParallel`` module around the same module. Its process
-                group is used. Create it with ``init_sync=False``, because ranks may be one step apart.
+            model: The new ``DistributedDataParallel`` module around the same module, if there is one. Its process group
+                is used. Create it with ``init_sync=False``, because ranks may be one step apart. Default: None.
 
         Returns:
             Whether a step of other ranks was applied here. Learning-rate schedules must then take theirs here, too.
 
         Raises:
-            ConfigurationError: ``model`` is missing, or the model is sharded.
+            ConfigurationError: The model is sharded, or an argument is invalid.
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
-        exchange, hook = self._exchange, self._hook
+        exchange, step = self._exchange, self._optimizer_step
         told, caught_up = set[int](), False
         check_group("process_group", process_group)
-        if hook is not None:
-            hook.check_movable()
-            if not isinstance(model, DistributedDataParallel) or not hook.trains(model):
-                raise ConfigurationError("pass model=, the new DistributedDataParallel module around the same module")
-            process_group = model.process_group
+        if self.has_shards:
+            raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
+        model = checked_module(model)
+        process_group = group_of(model, process_group)
+        check_model(model, process_group)
         if is_distributed():
             told = {of["steps"] for of in setup_checks.gather({"steps": exchange.steps}, process_group, self._device)}
-            caught_up = bool(exchange.pending) and exchange.steps + 1 == max(told)
+            caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
             if caught_up:
-                delivered = exchange.commit_pending()
-                for each in [self] if hook is None else hook.connected:
-                    each._optimizer_step.step(delivered, clip=not exchange.flushes)  # noqa: SLF001 - of the same class
+                exchange.catch_up()
+                self._apply(untouched=False)
         self._step_state.reset()
-        if hook is None:
-            exchange.discard()
-        exchange.pending, exchange.delivered = [], None
         with setup_checks.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group, self._options.small)
-            self._optimizer_step.alone = is_alone(process_group)
-            check_optimizer(self.optimizer, alone=self._optimizer_step.alone)
-            self._optimizer_step.check()
-        parameters = exchange.parameters if hook is None else self._hooked.parameters
+            step.alone = is_alone(process_group)
+            check_optimizer(self.optimizer, alone=step.alone)
+            step.check()
+            keep_gradients_local(model)
         setup_checks.compare_setup(
-            self.optimizer, parameters, recipe, self._options, exchange.steps, process_group, caught_up=len(told) > 1
+            self.optimizer,
+            exchange.parameters,
+            recipe,
+            self._options,
+            exchange.steps,
+            process_group,
+            caught_up=len(told) > 1,
         )
-        for optimizer in [self] if hook is None else hook.connected:
-            optimizer._optimizer_step.restart()  # noqa: SLF001 - of the same class
-        if hook is None:
-            for vector, before in exchange.replace_vectors(recipe, process_group):
-                carry_over.across_groups(vector, before)
-        else:
-            assert model is not None
-            hook.move(model, recipe)
+        exchange.restart()
+        for vector, before in exchange.replace_vectors(recipe, process_group):
+            carry_over.across_groups(vector, before)
         self.recipe = recipe
         return caught_up
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and discard an exchange that :meth:`step` has not used.
-
-        With a hook, a step after ``zero_grad(set_to_none=False)`` uses gradients of zero if the hook has averaged some.
-        """
+        """Reset the gradients, and throw away averaged gradients that :meth:`step` has not used."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self._hook is None:
-            self._exchange.discard(used=self._step_state.interrupted)
-            self._step_state.reset()
-        else:
-            self._hooked.zero(set_to_none=set_to_none)
+        self._exchange.discard()
+        self._step_state.reset()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange the gradients, unless :meth:`synchronize` or a hook has done so, then take the optimizer's step.
+        """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
 
         ``closure`` computes the gradients and returns the loss, which is returned. It is called once. If a step
         pre-hook of the original optimizer raises, call this again: it does not exchange again, and takes the step.
 
         Raises:
-            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced. With
-                a hook, no gradients have been averaged since the last step. An error or a signal has stopped an update
-                before, so parameters may differ between ranks: load a checkpoint.
+            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced.
             ConfigurationError: The original optimizer has parameters that are not exchanged. Nothing has changed.
-            ProtocolMismatchError: Ranks differ in frozen parameters, learning rates or completed updates. Nothing has
-                changed. All ranks raise it.
+            ProtocolMismatchError: Ranks differ in frozen parameters, learning rates or completed updates, or an error
+                or a signal has stopped an update before: load a checkpoint. Nothing has changed. All ranks raise it.
             NonFiniteError: A rank has a NaN or Inf, and ``on_nonfinite`` is ``"raise"``. Nothing has changed.
             ExchangeError: A peer was lost, or a wait timed out. Nothing has changed.
         """
         try:
             return self._step(closure)
         except BaseException as error:
-            self._step_state.interrupted = not isinstance(error, Exception)
+            self._note_failure(error)
             self._forget_scaler()
             raise
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         step_state, loss = self._step_state, None
         if closure is not None:
-            if step_state.exchanged:
+            if self.is_synchronized:
                 raise RuntimeError(
                     "step(closure) was called after synchronize(), but a closure computes new gradients: "
                     "call step(closure) without synchronize()"
@@ -307,22 +282,36 @@ class SparseOptimizer(OptimizerProxy):
             with torch.enable_grad():
                 loss = closure()
         if self._optimizer_step.is_synthetic():
-            self._optimizer_step.initialize_state(self._exchange.parameters or self._hooked.parameters)
+            self._optimizer_step.initialize_state(self._exchange.parameters)
             return loss
-        if self._hook is not None:
-            self._parameters.check()
-            scale, found = self._scaler
-            with torch.no_grad():
-                if not self._hooked.step(scale, found):
-                    self._step_state.warn_about_scale(found, self.process_group)
-            return loss
-        untouched = not step_state.exchanged  # nobody sees .grad between the exchange and the step
+        scale, found = self._scaler
+        untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
             self.synchronize()
-        scale, found = self._scaler
-        if not self._plain.step(self._exchange, scaled=scale is not None, untouched=untouched):
-            self._step_state.warn_about_scale(found, self.process_group)
+        elif scale is not None and step_state.scale is None:
+            raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
+        step_state.check_unchanged(self._exchange.gradients)
+        if self._exchange.delivered is None:
+            self._exchange.discard()
+            step_state.warn_about_scale(found, self.process_group)
+        else:
+            self._apply(untouched=untouched)
+        step_state.reset()
         return loss
+
+    def _apply(self, *, untouched: bool) -> None:
+        """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
+        exchange = self._exchange
+        self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
+        delivered, clip = exchange.delivered or [], not exchange.is_flush
+        self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""
+        if not isinstance(error, Exception):
+            self._exchange.stop()
+        elif self.is_synchronized:
+            self._step_state.note_failure(self._exchange.gradients)
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -337,21 +326,29 @@ class SparseOptimizer(OptimizerProxy):
         staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
         ``scaler.unscale_(optimizer)`` first.
 
-        With a hook, the backward pass has averaged the gradients already. This then changes nothing, so that code for
-        both ways of training may call it.
-
         Raises:
-            RuntimeError: The gradients were exchanged already. With a hook, none have been averaged since the last
-                step. For other errors see :meth:`step`.
+            RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
         """
-        if self._hook is not None:
-            self._hooked.check_averaged()
-            return
         if self._optimizer_step.alone and self._parameters.are_outdated:  # a single worker trains what it is given
             self._exchange = self._build(self.process_group).continue_from(self._exchange)
+        exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        inspect = None if self._exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
-        self._plain.average(self._exchange, scale, found, local_error=self._parameters.local_error, inspect=inspect)
+        inspect = None if exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
+        found = step_state.found_in_unscale if found is None else found
+        try:
+            exchange.exchange(
+                local_error=self._parameters.local_error(),
+                scale=1.0 if scale is None else float(scale),
+                overflowed=found is not None and bool(found),
+                zero=policy == "zero" and found is None,
+                inspect=inspect,
+            )
+        except NonFiniteError as error:
+            if policy == "raise" and found is None:
+                raise
+            logger.log(logging.INFO if found is not None else logging.WARNING, "step skipped on all ranks: %s", error)
+            exchange.skip()
+        step_state.written, step_state.scale = exchange.gradients, scale
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -360,17 +357,15 @@ class SparseOptimizer(OptimizerProxy):
         Use it before the last evaluation, or before a checkpoint without residuals. All ranks must call it. The present
         gradients are discarded.
         """
-        if self._hook is not None:
-            self._hooked.check_connected()
         self._check_no_pending_step("flush()")
-        delivered = self._exchange.flush() if self._hook is None else self._hook.flush()
-        if self._hook is None:
-            self._plain.apply(self._exchange, delivered)
-            self.zero_grad()
-            return
-        for each in self._hook.connected:
-            each._optimizer_step.step(delivered, clip=False, started=each._hooked.use)  # noqa: SLF001 - of this class
-            each.zero_grad()
+        self._exchange.flush()
+        self._step_state.written = self._exchange.gradients
+        try:
+            self._apply(untouched=False)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        self.zero_grad()
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last exchange and totals, as a flat dict for TensorBoard or W&B.
@@ -397,9 +392,8 @@ class SparseOptimizer(OptimizerProxy):
                 entries. An error or a signal has stopped an update, so parameters may differ between ranks.
         """
         self._run_hooks_before_saving()
-        self._optimizer_step.check_complete()
         self._check_no_pending_step("state_dict()")
-        own = exchange_state.saved(self._exchange) if self._hook is None else self._hook.state_dict()
+        own = exchange_state.saved(self._exchange)
         return self._after_saving(self.optimizer.state_dict() | {"tritoncomm": own})
 
     @torch.no_grad()
@@ -423,40 +417,30 @@ class SparseOptimizer(OptimizerProxy):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedbacks = self.loadable(state_dict)
-        saved, hook = state_dict.get("tritoncomm"), self._hook
+        saved = state_dict.get("tritoncomm")
         inner = {key: value for key, value in state_dict.items() if key != "tritoncomm"}
         if is_distributed():
-            replicas = self.process_group if hook is None else hook.replicas
-            everybody = self._everybody if self.has_shards else replicas
-            exchange_state.compare(inner, saved, feedbacks, replicas, everybody, self._device)
+            exchange_state.compare(inner, saved, feedbacks, self.process_group, self._everybody, self._device)
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
-        self._optimizer_step.restart()
-        if feedbacks:
-            self._exchange.discard()
-            self._exchange.restore(feedbacks)
-            self._exchange.steps = saved["steps"] if saved is not None else self._exchange.steps
-        elif saved is not None and self._hook is not None:
-            self._hook.load_checked(saved)
-        if saved is None:
+        self._exchange.restart()
+        self._exchange.restore(feedbacks)
+        if saved is not None:
+            self._exchange.steps = saved["steps"]
+        else:
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
             setup_checks.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
-        if self._hook is not None:
-            self._hooked.discard()
         self._run_hooks_after_loading()
 
     def loadable(self, state_dict: dict[str, Any]) -> list[ErrorFeedback]:
-        """Return the residual and method state of each vector in ``state_dict``. Raise if this rank cannot load them.
+        """Return the residual and method state of each vector in ``state_dict``.
 
-        With a hook, this only raises, and returns nothing.
+        Raises:
+            ConfigurationError: This rank cannot load them. Nothing has changed.
         """
         setup_checks.check_state_dict(state_dict, self.optimizer)
         saved = state_dict.get("tritoncomm")
-        if self._hook is not None:
-            if saved is not None:
-                self._hook.check_loadable(saved)
-            return []
         if saved is None:
             return [vector.feedback for vector in self._exchange.vectors]
         return exchange_state.loaded(self._exchange, saved)
@@ -464,37 +448,26 @@ class SparseOptimizer(OptimizerProxy):
     def _build(self, group: dist.ProcessGroup | None) -> GradientExchange:
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
-        parameters = [parameter for parameter, _ in self._parameters.trained]
-        exchanged = parameters if self._hook is None else list(self._hook.parameters.values())
-        setup_checks.check_exchanged(parameters, exchanged)
-        check_clipping(self._options.gradient_limit, parameters, exchanged)
-        if self._hook is not None:
-            return self._hook.exchange
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
-        exchange.stepping = self._optimizer_step.stepping
-        return exchange
+        check_clipping(self._options.gradient_limit, [parameter for parameter, _ in trained])
+        return exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
-        parameters = exchange.parameters if self._hook is None else self._hooked.parameters
-        group = exchange.options.group if self._hook is None else self._hook.replicas
+        parameters, group = exchange.parameters, exchange.options.group
         setup_checks.compare_setup(
             self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
         )
-        if self._hook is None:
-            exchange.agree_on_exchange_id()
+        exchange.agree_on_exchange_id()
 
     @property
     def _device(self) -> torch.device | None:
-        return setup_checks.device_of(self.optimizer) if self._hook is None else self._hook.device
+        return setup_checks.device_of(self.optimizer)
 
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
         self._optimizer_step.unguard()
-        if self._hook is not None:
-            self._hook.release(self)
 
     def _check_no_pending_step(self, action: str) -> None:
-        new = self._hook is not None and self._hooked.has_new_gradients
-        if self._step_state.exchanged or (new and self._exchange.delivered is not None):
+        self._exchange.check_complete()
+        if self.is_synchronized:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")

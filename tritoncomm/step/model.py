@@ -1,0 +1,158 @@
+"""What kind of module an optimizer trains: what it is told, so that gradients stay local, and what it must fulfil."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.optimizer_proxy import OptimizerProxy
+from tritoncomm.step.torch_internals import comm_hooks, let_average_nothing
+
+
+def checked_module(model: Any) -> nn.Module | None:
+    """Return ``model``, without what torch.compile has put around it.
+
+    Raises:
+        ConfigurationError: It is neither a module nor None.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not (model is None or isinstance(model, nn.Module)):
+        raise ConfigurationError(f"model is a {type(model).__name__}: pass the torch.nn.Module that optimizer trains")
+    return model
+
+
+def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the process group of the exchange: ``group``, or the one of a DDP ``model``.
+
+    Raises:
+        ConfigurationError: ``group`` is not the one of the model.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return group
+    if group is not None and group is not model.process_group:
+        raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")
+    found: dist.ProcessGroup = model.process_group
+    return found
+
+
+def names_of(model: nn.Module | None) -> dict[int, str]:
+    """Return the names of the parameters of ``model`` by their ids, for messages."""
+    if model is None:
+        return {}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {id(parameter): name for name, parameter in inner.named_parameters()}
+
+
+def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if gradients of ``model`` cannot be exchanged in ``group``."""
+    if isinstance(model, DistributedDataParallel):
+        _check_hooks(model)
+    elif model is not None:
+        _check_shards(model, group)
+
+
+def keep_gradients_local(model: nn.Module | None) -> None:
+    """Let a DDP ``model`` average nothing. It still broadcasts parameters and buffers.
+
+    From now on, an optimizer that is not wrapped and steps its parameters raises an error.
+
+    Raises:
+        ConfigurationError: The model has another communication hook.
+    """
+    if not isinstance(model, DistributedDataParallel) or model in _local:
+        return
+    if not let_average_nothing(model):
+        _check_hooks(model)
+        raise ConfigurationError("model has one of DDP's built-in communication hooks: do not register it")
+    _local.add(model)
+    reference = weakref.ref(model)
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        module = reference()
+        if module is not None and not isinstance(optimizer, OptimizerProxy):
+            _check_not_stepped(module, optimizer)
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(check).remove).atexit = False
+
+
+# The DDP modules that average nothing.
+_local: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _check_not_stepped(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    if dist.get_world_size(model.process_group) == 1:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for name, parameter in model.module.named_parameters():
+        if id(parameter) in stepped:
+            raise ConfigurationError(
+                f"this {type(optimizer).__name__} steps {name!r}, and is not wrapped. DDP does not average gradients "
+                "of this model any more, because another optimizer was wrapped with it: wrap this one, too, with the "
+                "same model="
+            )
+
+
+def _check_hooks(model: DistributedDataParallel) -> None:
+    for hook in comm_hooks(model):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if getattr(model, "mixed_precision", None) is not None:
+            raise ConfigurationError(
+                f"model is a DDP module with mixed_precision=, which has a communication hook of its own, {name}: "
+                "leave it out, and use torch.autocast"
+            )
+        if name != "noop_hook":
+            raise ConfigurationError(
+                f"model is a DDP module with a communication hook, {name}, which averages gradients before they are "
+                "exchanged: do not register it"
+            )
+
+
+def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Check a model that ``fully_shard`` has sharded. Other modules may be anything."""
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - importing it takes a while
+
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return
+    meshes: dict[tuple[int, ...], str] = {}
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "device_mesh"):
+            if parameter.requires_grad:
+                raise ConfigurationError(
+                    f"{name} is not sharded, and other parameters of the model are. FSDP does not average its gradient "
+                    "over the ranks of a replica: call fully_shard() on a module that has it, or freeze it"
+                )
+            continue
+        meshes.setdefault(tuple(parameter.device_mesh.mesh.flatten().tolist()), name)
+    if len(meshes) > 1:
+        (ranks, name), (other_ranks, other) = list(meshes.items())[:2]
+        raise ConfigurationError(
+            f"{name} is sharded over ranks {list(ranks)}, and {other} over ranks {list(other_ranks)}: call "
+            "fully_shard() with the same mesh for all parameters of the model"
+        )
+    if group is None:
+        raise ConfigurationError(
+            "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
+            '(mesh["replicate"].get_group())'
+        )
+    _check_replicas(next(iter(meshes)), group)
+
+
+def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
+    replicas = dist.get_process_group_ranks(group)
+    common = sorted(set(shards) & set(replicas))
+    if common == [dist.get_rank()]:
+        return
+    raise ConfigurationError(
+        f"model is sharded over ranks {sorted(shards)}, and process_group has ranks {replicas}: they must have this "
+        f"rank, {dist.get_rank()}, and no other in common. Call fully_shard() with "
+        'mesh["shard"] of a mesh of replicas and shards, and pass process_group=mesh["replicate"].get_group(). With a '
+        "mesh of two dimensions, FSDP averages over the replicas densely"
+    )
