@@ -27,17 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tritoncomm
-from tritoncomm.algorithms import Preconditioned, field_names
+from tritoncomm.algorithms import field_names
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
 from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.stages import Staged
 
 COLUMNS = 1000
 MESSAGE_WORDS = 100
-SCALED = 22  # steps of Preconditioned at least: it scales from step 20 on
+SCALED = 22  # steps at least with selection by update: it scales from step 20 on
 # Label and fields of each format. A method has those whose fields it has.
 FORMATS: dict[str, dict[str, Any]] = {
     "plain": {"packed": False},
@@ -74,7 +75,7 @@ class Row:
 
 
 def methods(names: list[str], density: float, numel: int, formats: list[str]) -> list[tuple[str, tritoncomm.Recipe]]:
-    """Return label and recipe of each method to compare. For ``Preconditioned``, the vector is treated as a matrix."""
+    """Return label and recipe of each method to compare. For selection by update, the vector is treated as a matrix."""
     found: list[tuple[str, tritoncomm.Recipe]] = []
     for name in names:
         if name != "dense":
@@ -85,7 +86,7 @@ def methods(names: list[str], density: float, numel: int, formats: list[str]) ->
     for name in names:
         if name in ("oktopk", "topk_allgather"):
             inner = planner.at(name, density)
-            found.append((f"{name} preconditioned", Preconditioned(recipe=inner, shapes=shapes)))
+            found.append((f"{name} preconditioned", Staged(recipe=inner, shapes=shapes)))
     return found
 
 
@@ -109,7 +110,7 @@ def work(
         (name, density, recipe) for density in densities for name, recipe in methods(names, density, numel, formats)
     ]
     for name, density, recipe in table:
-        taken = max(steps, SCALED) if isinstance(recipe, Preconditioned) else steps
+        taken = max(steps, SCALED) if isinstance(recipe, Staged) else steps
         row = measure(name, density, recipe, gradients, rank, world_size, taken)
         if rank == 0:
             send(row)

@@ -2,7 +2,7 @@
 
 A section holds the entries of one message that lie in one range. The time includes everything that a method calls:
 which values fit together, the words, and the values that the receiver will decode. Values are those of a residual that
-has just passed its threshold. benchmarks/results/sections-2026-11-22.md explains the table.
+has just passed its threshold.
 
 The last table is what a worker computes for the mean of a whole vector in 8 bits, as in the dense steps of ``wrap``. It
 quantizes its vector, averages its part, and decodes the parts of all workers.

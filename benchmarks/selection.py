@@ -2,7 +2,6 @@
 
 A complete route adds the gradient to the residual, finds the large entries, gathers them and clears them in the
 residual. Other routes do one part of that. No time is printed for a route whose result differs from the reference.
-benchmarks/results/selection-cpu-2026-11-20.md explains the table.
 """
 
 from __future__ import annotations

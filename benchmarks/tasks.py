@@ -15,7 +15,7 @@ from tritoncomm.demo.text import batch, standard_library, validation_batches
 
 WORKERS = 4
 BATCHES = 32  # of held-out rows, in an evaluation
-FORMER_LIMIT = 0.2  # max_relative_update until 2026-11-25, of results that do not name theirs
+FORMER_LIMIT = 0.2  # max_relative_update of results that do not name theirs
 NO_LIMIT = 0.0  # that of dense runs, in which nothing catches up
 
 

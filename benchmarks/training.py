@@ -28,11 +28,12 @@ from typing import Any
 import torch
 import tritoncomm
 from torch import Tensor, nn
-from tritoncomm.algorithms import DenseTail, Preconditioned, field_names
+from tritoncomm.algorithms import field_names
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.bucket import BucketLayout, split_by_size
+from tritoncomm.step.stages import Staged
 
 import training_results
 from demo_compressor import DeMo, DeMoWorld
@@ -279,14 +280,14 @@ def around(
     node_size: int,
     warmup_values: str,
 ) -> tritoncomm.Recipe:
-    """Return ``recipe`` inside the recipes that ``wrap`` adds: warm-up, preconditioning and dense small tensors."""
+    """Return ``recipe`` with what ``wrap`` adds: warm-up, selection by update and dense small tensors."""
     dense = warmup_values if recipe.averages_when_dense else "fp32"
     inner: tritoncomm.Recipe = tritoncomm.Warmup(recipe=recipe, steps=warmup, values=dense)
     if node_size > 1:
         inner = tritoncomm.Hierarchical(recipe=inner, node_size=node_size)
-    if by_update and recipe.compares_entries():
-        inner = Preconditioned(recipe=inner, shapes=tuple(tuple(parameter.shape) for parameter in large))
-    return DenseTail(recipe=inner, tail=sum(parameter.numel() for parameter in small), small=tail)
+    by_update = by_update and recipe.compares_entries()
+    shapes = tuple(tuple(parameter.shape) for parameter in large) if by_update else None
+    return Staged(recipe=inner, tail=sum(parameter.numel() for parameter in small), small=tail, shapes=shapes)
 
 
 def recipes(name: str, options: argparse.Namespace) -> Iterator[tuple[Compressor, str, str]]:

@@ -26,11 +26,11 @@ from tritoncomm import (
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.faults import KINDS, Faults
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.rounds import Op
+from tritoncomm.step.stages import Staged
 
 FAMILIES = ("random", "sparse", "zero", "ties", "one-region", "cancelling", "identical", "one-entry", "disjoint")
 MAX_WORLD_SIZE = 17
@@ -115,7 +115,9 @@ def fitted(case: Case, recipe: Recipe) -> Case:
 
 def length(recipe: Recipe, otherwise: int) -> int:
     """Return the vector length that ``recipe`` requires, or ``otherwise`` if it accepts any."""
-    return sum(map(math.prod, recipe.shapes)) if isinstance(recipe, Preconditioned) else otherwise
+    return (
+        sum(map(math.prod, recipe.shapes)) + recipe.tail if isinstance(recipe, Staged) and recipe.shapes else otherwise
+    )
 
 
 def world_of(recipe: Recipe, case: Case) -> SimulatedWorld:

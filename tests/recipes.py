@@ -26,7 +26,8 @@ from tritoncomm import (
     algorithms,
     recipe,
 )
-from tritoncomm.algorithms import DenseTail, Hierarchical, Preconditioned
+from tritoncomm.algorithms import Hierarchical
+from tritoncomm.step.stages import Staged
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
@@ -78,10 +79,10 @@ def _around_others(density: float) -> dict[str, Recipe]:
         "warmup-8bit-hierarchical": Hierarchical(
             recipe=Warmup(recipe=ExDyna(density=density), steps=1, values="8bit"), node_size=2
         ),
-        "warmup-8bit-dense-tail": DenseTail(
+        "warmup-8bit-dense-tail": Staged(
             recipe=Warmup(recipe=SparDL(density=density, values="4bit"), steps=2, values="8bit"), tail=5, small="8bit"
         ),
-        "preconditioned-warmup-8bit": Preconditioned(
+        "preconditioned-warmup-8bit": Staged(
             recipe=Warmup(recipe=OkTopk(density=density, **SHORT), steps=2, values="8bit"),
             shapes=((7, 11),),
             renew_every=1,
@@ -92,16 +93,16 @@ def _around_others(density: float) -> dict[str, Recipe]:
         "hierarchical-2": Hierarchical(recipe=OkTopk(density=density, **SHORT), node_size=2),
         "hierarchical-3": Hierarchical(recipe=SparDL(density=density), node_size=3),
         "hierarchical-1": Hierarchical(recipe=TopkDSA(density=density), node_size=1),
-        "dense-tail-hierarchical": DenseTail(
+        "dense-tail-hierarchical": Staged(
             recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=4), tail=3
         ),
-        "preconditioned": Preconditioned(
+        "preconditioned": Staged(
             recipe=OkTopk(density=density, **SHORT), shapes=((9, 5), (3, 2, 4), (11,)), renew_every=2
         ),
-        "preconditioned-warmup": Preconditioned(
+        "preconditioned-warmup": Staged(
             recipe=Warmup(recipe=SparDL(density=density), steps=2), shapes=((7, 11),), renew_every=1, decay=0.5
         ),
-        "preconditioned-hierarchical": Preconditioned(
+        "preconditioned-hierarchical": Staged(
             recipe=Hierarchical(recipe=OkTopk(density=density), node_size=2), shapes=((40,), (6, 6)), renew_every=1
         ),
     }
@@ -119,19 +120,17 @@ def _packed_or_rounded(density: float) -> dict[str, Recipe]:
         "spardl-3-teams-4bit": SparDL(density=density, teams=3, values="4bit"),
         "spardl-4-teams-2bit": SparDL(density=density, teams=4, values="2bit", packed="always"),
         "hierarchical-2-4bit": Hierarchical(recipe=OkTopk(density=density, values="4bit"), node_size=2),
-        "preconditioned-8bit": Preconditioned(
+        "preconditioned-8bit": Staged(
             recipe=OkTopk(density=density, values="8bit", **SHORT), shapes=((9, 5), (11,)), renew_every=2
         ),
-        "dense-tail-warmup-4bit": DenseTail(
+        "dense-tail-warmup-4bit": Staged(
             recipe=Warmup(recipe=TopkAllgather(density=density, values="4bit"), steps=1), tail=3
         ),
-        "dense-tail": DenseTail(recipe=SparDL(density=density), tail=5),
-        "dense-tail-8bit": DenseTail(recipe=SparDL(density=density), tail=37, small="8bit"),
-        "dense-tail-8bit-short": DenseTail(recipe=OkTopk(density=density, **SHORT), tail=2, small="8bit"),
-        "dense-tail-8bit-warmup": DenseTail(
-            recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=11, small="8bit"
-        ),
-        "dense-tail-8bit-hierarchical": DenseTail(
+        "dense-tail": Staged(recipe=SparDL(density=density), tail=5),
+        "dense-tail-8bit": Staged(recipe=SparDL(density=density), tail=37, small="8bit"),
+        "dense-tail-8bit-short": Staged(recipe=OkTopk(density=density, **SHORT), tail=2, small="8bit"),
+        "dense-tail-8bit-warmup": Staged(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=11, small="8bit"),
+        "dense-tail-8bit-hierarchical": Staged(
             recipe=Hierarchical(recipe=Warmup(recipe=ExDyna(density=density), steps=1), node_size=2),
             tail=20,
             small="8bit",
@@ -176,12 +175,12 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "exdyna-static": ExDyna(density=density, static=True),
         "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
         "micro-static": MiCRO(density=density, static=True),
-        "dense-tail-spardl-static": DenseTail(recipe=SparDL(density=density, static=True), tail=3),
-        "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
-        "dense-tail-8bit-static": DenseTail(
+        "dense-tail-spardl-static": Staged(recipe=SparDL(density=density, static=True), tail=3),
+        "dense-tail-static": Staged(recipe=TopkAllgather(density=density, static=True), tail=3),
+        "dense-tail-8bit-static": Staged(
             recipe=Warmup(recipe=TopkAllgather(density=density, static=True), steps=1), tail=20, small="8bit"
         ),
-        "preconditioned-static": Preconditioned(
+        "preconditioned-static": Staged(
             recipe=TopkAllgather(density=density, static=True), shapes=((9, 5), (11,)), renew_every=2
         ),
         "oktopk-static": OkTopk(density=density, static=True, **SHORT),
@@ -193,7 +192,7 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "oktopk-static-packed": OkTopk(density=density, static=True, packed="always", **SHORT),
         "oktopk-static-4bit": OkTopk(density=density, static=True, values="4bit", **SHORT),
         "oktopk-static-1bit": OkTopk(density=density, static=True, values="1bit", global_cap=2.0, **SHORT),
-        "dense-tail-oktopk-static": DenseTail(
+        "dense-tail-oktopk-static": Staged(
             recipe=Warmup(recipe=OkTopk(density=density, static=True, **SHORT), steps=1), tail=3
         ),
     }
@@ -205,7 +204,7 @@ def under_test(density: float) -> Mapping[str, Recipe]:
     named = {name: recipe(name, density=density, **FIELDS.get(name, {})) for name in algorithms()}
     for further in (_settings_of_methods, _around_others, _packed_or_rounded, _static_forms):
         named |= further(density)
-    named["dense-tail-warmup"] = DenseTail(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3)
+    named["dense-tail-warmup"] = Staged(recipe=Warmup(recipe=OkTopk(density=density), steps=1), tail=3)
     return MappingProxyType(named)
 
 

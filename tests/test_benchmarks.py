@@ -28,6 +28,7 @@ PARTS = {  # of other scripts
     "namespaces.py",
     "power_sgd.py",
     "race_methods.py",
+    "race_picture.py",
     "race_results.py",
     "race_worker.py",
     "selection_routes.py",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritoncomm import Recipe, Warmup, algorithms
-from tritoncomm.algorithms import DenseTail
+from tritoncomm.step.stages import Staged
 
 import depth
 import laws
@@ -96,7 +96,7 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
     inner = under_test(0.1)[name]
     case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
     laws.equivalence(Warmup(recipe=inner, steps=2), case)
-    tailed = DenseTail(recipe=Warmup(recipe=inner, steps=1), tail=9)
+    tailed = Staged(recipe=Warmup(recipe=inner, steps=1), tail=9)
     run = laws.recorded(tailed, case, with_states=False)
     for law in (laws.equivalence, laws.conservation):
         law.check(run)
@@ -113,7 +113,7 @@ def test_equivalence_around_every_method(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_small_tensors_in_8_bits_around_every_method(name: str, world_size: int) -> None:
     """Small tensors in 8 bits can be combined with every method. Steps of a dense warm-up send them in fp32."""
-    tailed = DenseTail(recipe=Warmup(recipe=under_test(0.1)[name], steps=1), tail=9, small="8bit")
+    tailed = Staged(recipe=Warmup(recipe=under_test(0.1)[name], steps=1), tail=9, small="8bit")
     case = laws.Case(world_size, 130, ("random", "disjoint", "ties", "random"))
     run = laws.recorded(tailed, case, with_states=False)
     for law in (laws.equivalence, laws.conservation, laws.budget):

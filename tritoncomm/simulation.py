@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tritoncomm.algorithms import Dense, Recipe
+from tritoncomm.algorithms.warmup import warmup_of
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.clock import VirtualClock
@@ -97,9 +98,13 @@ class SimulatedWorld:
     def _charge(self) -> None:
         """Charge every rank for the synchronizations and launches of the next step."""
         assert self.clock is not None
-        recipe = Dense() if self.workers[0].algorithm.warms_up_dense else self.recipe
+        recipe = Dense() if self._warms_up_dense() else self.recipe
         for rank in range(self.world_size):
             self.clock.charge(rank, gpu_cost.counts(recipe, self.world_size).seconds)
+
+    def _warms_up_dense(self) -> bool:
+        warmup = warmup_of(self.workers[0].algorithm)
+        return warmup is not None and warmup.is_dense
 
     @property
     def residuals(self) -> torch.Tensor:

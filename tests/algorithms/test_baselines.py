@@ -22,10 +22,10 @@ from tritoncomm import (
     TopkDSA,
     Warmup,
 )
-from tritoncomm.algorithms import DenseTail
 from tritoncomm.algorithms.gtopk import tree
 from tritoncomm.primitives.selection import gaussian_selection, sidco_selection
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
+from tritoncomm.step.stages import Staged
 
 import laws
 
@@ -275,7 +275,7 @@ def test_dgc_clips_the_whole_gradient() -> None:
 @pytest.mark.parametrize("static", [False, True])
 def test_dgc_rejects_an_overflow_in_small_tensors(static: bool) -> None:
     """Momentum of small tensors that overflows rejects the step, in both forms, and nothing changes."""
-    world = SimulatedWorld(DenseTail(recipe=DGC(density=0.1, static=static), tail=4), 2, 40)
+    world = SimulatedWorld(Staged(recipe=DGC(density=0.1, static=static), tail=4), 2, 40)
     gradient = torch.zeros(2, 40)
     gradient[:, 38] = 1e38
     for _ in range(3):  # 2.7e38 after three steps
@@ -291,7 +291,7 @@ def test_dgc_rejects_an_overflow_in_small_tensors(static: bool) -> None:
 @pytest.mark.parametrize("small", ["fp32", "8bit"])
 def test_nan_in_small_tensors_is_no_overflow(small: str) -> None:
     """With messages of a fixed length, the error does not call a NaN of one rank an overflow of finite gradients."""
-    world = SimulatedWorld(DenseTail(recipe=TopkAllgather(density=0.1, static=True), tail=20, small=small), 2, 60)
+    world = SimulatedWorld(Staged(recipe=TopkAllgather(density=0.1, static=True), tail=20, small=small), 2, 60)
     gradient = torch.ones(2, 60)
     gradient[1, 50] = torch.nan
     with pytest.raises(NonFiniteError, match="a gradient or a sum of gradients contains NaN or Inf"):
@@ -301,7 +301,7 @@ def test_nan_in_small_tensors_is_no_overflow(small: str) -> None:
 def test_dgc_has_the_same_small_tensors_in_both_forms() -> None:
     """The momentum of small tensors passes on from a warm-up, and is the same with messages of a fixed length."""
     worlds = [
-        SimulatedWorld(DenseTail(recipe=Warmup(recipe=DGC(density=0.1, static=static), steps=2), tail=6), 3, 90)
+        SimulatedWorld(Staged(recipe=Warmup(recipe=DGC(density=0.1, static=static), steps=2), tail=6), 3, 90)
         for static in (False, True)
     ]
     generator = torch.Generator().manual_seed(0)

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseVector
-from tritoncomm.algorithms import DenseTail, Preconditioned
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.step import options
 from tritoncomm.step.shards import local
+from tritoncomm.step.stages import Staged
 
 import laws
 
@@ -47,10 +47,7 @@ class Setup(NamedTuple):
     @property
     def whole(self) -> Recipe:
         """The recipe of the flat vector, with what ``wrap`` adds to it."""
-        recipe = self.recipe
-        if self.optimizer == "AdamW":
-            recipe = Preconditioned(recipe=recipe, shapes=self.shapes)
-        return DenseTail(recipe=recipe, tail=0)
+        return Staged(recipe=self.recipe, shapes=self.shapes if self.optimizer == "AdamW" else None)
 
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the parameters."""

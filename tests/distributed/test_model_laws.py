@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 import tritoncomm
-from model_law_workers import Seen, Setup, record
 from helpers import possible, run_workers
+from model_law_workers import Seen, Setup, record
 from tritoncomm import algorithms
-from tritoncomm.algorithms import Preconditioned
 from tritoncomm.scheduler.cost import Forecast, all_gather, all_reduce, both
+from tritoncomm.step.stages import Staged
 
 import laws
 from depth import DEEP
@@ -37,7 +37,7 @@ def setups(model: str, world_size: int) -> dict[tuple[str, str], Setup]:
     ranks = exchanging(model, world_size)
     for name, recipe in possible(0.07, ranks).items():
         # Other recipes than the methods equal the simulation between processes, see test_process_group.py.
-        if (DEEP or name in algorithms()) and not isinstance(recipe, Preconditioned):  # wrap() adds it, see "by update"
+        if (DEEP or name in algorithms()) and not isinstance(recipe, Staged):  # wrap() adds stages
             found["one tensor", name] = Setup(model, recipe, ((1, 210),), FAMILIES)
     for name, recipe in possible(1.0, ranks).items():
         if name in algorithms():

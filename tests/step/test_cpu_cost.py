@@ -38,23 +38,13 @@ def test_the_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("scipy", reason="needs the extra 'benchmarks'")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = importlib.import_module("cpu_cost")
-    files = json.loads((ROOT / "benchmarks/results/cpu-cost-2026-11-22.json").read_text())["files"]
+    files = json.loads((ROOT / "benchmarks/results/cpu_cost.json").read_text())["files"]
     gloo = script.bandwidth(files)
     fixed, message, rates, _ = script.fitted([point for file in files for point in script.points(file, gloo)])
     assert pytest.approx(gloo, rel=0.02) == cpu_cost.GLOO_BANDWIDTH
     assert (fixed, message) == pytest.approx((cpu_cost.EXCHANGE, cpu_cost.MESSAGE), rel=0.01)
     for name, work in cpu_cost.TABLE.items():
         assert rates[name] == pytest.approx(work, rel=0.03, abs=0.6e-9), name
-
-
-def test_the_hook_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constants of the hook of DDP are those that the script fits to the committed races, rounded."""
-    pytest.importorskip("scipy", reason="needs the extra 'benchmarks'")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    script = importlib.import_module("cpu_cost")
-    monkeypatch.setattr(script.race_results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
-    paths = [ROOT / f"benchmarks/results/race-2026-11-{day}.json" for day in (22, 23)]
-    assert script.fitted_hook(paths) == pytest.approx((cpu_cost.HOOK, cpu_cost.BUCKET), rel=0.02)
 
 
 @pytest.mark.parametrize("name", sorted(set(cpu_cost.TABLE) - {"dense"}))

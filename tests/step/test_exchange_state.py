@@ -5,36 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from torch import nn
-from tritoncomm.algorithms import Preconditioned
 from tritoncomm.step import checkpoint_format, setup_checks
 
 from small_model import model
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_explicit_preconditioning_is_resumed(kind: type[torch.optim.Optimizer]) -> None:
-    """A ``Preconditioned`` recipe keeps its second moment: save, load and continue equals never stopped, to the bit."""
-    shapes = tuple(tuple(parameter.shape) for parameter in model().parameters())
-    recipe = Preconditioned(recipe=tritoncomm.TopkAllgather(density=0.2), shapes=shapes, renew_every=3)
-    straight, stopped = model(), model()
-    first = tritoncomm.wrap(kind(straight.parameters(), lr=0.05), algo=recipe, dense_below=0)
-    second = tritoncomm.wrap(kind(stopped.parameters(), lr=0.05), algo=recipe, dense_below=0)
-
-    def train(net: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            optimizer.zero_grad()
-            net(torch.full((3, 4), 0.1 * step)).square().mean().backward()
-            optimizer.step()
-
-    train(straight, first, 0, 14)
-    train(stopped, second, 0, 7)
-    third = tritoncomm.wrap(kind(stopped.parameters(), lr=0.05), algo=recipe, dense_below=0)
-    third.load_state_dict(second.state_dict())
-    assert third.state_dict()["tritoncomm"]["checksum"] == second.state_dict()["tritoncomm"]["checksum"]
-    train(stopped, third, 7, 14)
-    assert all(map(torch.equal, straight.parameters(), stopped.parameters()))
-    assert first.state_dict()["tritoncomm"]["checksum"] == third.state_dict()["tritoncomm"]["checksum"]
 
 
 def test_another_format_keeps_the_state(caplog: pytest.LogCaptureFixture) -> None:

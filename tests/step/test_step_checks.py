@@ -10,16 +10,10 @@ from tritoncomm.step.step_checks import Stepping, vote
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
 
 
-def votes(updates: list[list[int]], rejected: int = -1, stopped: int = -1) -> list[tuple[bool, bool, bool]]:
-    """Return what each rank concludes. ``updates`` are those of each rank's optimizers."""
+def votes(updates: list[int], rejected: int = -1, stopped: int = -1) -> list[tuple[bool, bool, bool]]:
+    """Return what each rank concludes. ``updates`` are those of each rank."""
     patterns = [
-        vote(
-            rank == rejected,
-            [Stepping(OPTIMIZER, count, rank == stopped) for count in own],
-            [],
-            len(updates),
-            torch.device("cpu"),
-        )
+        vote(rank == rejected, Stepping(OPTIMIZER, own, rank == stopped), [], len(updates), torch.device("cpu"))
         for rank, own in enumerate(updates)
     ]
     return SimulatedScheduler(len(updates)).run(patterns)
@@ -28,24 +22,22 @@ def votes(updates: list[list[int]], rejected: int = -1, stopped: int = -1) -> li
 @pytest.mark.parametrize(
     ("updates", "alike"),
     [
-        ([[5], [5], [5]], True),
-        ([[1023], [1023]], True),
-        ([[3, 4], [3, 4]], True),
-        ([[], [], []], True),
-        ([[5], [5], [6]], False),
-        ([[1], [2], [3]], False),  # rank 1 has the mean
-        ([[0], [1], [2], [1]], False),
-        ([[7], [9]], False),
-        ([[5, 5, 5], [6, 6, 6]], False),
+        ([5, 5, 5], True),
+        ([1023, 1023], True),
+        ([0, 0, 0], True),
+        ([5, 5, 6], False),
+        ([1, 2, 3], False),  # rank 1 has the mean
+        ([0, 1, 2, 1], False),
+        ([7, 9], False),
     ],
 )
-def test_ranks_agree_on_whether_their_updates_are_alike(updates: list[list[int]], alike: bool) -> None:
+def test_ranks_agree_on_whether_their_updates_are_alike(updates: list[int], alike: bool) -> None:
     """Otherwise some would wait for the others, to name the difference."""
     assert votes(updates) == [(False, False, alike)] * len(updates)
 
 
 def test_one_rank_counts() -> None:
     """A step that one rank rejected is rejected, and an update that stopped on one is not alike."""
-    assert votes([[4], [4], [4]], rejected=1) == [(True, False, True)] * 3
-    assert votes([[4], [4], [4]], stopped=2) == [(False, False, False)] * 3
-    assert votes([[4], [4]], rejected=0, stopped=0) == [(True, False, False)] * 2
+    assert votes([4, 4, 4], rejected=1) == [(True, False, True)] * 3
+    assert votes([4, 4, 4], stopped=2) == [(False, False, False)] * 3
+    assert votes([4, 4], rejected=0, stopped=0) == [(True, False, False)] * 2

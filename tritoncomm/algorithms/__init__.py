@@ -9,13 +9,11 @@ from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
 from tritoncomm.algorithms.dense import Dense
-from tritoncomm.algorithms.dense_tail import DenseTail
 from tritoncomm.algorithms.dgc import DGC
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
 from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
-from tritoncomm.algorithms.preconditioned import Preconditioned
 from tritoncomm.algorithms.random_block import RandomBlock
 from tritoncomm.algorithms.random_k import RandomK
 from tritoncomm.algorithms.spardl import SparDL
@@ -47,7 +45,6 @@ __all__ = [
     "DGC",
     "Algorithm",
     "Dense",
-    "DenseTail",
     "ExDyna",
     "GTopk",
     "GaussianK",
@@ -55,7 +52,6 @@ __all__ = [
     "Hierarchical",
     "MiCRO",
     "OkTopk",
-    "Preconditioned",
     "RandomBlock",
     "RandomK",
     "Recipe",

@@ -91,16 +91,6 @@ class Algorithm(ABC):
         """
         return False
 
-    @property
-    def warms_up_dense(self) -> bool:
-        """True if the next step delivers every entry because of a warm-up."""
-        return False
-
-    @property
-    def quantizes_warmup(self) -> bool:
-        """True if :attr:`warms_up_dense` holds, and the values of this step are quantized."""
-        return False
-
     def prepare(self, acc: Accumulator, world_size: int) -> None:  # noqa: B027 - most do not change gradients
         """Change this rank's whole gradient before any part of it is exchanged, for example by clipping."""
 

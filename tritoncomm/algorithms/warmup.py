@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from tritoncomm.algorithms.base import Algorithm, check, check_at_least
-from tritoncomm.algorithms.wrapper import WholeVectorWrapper, WrapperRecipe
+from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, deliver_all_quantized, traffic
@@ -70,7 +72,7 @@ class Warmup(WrapperRecipe):
         return 0 if self.schedule == "dense" else taken * self.stages // self.steps
 
 
-class WarmupAlgorithm(WholeVectorWrapper):
+class WarmupAlgorithm(WrapperAlgorithm):
     """Count the steps, and delegate everything else to the algorithm of the current stage."""
 
     def __init__(self, recipe: Warmup, numel: int) -> None:
@@ -96,24 +98,24 @@ class WarmupAlgorithm(WholeVectorWrapper):
         return self._built[stage]
 
     @property
-    def warms_up_dense(self) -> bool:
-        """See :attr:`Algorithm.warms_up_dense`."""
+    def is_dense(self) -> bool:
+        """True if the next step delivers every entry because of the warm-up."""
         return self.recipe.densities()[self.recipe.stage(self._taken)] == 1
 
     @property
-    def quantizes_warmup(self) -> bool:
-        """See :attr:`Algorithm.quantizes_warmup`."""
+    def quantizes(self) -> bool:
+        """True if :attr:`is_dense` holds, and the values of this step are quantized."""
         return self.recipe.values != "fp32" and self._taken < self.recipe.steps and not self.recipe.delivers_all()
 
     @property
     def has_shared_verdict(self) -> bool:
         """See :attr:`Algorithm.has_shared_verdict`. All ranks check the same mean in a quantized step."""
-        return self.quantizes_warmup or self.inner.has_shared_verdict
+        return self.quantizes or self.inner.has_shared_verdict
 
     @property
     def is_static(self) -> bool:
         """See :attr:`Algorithm.is_static`."""
-        if self.quantizes_warmup:  # messages have a fixed length, and so they may travel by collectives
+        if self.quantizes:  # messages have a fixed length, and so they may travel by collectives
             return getattr(self.recipe.recipe, "static", False) is True
         return self.inner.is_static
 
@@ -132,7 +134,7 @@ class WarmupAlgorithm(WholeVectorWrapper):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         """See :meth:`Algorithm.reduce`."""
         before = self.inner
-        if self.quantizes_warmup:
+        if self.quantizes:
             bits, collective = BITS[self.recipe.values], self.is_static
             mean = yield from deliver_all_quantized(
                 acc, rank, world_size, bits=bits, phase=_PHASE, collective=collective
@@ -145,9 +147,17 @@ class WarmupAlgorithm(WholeVectorWrapper):
             self.inner.adopt_across_density(before)
         return mean
 
+    def prepare(self, acc: Accumulator, world_size: int) -> None:
+        """See :meth:`Algorithm.prepare`."""
+        self.inner.prepare(acc, world_size)
+
+    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Algorithm.dense_update`. It belongs to the step that the inner algorithm is about to take."""
+        return self.inner.dense_update(mean)
+
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact in a quantized step."""
-        if not self.quantizes_warmup:
+        if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
         bits, collective = BITS[self.recipe.values], self.is_static
         return Forecast(traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective))
@@ -195,3 +205,12 @@ class WarmupAlgorithm(WholeVectorWrapper):
         taken = int(state["taken"])
         self._algorithm(self.recipe.stage(taken)).load_state_dict(state["inner"])
         self._taken = taken
+
+
+def warmup_of(algorithm: Algorithm) -> WarmupAlgorithm | None:
+    """Return the warm-up that ``algorithm`` is, or has inside, if any."""
+    while isinstance(algorithm, WrapperAlgorithm):
+        if isinstance(algorithm, WarmupAlgorithm):
+            return algorithm
+        algorithm = algorithm.inner
+    return None

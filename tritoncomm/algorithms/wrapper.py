@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from tritoncomm.algorithms.base import Algorithm, Recipe, check
-from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.scheduler.cost import Forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +80,6 @@ class WrapperAlgorithm(Algorithm):
         """See :attr:`Algorithm.has_shared_verdict`."""
         return self.inner.has_shared_verdict
 
-    @property
-    def warms_up_dense(self) -> bool:
-        """See :attr:`Algorithm.warms_up_dense`."""
-        return self.inner.warms_up_dense
-
-    @property
-    def quantizes_warmup(self) -> bool:
-        """See :attr:`Algorithm.quantizes_warmup`."""
-        return self.inner.quantizes_warmup
-
     def invalidate_thresholds(self) -> None:
         """See :meth:`Algorithm.invalidate_thresholds`."""
         self.inner.invalidate_thresholds()
@@ -121,19 +109,3 @@ class WrapperAlgorithm(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Algorithm.load_state_dict`."""
         self.inner.load_state_dict(state)
-
-
-class WholeVectorWrapper(WrapperAlgorithm):
-    """A wrapper that passes the whole vector to ``inner``, and delegates operations on the whole vector too."""
-
-    def prepare(self, acc: Accumulator, world_size: int) -> None:
-        """See :meth:`Algorithm.prepare`."""
-        self.inner.prepare(acc, world_size)
-
-    def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Algorithm.dense_update`. It belongs to the step that the inner algorithm is about to take."""
-        return self.inner.dense_update(mean)
-
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
-        return self.inner.predicted_traffic(world_size)

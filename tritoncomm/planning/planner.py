@@ -26,7 +26,7 @@ from tritoncomm.step.packing import Packing, resolve
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, and their loss in the training benchmark
-# (benchmarks/results/limit-2026-11-25.md and values-limit-2026-11-25.md; training-2026-11-21.md for 0.1 %).
+# (benchmarks/results/training.json).
 TRUSTED = ("oktopk", "spardl")
 TRUSTED_LOSS = (
     "with 4-bit values 2.9 to 3.8% below dense at density 5%, 0.2 to 1.8% above at 1%, 4.9 to 7.1% above at 0.5%, and "

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tritoncomm.algorithms.preconditioned import PreconditionedAlgorithm
-from tritoncomm.algorithms.wrapper import WrapperAlgorithm
+from tritoncomm.step.stages import Scale
 from tritoncomm.step.vector_exchange import VectorExchange
 
 
@@ -21,14 +20,14 @@ def across_layout(new: VectorExchange, before: Sequence[VectorExchange]) -> None
     if not before:
         return
     new.feedback.algorithm.adopt_across_layout(before[0].feedback.algorithm)
-    own = _preconditioned(new)
+    own = new.scale
     if own is None:
         return
-    sources: dict[int, tuple[PreconditionedAlgorithm, int]] = {}
+    sources: dict[int, tuple[Scale, int]] = {}
     for vector in before:
-        algorithm = _preconditioned(vector)
-        if algorithm is not None:
-            sources |= {id(parameter): (algorithm, place) for place, parameter in enumerate(vector.large)}
+        scale = vector.scale
+        if scale is not None:
+            sources |= {id(parameter): (scale, position) for position, parameter in enumerate(vector.large)}
     own.adopt_tensors([sources.get(id(parameter)) for parameter in new.large])
 
 
@@ -59,12 +58,3 @@ def across_groups(new: VectorExchange, before: VectorExchange) -> None:
     # Within nodes, the state of a rank belongs to a part of the vector. This part may be another one now.
     same = new.recipe == before.recipe
     new.feedback.algorithm.migrate([state] if same else [], share, state)
-
-
-def _preconditioned(vector: VectorExchange) -> PreconditionedAlgorithm | None:
-    algorithm = vector.feedback.algorithm
-    while isinstance(algorithm, WrapperAlgorithm):
-        if isinstance(algorithm, PreconditionedAlgorithm):
-            return algorithm
-        algorithm = algorithm.inner
-    return None

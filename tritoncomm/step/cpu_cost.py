@@ -2,8 +2,7 @@
 
 The work of an exchange is a + b n + c e + d m seconds of one core: n values, e entries and m messages. The entries are
 those of the method's formula, half of its words. The constants were measured on two cores of an AMD
-EPYC (``benchmarks/results/cpu-cost-2026-11-22.md``). Those of the hook of DDP are from the races at 1 Gbit/s
-(``race-2026-11-22.json`` and ``race-2026-11-23.json``). Packing is counted in :mod:`tritoncomm.step.packing`.
+EPYC (``benchmarks/results/cpu_cost.json``). Packing is counted in :mod:`tritoncomm.step.packing`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ HOOK, BUCKET = 14e-3, 4.6e-3
 # selection by update, the staleness-aware update, small tensors. Seconds, and seconds per value.
 REST, REST_VALUE = 3.2e-3, 0.6e-9
 # Seconds for each value of a dense exchange in 8 bits: quantizing, averaging and decoding. ``benchmarks/sections.py``
-# measured 19 to 27 ns with 0.9 and 25 million values (``sections-2026-11-24.json``).
+# measured 19 to 27 ns with 0.9 and 25 million values (``sections.json``).
 QUANTIZE = 24e-9
 
 

@@ -247,7 +247,7 @@ class GradientExchange:
             self._fail(error)
             raise
         try:
-            self._confirm()
+            self._finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
         self._ready(lambda means: self._write_gradients(means, kept, scale))
@@ -265,7 +265,7 @@ class GradientExchange:
         for vector in self.vectors:
             vector.flat.zero_()
         self._deliver(dense=True)
-        self._confirm()
+        self._finish()
         self._ready(lambda means: scattered(means, zeros=False))
 
     def skip(self) -> None:
@@ -374,7 +374,7 @@ class GradientExchange:
 
         Raises:
             NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
-                they have to wait for the verdict of a larger group: then :meth:`_confirm` raises it.
+                they have to wait for the verdict of a larger group: then :meth:`_finish` raises it.
             ExchangeError: A peer was lost, or a wait timed out.
         """
         vectors = self.vectors
@@ -447,19 +447,13 @@ class GradientExchange:
             vector.feedback.rollback()
         self._begun, self.delivered = [], None
 
-    def _confirm(self) -> None:
-        """Return after all ranks have called this for the same step, and none has rejected it.
+    def _finish(self) -> None:
+        """Return when all ranks have confirmed the step. If one has rejected it, roll back.
 
         If a rank is lost here, some ranks may apply the step. It is suspended on this one.
         """
         try:
-            if self.verdict is not None:
-                self._vote(self.verdict)
-            else:
-                trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-                *others, last = [step.vector for step in self._begun]
-                if not last.confirm(trained + self.stepping.text, others) or self.stepping.is_stopped:
-                    raise self._differs(last)
+            self._confirm()
         except ExchangeError:
             self._move("lose")
             raise
@@ -469,6 +463,16 @@ class GradientExchange:
         for vector, mean, span in self._begun:
             vector.measure(mean, span)
             self.total.count("all", vector.meter.sent, vector.meter.received)
+
+    def _confirm(self) -> None:
+        """Return after all ranks have called this for the same step, and none has rejected it."""
+        if self.verdict is not None:
+            self._vote(self.verdict)
+            return
+        trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
+        *others, last = [step.vector for step in self._begun]
+        if not last.confirm(trained + self.stepping.text, others) or self.stepping.is_stopped:
+            raise self._differs(last)
 
     def _vote(self, verdict: ProcessGroupScheduler) -> None:
         """Raise if any rank of the larger group of ``verdict`` has rejected the step."""

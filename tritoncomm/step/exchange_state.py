@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms.dense_tail import DenseTailAlgorithm
-from tritoncomm.algorithms.preconditioned import PreconditionedAlgorithm, without_scale
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
@@ -114,30 +112,18 @@ def restored(
     device = vector.flat.device
     parts = [residuals[parameter].to(device) for parameter in vector.layout.parameters]
     residual = torch.cat([vector.flat[:0], *parts])
-    whole = feedback.algorithm
-    # Selection by update, or a recipe of this kind that the user has given.
-    scaled = isinstance(whole, DenseTailAlgorithm) and isinstance(whole.inner, PreconditionedAlgorithm)
-
-    def fitting(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if scaled else without_scale(state)
-
     if migrated is not None:
-        feedback.algorithm.migrate(
-            [fitting(state) for state in migrated["states"]], migrated["share"], fitting(migrated["common"])
-        )
+        feedback.algorithm.migrate(migrated["states"], migrated["share"], migrated["common"])
     elif other_settings:
         logger.warning(
             "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
             "method starts from scratch",
             other_settings,
         )
-        feedback.algorithm.migrate([], 1.0, fitting(algorithm))  # what does not depend on settings, as the warm-up
+        feedback.algorithm.migrate([], 1.0, algorithm)  # what does not depend on settings, as the warm-up
     if migrated is not None or other_settings:
         algorithm = feedback.algorithm.state_dict()
-    loadable = fitting(algorithm)
-    feedback.load_state_dict({"residual": residual, "algorithm": loadable})
-    if loadable is not algorithm:
-        feedback.algorithm.invalidate_thresholds()
+    feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
     return feedback
 
 

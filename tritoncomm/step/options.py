@@ -40,13 +40,13 @@ logger = logging.getLogger("tritoncomm")
 DEFAULT_ALGO = "oktopk"
 _LONGEST_TIMEOUT = timedelta(days=365)  # gloo waits for ever with some longer ones
 # The format of values and of small tensors, and a density that brings the loss to that of dense or below. Measured:
-# benchmarks/results/values-2026-11-22.md
+# benchmarks/results/training.json
 DEFAULT_DENSITY = 0.03
 DEFAULT_VALUES = "4bit"
 DENSE_BELOW = 1024
 DEFAULT_SMALL = "8bit"
 # Dense exchanges before the first sparse one. Thresholds and moments of the first steps are far from those that follow,
-# and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults-2026-11-22.md
+# and selection by update has its first scale after 20 steps. Measured: benchmarks/results/defaults.json
 DEFAULT_WARMUP = 20
 SINGLE_WORKER_SELECTS = False  # only tests set it, to look at residuals in one process
 NONFINITE_POLICIES = ("skip", "raise", "zero")

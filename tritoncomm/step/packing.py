@@ -35,7 +35,7 @@ class Coding(NamedTuple):
     read: Speed
 
 
-# One core: benchmarks/results/sections-2026-11-22.md
+# One core: benchmarks/results/sections.json
 _CPU = Coding(Speed(15e-6, 4e-9), Speed(17e-6, 4e-9))
 _CPU_ROUNDED = Coding(Speed(35e-6, 6e-9), Speed(21e-6, 5e-9))
 # In these phases a rank writes its entries once, for all ranks. In others it writes as many as it reads.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncomm.algorithms.preconditioned import without_scale
 from tritoncomm.step import checkpoint_format
 from tritoncomm.step.shards import like_parameter, local, place
 
@@ -74,7 +73,7 @@ def resharded(
     ]
     # Thresholds, and second moments of rows and columns, are those of other shards.
     method = rest["algorithm"]
-    vectors = [without_scale(each) for each in method.get("vectors", [method])]
+    vectors = [each | {"moment": None} for each in method.get("vectors", [method])]
     common = method | {"vectors": vectors} if "vectors" in method else vectors[0]
     fields = {key: value for key, value in rest.items() if key not in (*_EXTRA, "schema", "checksum")}
     fields |= {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncomm.algorithms import Algorithm, Dense, DenseTail, Preconditioned, Recipe
+from tritoncomm.algorithms import Algorithm, Dense, Recipe
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
@@ -26,6 +26,7 @@ from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
 from tritoncomm.step.packing import resolve, rounds
+from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm_kernels import has_non_finite
 
 logger = logging.getLogger("tritoncomm")
@@ -42,12 +43,11 @@ class ExchangeOptions:
         dense_below: Number of elements below which a tensor is small. See
             :func:`~tritoncomm.step.bucket.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
-            :class:`~tritoncomm.algorithms.dense_tail.DenseTail`.
+            :class:`~tritoncomm.step.stages.Staged`.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
         max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
             residual. None does not limit it.
-        by_update: Whether to select large entries by their update, as
-            :class:`~tritoncomm.algorithms.preconditioned.Preconditioned` does.
+        by_update: Whether to select large entries by their update.
         single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
             it delivers every entry.
     """
@@ -159,6 +159,13 @@ class VectorExchange:
         """True if values are rounded on the wire, at least in some steps, so that a mean is not exact."""
         return rounds(self.recipe) or (self.options.small != "fp32" and self.dense_numel > 0)
 
+    @property
+    def scale(self) -> Scale | None:
+        """The scale by which entries are compared. None if they are compared by their gradient."""
+        algorithm = self.feedback.algorithm
+        assert isinstance(algorithm, StagedAlgorithm)
+        return algorithm.scale
+
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of this exchange within its group. All ranks call this after comparing settings."""
         if self.scheduler is not None:
@@ -166,11 +173,8 @@ class VectorExchange:
 
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
-        recipe = self.packing.recipe
-        if self.options.by_update:
-            shapes = tuple(self.layout.shape(parameter) for parameter in self.large)
-            recipe = Preconditioned(recipe=recipe, shapes=shapes)
-        whole = DenseTail(recipe=recipe, tail=self.dense_numel, small=self.options.small)
+        shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if self.options.by_update else None
+        whole = Staged(recipe=self.packing.recipe, tail=self.dense_numel, small=self.options.small, shapes=shapes)
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def sketch(self, shard: int | None = None) -> torch.Tensor:

@@ -1,0 +1,320 @@
+"""Selection by Adam's update: the second moment, the scale computed from it, and where it is used."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+import tritoncomm
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
+from tritoncomm.checkpoint import reshard
+from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
+from tritoncomm.step import exchange_state
+from tritoncomm.step.checkpoint_format import with_checksum
+from tritoncomm.step.stages import Staged
+
+SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
+
+
+def as_matrices(dense: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return each tensor as the matrix with the smallest rows + columns, and a vector as its sum, ``[1, 1]``."""
+    found = []
+    for part, shape in zip(torch.split(dense, [math.prod(shape) for shape in shapes]), shapes, strict=True):
+        cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape) + 1)]
+        cuts = [cut for cut in cuts if 1 not in cut]
+        found.append(part.view(min(cuts, key=sum)) if cuts else part.sum().view(1, 1))
+    return found
+
+
+@given(shapes=SHAPES, seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.2, 1.0]), exponent=st.integers(-60, 60))
+def test_sums_of_squares(shapes: list[tuple[int, ...]], seed: int, share: float, exponent: int) -> None:
+    """Sums of squares by row and by column match plain sums to 40 bits of the largest square, sparse and dense."""
+    matrices, generator = FactoredSecondMoment(shapes), torch.Generator().manual_seed(seed)
+    dense = torch.randn(matrices.numel, generator=generator) * 2.0**exponent
+    dense[torch.rand(matrices.numel, generator=generator) >= share] = 0.0
+    squares = as_matrices(dense.double().square(), shapes)
+    indices = dense.nonzero().reshape(-1)
+    largest = float(dense.double().square().max()) if len(dense) else 0.0
+    for vector in (SparseVector(indices.int(), dense[indices], matrices.numel), SparseVector.full(dense)):
+        for found, dimension in zip(matrices.sums(vector), (1, 0), strict=True):
+            expected = torch.cat([found[:0], *(part.sum(dimension) for part in squares)])
+            assert found.shape == expected.shape
+            assert torch.allclose(found, expected, rtol=1e-11, atol=largest * 2.0**-40)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        ((30, 40), (30, 40, 1)),
+        ((64, 32, 3, 3), (64, 288, 1)),
+        ((8, 512, 1024), (4096, 1024, 1)),
+        ((1, 1024, 768), (1024, 768, 1)),
+        ((1, 500), (1, 1, 500)),
+        ((500,), (1, 1, 500)),
+        ((), (1, 1, 1)),
+        ((3, 0), (3, 0, 1)),
+    ],
+)
+def test_matrix_views(shape: tuple[int, ...], cut: tuple[int, int, int]) -> None:
+    """A tensor is viewed as a matrix with few rows and columns. A vector has a single mean for all elements."""
+    assert FactoredSecondMoment([shape]).cuts == [cut]
+
+
+def test_sums_do_not_depend_on_the_order() -> None:
+    """Sums have the same bits for any order of the entries, as in atomic additions on a GPU."""
+    matrices = FactoredSecondMoment([(30, 40)])
+    values = torch.randn(1199, generator=torch.Generator().manual_seed(0)) ** 5
+    expected = matrices.sums(SparseVector(torch.arange(1199).int(), values, 1200))
+    for seed in range(5):
+        order = torch.randperm(1199, generator=torch.Generator().manual_seed(seed))
+        found = matrices.sums(SparseVector(order.int(), values[order], 1200))
+        assert all(map(torch.equal, found, expected))
+
+
+@given(seed=st.integers(0, 1000))
+def test_scale_of_a_factored_moment(seed: int) -> None:
+    """The scale of a second moment with rank one is the exact root, rounded to a power of two of at least 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes, floor = [(4, 6), (3, 2, 5), (7,)], 2.0**-10
+    moments = [
+        torch.outer(torch.rand(4, generator=generator), torch.rand(6, generator=generator)).double(),
+        1e-4 * torch.outer(torch.rand(6, generator=generator), torch.rand(5, generator=generator)).double(),
+        torch.full((1, 7), 0.3, dtype=torch.float64),
+    ]
+    rows = torch.cat([moment.sum(1) for moment in moments])
+    columns = torch.cat([moments[0].sum(0), moments[1].sum(0), moments[2].sum().reshape(1)])
+    scale = FactoredSecondMoment(shapes).root(rows, columns, floor)
+    flat = torch.cat([moment.reshape(-1) for moment in moments])
+    exact = ((flat / flat.mean() + floor) / floor).sqrt()
+    assert scale.dtype == torch.float32
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    assert (scale >= 1).all()
+    assert ((scale / exact).log2().abs() <= 0.5 + 1e-6).all()
+
+
+def test_scale_without_a_moment() -> None:
+    """Without a moment the scale is 1 everywhere, and an empty vector is accepted."""
+    matrices = FactoredSecondMoment([(2, 3)])
+    zeros = matrices.sums(SparseVector.full(torch.zeros(6)))
+    assert torch.equal(matrices.root(*zeros, 2.0**-10), torch.ones(6))
+    empty = FactoredSecondMoment([])
+    assert empty.root(*empty.sums(SparseVector.full(torch.zeros(0))), 2.0**-10).shape == (0,)
+
+
+def delivered(recipe: tritoncomm.Recipe, steps: int) -> torch.Tensor:
+    """Count the deliveries of each row of a matrix. Gradients of the last row are 20 times smaller than the others."""
+    world, generator = SimulatedWorld(recipe, 2, 80), torch.Generator().manual_seed(0)
+    counts = torch.zeros(80)
+    for step in range(steps):
+        gradient = torch.randn(2, 8, 10, generator=generator)
+        gradient[:, -1] /= 20
+        mean = world.step(gradient.reshape(2, 80))[0]
+        counts[mean.indices.long()] += step >= steps // 2
+    return counts.reshape(8, 10).sum(1)
+
+
+def test_rows_with_small_gradients_are_delivered() -> None:
+    """A row with small gradients is rarely selected by magnitude, and regularly in units of its moment."""
+    inner = TopkAllgather(density=0.1)
+    starved = delivered(inner, 80)
+    assert starved[-1] < 0.02 * starved[:-1].mean()
+    served = delivered(Staged(recipe=inner, shapes=((8, 10),)), 80)
+    assert served[-1] > 0.4 * served[:-1].mean()
+
+
+def test_scale_is_renewed() -> None:
+    """The scale is None at first, constant between two renewals, and equal on all ranks."""
+    recipe = Staged(recipe=Warmup(recipe=OkTopk(density=0.1), steps=2), shapes=((5, 8),), renew_every=3)
+    world, seen = SimulatedWorld(recipe, 3, 40), []
+    for step in range(9):
+        world.step(torch.randn(3, 40, generator=torch.Generator().manual_seed(step)))
+        scales = [worker.algorithm.scale.divisors(torch.device("cpu")) for worker in world.workers]
+        assert all(scale is None or torch.equal(scale, scales[0]) for scale in scales)
+        seen.append(scales[0])
+    assert [scale is None for scale in seen] == [True] * 2 + [False] * 7
+    assert seen[2] is seen[3]
+    assert seen[4] is not seen[5]
+
+
+def test_values_near_overflow() -> None:
+    """A sum that fits into fp32 only in scaled units is delivered. A single value that overflows is rejected."""
+    recipe = Staged(recipe=TopkAllgather(density=0.1), shapes=((16, 2),), renew_every=1)
+    world, gradient = SimulatedWorld(recipe, 2, 32), torch.full((2, 32), 1e-3)
+    gradient[:, :2] = 1.0
+    world.step(gradient)
+    scale = world.workers[0].algorithm.scale.divisors(torch.device("cpu"))
+    assert scale[0] / scale[-1] == 128
+    gradient[:, 0] = 3e38
+    assert world.step(gradient)[0].to_dense()[0] == gradient[0, 0]
+    for worker in world.workers:
+        worker.residual[0] = 3e38
+    held = world.residuals
+    with pytest.raises(NonFiniteError):
+        world.step(gradient)
+    assert torch.equal(world.residuals, held)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": tritoncomm.RandomK()}, "must be a method that compares entries"),
+        ({"recipe": Staged(recipe=OkTopk(), shapes=((2, 2),))}, "must not have stages already"),
+        ({"decay": 1.0}, r"decay=1.0.*in \[0, 1\)"),
+        ({"renew_every": 0}, "renew_every=0.*at least 1"),
+    ],
+)
+def test_bad_fields(fields: dict[str, object], message: str) -> None:
+    """The error names the invalid field and the valid values."""
+    with pytest.raises(ConfigurationError, match=message):
+        Staged(**{"recipe": OkTopk(), "shapes": ((2, 2),)} | fields)
+
+
+def test_shapes_must_fit() -> None:
+    """Shapes whose number of elements differs from the vector's length are rejected."""
+    with pytest.raises(ConfigurationError, match=r"shapes=\(\(2, 3\),\).*have 6 elements, but the vector has 7"):
+        Staged(recipe=OkTopk(), shapes=((2, 3),)).build(7)
+
+
+# In a wrapped optimizer
+
+
+def model() -> nn.Module:
+    """Return a model with one matrix that is exchanged sparsely, and small tensors."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 2))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
+    """Train for the steps from ``start`` to ``stop``. The batch depends on the step."""
+    for step in range(start, stop):
+        x = torch.randn(16, 30, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (net(x) - x[:, :2]).square().mean().backward()
+        optimizer.step()
+
+
+def adamw(net: nn.Module, **fields) -> tritoncomm.SparseOptimizer:
+    """Return a wrapped AdamW."""
+    return tritoncomm.wrap(torch.optim.AdamW(net.parameters(), lr=0.01), density=0.02, **fields)
+
+
+def is_preconditioned(optimizer: tritoncomm.SparseOptimizer) -> bool:
+    """Whether entries are selected by their update."""
+    return optimizer._vector.scale is not None
+
+
+def moment_of(optimizer: tritoncomm.SparseOptimizer) -> Moment:
+    """Return the second moment that the scale is computed from."""
+    return optimizer._vector.scale.moment
+
+
+def test_select_by() -> None:
+    """Selection by update is the default of the staleness-aware step. It needs a method that compares entries."""
+
+    def sgd(algo: str = "oktopk", **fields) -> tritoncomm.SparseOptimizer:
+        return tritoncomm.wrap(torch.optim.SGD(model().parameters(), lr=0.1), algo, **fields)
+
+    assert is_preconditioned(adamw(model()))
+    assert not is_preconditioned(adamw(model(), select_by="gradient"))
+    assert not is_preconditioned(adamw(model(), staleness="off"))
+    assert is_preconditioned(adamw(model(), staleness="off", select_by="update"))
+    assert not is_preconditioned(sgd())
+    assert is_preconditioned(sgd(select_by="update"))
+    assert not is_preconditioned(sgd("dense", select_by="update"))
+    for algo in ("dense", "random_k", "hard_threshold"):
+        assert not is_preconditioned(tritoncomm.wrap(torch.optim.AdamW(model().parameters()), algo=algo))
+    with pytest.raises(ConfigurationError, match="select_by='size': choose one of 'auto', 'update', 'gradient'"):
+        sgd(select_by="size")
+    with pytest.raises(
+        ConfigurationError, match=r"select_by='update' needs a method that compares entries, and 'dgc' does not"
+    ):
+        sgd("dgc", select_by="update")
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "exdyna", "micro", "spardl", "gtopk"])
+def test_thresholds_after_a_renewal(algo: str) -> None:
+    """Thresholds follow a renewal of the scale: the density stays about the same, without a burst."""
+    recipe = Staged(recipe=tritoncomm.recipe(algo, density=0.02), shapes=((100, 50),))
+    world, generator = SimulatedWorld(recipe, 4, 5000), torch.Generator().manual_seed(0)
+    rows = torch.logspace(0, -3, 100)[:, None]
+    densities = []
+    for _ in range(60):
+        gradient = torch.randn(4, 100, 50, generator=generator) * rows
+        densities.append(world.step(gradient.reshape(4, 5000))[0].density)
+    assert max(densities[20:]) <= 1.5 * max(densities[10:20])
+    assert 0.6 <= sum(densities[20:]) / 40 / 0.02 <= 1.1
+
+
+def test_resume_across_a_renewal() -> None:
+    """A run that is saved and resumed before the scale is renewed equals an uninterrupted run."""
+    net = model()
+    optimizer = adamw(net)
+    train(net, optimizer, 0, 35)
+    again = copy.deepcopy(net)
+    loaded = adamw(again)
+    content = io.BytesIO()
+    torch.save(optimizer.state_dict(), content)
+    content.seek(0)
+    loaded.load_state_dict(torch.load(content, weights_only=True))
+    assert moment_of(loaded) == moment_of(optimizer)
+    train(net, optimizer, 35, 65)
+    train(again, loaded, 35, 65)
+    assert all(map(torch.equal, net.parameters(), again.parameters()))
+    assert torch.equal(optimizer._vector.feedback.residual, loaded._vector.feedback.residual)
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "exdyna", "spardl", "topk_allgather"])
+@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("gradient", "update"), ("update", "gradient")])
+def test_checkpoint_with_another_select_by(saved_by: str, loaded_by: str, resharded: bool, algo: str) -> None:
+    """Warm-up and residuals continue, thresholds and moment restart, also with another world size."""
+    net = model()
+    optimizer = adamw(net, algo=algo, select_by=saved_by, warmup_steps=3)
+    train(net, optimizer, 0, 25)
+    loaded = adamw(copy.deepcopy(net), algo=algo, select_by=loaded_by, warmup_steps=3)
+    state = exchange_state.saved(optimizer._exchange)
+    if resharded:
+        (state,) = reshard([state], 1)
+    (feedback,) = exchange_state.loaded(loaded._exchange, state)
+    loaded._vector.feedback = feedback
+    assert torch.equal(feedback.residual, optimizer._vector.feedback.residual)
+    assert feedback.algorithm.state_dict()["inner"]["taken"] == 25
+    if loaded_by == "update":
+        assert moment_of(loaded).steps == 0
+    train(copy.deepcopy(net), loaded, 25, 30)
+
+
+def test_checkpoint_with_other_shapes() -> None:
+    """A second moment of other shapes is rejected by name, and nothing is loaded."""
+    optimizer, other = adamw(model()), adamw(model())
+    state = exchange_state.saved(optimizer._exchange)
+    state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
+    state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
+    with pytest.raises(ConfigurationError, match="second moment has 3 rows and 30 columns, expected 50 and 30"):
+        exchange_state.loaded(other._exchange, state)
+
+
+def test_moment_survives_changes() -> None:
+    """The moment survives another density, another world size and added parameters."""
+    net, more = model(), nn.Linear(40, 30)
+    optimizer = adamw(net)
+    train(net, optimizer, 0, 25)
+    before = moment_of(optimizer)
+    optimizer.set_density(0.1)
+    assert moment_of(optimizer) == before
+    (half, _) = reshard([exchange_state.saved(optimizer._exchange)], 2)
+    optimizer._vector.feedback.algorithm.migrate(**half["migrated"])
+    assert moment_of(optimizer) == before
+    optimizer.add_param_group({"params": list(more.parameters())})
+    after = moment_of(optimizer)
+    assert after.steps == 25
+    assert torch.equal(after.rows[:50], before.rows)
+    assert not after.rows[50:].any()
+    assert len(after.rows) == 80
+    train(net, optimizer, 25, 45)

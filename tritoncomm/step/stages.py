@@ -1,0 +1,375 @@
+"""What is around the method of a flat vector: small tensors travel dense, and entries are compared by their update.
+
+* A bias or the scale of a norm layer has only a few values, and every step should update them. They take so few bytes
+  that a selection is not worthwhile. They are the tail of the vector.
+* Adam moves all coordinates by similar amounts, whether their gradients are small or large. A method that compares
+  gradients keeps selecting rows with large gradients, and the other rows wait. The method therefore sees every
+  coordinate of the head divided by the root of its second moment. The moment is that of the delivered mean. All ranks
+  have it, so nothing is sent for it. The scale is rounded to powers of two. Division and multiplication by it are
+  therefore exact for values above 1e-32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+import tritoncomm_kernels as kernels
+from tritoncomm.algorithms.base import Algorithm, check, check_at_least, check_number
+from tritoncomm.algorithms.warmup import warmup_of
+from tritoncomm.algorithms.wrapper import WrapperAlgorithm, WrapperRecipe
+from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.primitives.accumulator import Accumulator
+from tritoncomm.primitives.quantized_mean import BITS, DENSE_FORMATS, quantized_mean, traffic
+from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import REJECTED, Verdict
+from tritoncomm.scheduler import cost
+from tritoncomm.scheduler.cost import Forecast, both
+from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
+from tritoncomm_kernels import Padded
+
+_PHASE, _QUANTIZED_PHASE = "small tensors", "small"
+# Added to the second moment, in units of its mean. It limits the gain of a row without gradient to 32.
+_FLOOR = 2.0**-10
+# Thresholds are discarded if the scale changes at more than this share of the coordinates.
+_NOTABLE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(WrapperRecipe):
+    """Send the last ``tail`` coordinates dense, and the others by ``recipe``, which may compare them by their update.
+
+    ``small="fp32"`` sends the tail in one all-reduce. ``small="8bit"`` sends it in 8 bits in both directions, see
+    :mod:`tritoncomm.primitives.quantized_mean`. It has a residual then, which holds what quantization cuts off. Steps
+    in which ``recipe`` delivers every entry are quantized only if it quantizes them, too.
+
+    ``shapes`` are the shapes of the tensors before the tail, in order. ``recipe`` is then applied to a vector that is
+    divided by the root of its second moment, which decays by ``decay`` per step. Every ``renew_every`` steps a new
+    scale is computed from it. Until the first time the scale is 1. Residuals stay in gradient units. The scale takes as
+    much memory as the vector, and applying it takes two more passes over the vector. None compares by the gradient.
+    """
+
+    name: ClassVar[str] = "staged"
+    tail: int = 0
+    small: str = "fp32"
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    decay: float = 0.99
+    renew_every: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self, "recipe", not isinstance(self.recipe, Staged), "must not have stages already")
+        check_at_least(self, 0, "tail", whole=True)
+        check(self, "small", self.small in DENSE_FORMATS, "must be 'fp32' or '8bit'")
+        check_number(self, "decay")
+        check(self, "decay", 0 <= self.decay < 1, "must be in [0, 1)")
+        check_at_least(self, 1, "renew_every", whole=True)
+        compares = self.shapes is None or self.recipe.compares_entries()
+        check(self, "recipe", compares, "must be a method that compares entries with each other, or leave out shapes")
+
+    def build(self, numel: int) -> StagedAlgorithm:
+        """Return the method for the coordinates before the tail, with its stages."""
+        tail = min(self.tail, numel)
+        scale = None
+        if self.shapes is not None:
+            matrices = FactoredSecondMoment(self.shapes)
+            fix = f"have {matrices.numel} elements, but the vector has {numel - tail}: give the shapes of all tensors"
+            check(self, "shapes", matrices.numel == numel - tail, fix)
+            scale = Scale(matrices, self.decay, self.renew_every)
+        bits = None if self.small == "fp32" or self.delivers_all() else BITS[self.small]
+        return StagedAlgorithm(self.recipe.build(numel - tail), tail, bits, scale)
+
+
+class StagedAlgorithm(WrapperAlgorithm):
+    """Run ``inner`` on the scaled head of the vector, and send its tail dense.
+
+    The tail has no state. It has a residual if it is sent in ``bits`` bits. None stands for fp32.
+    """
+
+    def __init__(self, inner: Algorithm, tail: int, bits: int | None, scale: Scale | None) -> None:
+        super().__init__(inner.numel + tail)
+        self._inner = inner
+        self.tail = tail
+        self.bits = bits
+        self.scale = scale
+
+    @property
+    def inner(self) -> Algorithm:
+        """The algorithm for the scaled head of the vector."""
+        return self._inner
+
+    @property
+    def state(self) -> tuple[Moment | None, Any]:
+        """The moment, and the state of the inner algorithm."""
+        return None if self.scale is None else self.scale.moment, self.inner.state
+
+    @state.setter
+    def state(self, state: tuple[Moment | None, Any]) -> None:
+        moment, self.inner.state = state
+        if self.scale is not None and moment is not None:
+            self.scale.moment = moment
+
+    def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        """Exchange the tail, then the head."""
+        if not self.tail:
+            return (yield from self._reduce_head(acc, rank, world_size))
+        self.inner.prepare(acc, world_size)
+        head, small = acc.split(self.inner.numel)
+        small_mean, left = yield from self._tail_mean(small.dense(), rank, world_size, acc.verdict)
+        dense = self.inner.dense_update(small_mean)  # before the exchange of the head, which ends with the verdict
+        if dense is not small_mean:
+            self._check(dense, acc.verdict)
+        mean = yield from self._reduce_head(head, rank, world_size)
+        small.clear_all()
+        if left is not None:
+            small.replace_range(0, left)
+        acc.absorb(head, small)
+        if mean.is_padded:
+            return _behind(mean, dense)
+        values = torch.cat([mean.values, dense])
+        if mean.is_full:
+            return SparseVector.full(values)
+        places = torch.arange(self.inner.numel, self.numel, dtype=torch.int32, device=values.device)
+        return SparseVector(torch.cat([mean.indices, places]), values, self.numel)
+
+    def _reduce_head(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
+        divisors = None if self.scale is None else self.scale.divisors(acc.device)
+        if divisors is None:
+            mean = yield from self.inner.reduce(acc, rank, world_size)
+        else:
+            scaled = acc.scaled(divisors)
+            mean = yield from self.inner.reduce(scaled, rank, world_size)
+            acc.unscale_from(scaled, divisors)
+            mean = _times(mean, divisors)
+        self.report = self.inner.report
+        if self.scale is not None and (yield from self.scale.follow(mean, divisors, acc.device)):
+            self.inner.invalidate_thresholds()
+        return mean
+
+    @property
+    def _bits(self) -> int | None:
+        """The bits of the tail in the next step. In a dense step of a warm-up, it is quantized if the head is."""
+        warmup = warmup_of(self.inner)
+        return None if warmup is not None and warmup.is_dense and not warmup.quantizes else self.bits
+
+    def _tail_mean(
+        self, values: torch.Tensor, rank: int, world_size: int, verdict: Verdict | None
+    ) -> Pattern[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return the mean over ranks of ``values`` (fp32 ``[tail]``), and the residual if there is one."""
+        bits, phase = self._bits, _QUANTIZED_PHASE
+        if bits is not None:
+            collective = self.inner.is_static
+            return (
+                yield from quantized_mean(
+                    values, rank, world_size, bits=bits, phase=phase, verdict=verdict, collective=collective
+                )
+            )
+        if world_size > 1:
+            values = yield AllReduce(_PHASE, values)
+        self._check(values, verdict)
+        return values / world_size, None
+
+    @staticmethod
+    def _check(values: torch.Tensor, verdict: Verdict | None) -> None:
+        """Find NaN and Inf in ``values``, which are the same on all ranks."""
+        if verdict is not None:
+            verdict.check_result(values)
+        elif kernels.has_non_finite(values):
+            raise NonFiniteError(REJECTED)
+
+    def predicted_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`."""
+        return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
+
+    def ordinary_traffic(self, world_size: int) -> Forecast:
+        """See :meth:`Algorithm.ordinary_traffic`. The tail is added to the traffic of the inner method."""
+        return self._with_tail(self.inner.ordinary_traffic(world_size), self.bits, world_size)
+
+    def _with_tail(self, forecast: Forecast, bits: int | None, world_size: int) -> Forecast:
+        if not self.tail:
+            return forecast
+        if bits is not None:
+            collective = self.inner.is_static
+            quantized = traffic(self.tail, world_size, bits=bits, phase=_QUANTIZED_PHASE, collective=collective)
+            return Forecast({**forecast.phases, **quantized})
+        return Forecast({**forecast.phases, _PHASE: both(cost.all_reduce(self.tail, cost.WORD, world_size))})
+
+    def adopt_across_density(self, other: Algorithm) -> None:
+        """Copy the moment, and what the method copies."""
+        assert isinstance(other, StagedAlgorithm)
+        if self.scale is not None and other.scale is not None:
+            self.scale.moment = other.scale.moment
+        super().adopt_across_density(other)
+
+    def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
+        """Copy the moment, which is that of the mean, and what the method copies."""
+        if self.scale is not None:
+            moment = _moment(common)
+            if moment is not None and moment.fits(self.scale.matrices):
+                self.scale.moment = moment
+        self.inner.migrate([state["inner"] for state in states], share, common["inner"])
+
+    def common_state(self) -> dict[str, Any]:
+        """Return the digest of the moment, and what the method has in common."""
+        moment = None if self.scale is None else self.scale.moment.digest()
+        return {"moment": moment, "inner": self.inner.common_state()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. ``"moment"`` is None without a scale."""
+        content = None
+        if self.scale is not None:
+            moment = self.scale.moment
+            content = {"steps": moment.steps, "rows": moment.rows, "columns": moment.columns, "used": moment.used}
+        return {"moment": content, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state, with or without a moment.
+
+        Without one, a new moment begins. A moment that is not needed is ignored. Thresholds of the method, which belong
+        to its units, are then determined again.
+        """
+        moment = _moment(state)
+        if self.scale is not None and moment is not None and not moment.fits(self.scale.matrices):
+            matrices = self.scale.matrices
+            raise ConfigurationError(
+                f"loaded second moment has {len(moment.rows)} rows and {len(moment.columns)} columns, expected "
+                f"{sum(matrices.rows)} and {sum(matrices.columns)}: use the parameters and settings with which it was "
+                "saved"
+            )
+        self.inner.load_state_dict(state["inner"])
+        if self.scale is not None:
+            self.scale.moment = moment or Moment.of(self.scale.matrices)
+        elif moment is not None:
+            self.inner.invalidate_thresholds()
+
+
+class Scale:
+    """The divisors of the coordinates, and the second moment that determines them.
+
+    Attributes:
+        matrices: The tensors of the vector.
+        moment: The second moment. It is replaced, never modified.
+    """
+
+    def __init__(self, matrices: FactoredSecondMoment, decay: float, renew_every: int) -> None:
+        self.matrices = matrices
+        self._decay = decay
+        self._renew_every = renew_every
+        self.moment = Moment.of(matrices)
+        # Cache: a value of moment.used and the scale computed from it.
+        self._cached: tuple[object, torch.Tensor | None] = None, None
+
+    def divisors(self, device: torch.device) -> torch.Tensor | None:
+        """Return the divisors of the coordinates (fp32 ``[numel]``, powers of two), or None while all are equal."""
+        used = self.moment.used
+        if used is not self._cached[0]:
+            scale = None if used is None else self._root(device)
+            differs = scale is not None and scale.numel() > 0 and bool(scale.min() < scale.max())
+            self._cached = used, scale if differs else None
+        return self._cached[1]
+
+    def follow(self, mean: SparseVector, before: torch.Tensor | None, device: torch.device) -> Pattern[bool]:
+        """Add the ``mean`` that was delivered to the moment. Return True if thresholds no longer apply.
+
+        They were found for the divisors ``before``.
+        """
+        used, self.moment = self.moment.used, self._after(mean)
+        return self.moment.used is not used and (yield from self._renew(before, device))
+
+    def _renew(self, before: torch.Tensor | None, device: torch.device) -> Pattern[bool]:
+        """Compute the scale again, and return True if thresholds for the one ``before`` no longer apply."""
+        assert self.moment.used is not None
+        after = self._root(device, (yield from read("moment", self.moment.used[0])))
+        if not after.numel():
+            self._cached = self.moment.used, None
+            return False
+        changed = torch.count_nonzero(after != (1.0 if before is None else before))
+        differs, count = yield from read("moment", torch.stack([(after.min() < after.max()).long(), changed]))
+        self._cached = self.moment.used, after if differs else None
+        if before is None or not differs:
+            return before is not None or bool(differs)
+        return bool(count > _NOTABLE * len(after))
+
+    def _root(self, device: torch.device, sums: list[float] | None = None) -> torch.Tensor:
+        """Return the scale. ``sums`` is the content of the rows of the moment, if it is known."""
+        assert self.moment.used is not None
+        rows, columns = self.moment.used
+        return self.matrices.root(rows.to(device), columns.to(device), _FLOOR, sums)
+
+    def _after(self, mean: SparseVector) -> Moment:
+        """Return the moment after a step that delivered ``mean``."""
+        before, decay = self.moment, self._decay
+        rows, columns = (
+            decay * held.to(new.device) + (1 - decay) * new
+            for held, new in zip((before.rows, before.columns), self.matrices.sums(mean), strict=True)
+        )
+        steps = before.steps + 1
+        return Moment(steps, rows, columns, (rows, columns) if steps % self._renew_every == 0 else before.used)
+
+    def adopt_tensors(self, sources: Sequence[tuple[Scale, int] | None]) -> None:
+        """Copy the moment of each tensor of this vector from a tensor of another vector.
+
+        Args:
+            sources: For each tensor, a scale and the position of the same tensor in its vector. None if the tensor is
+                new, then its moment is zero.
+        """
+        known = [source for source in sources if source is not None]
+        if not known:
+            return
+        moments = [scale.moment for scale, _ in known]
+
+        def joined(part: str, lengths: Sequence[int], *, used: bool) -> torch.Tensor:
+            parts = [
+                torch.zeros(length, dtype=torch.float64) if source is None else source[0]._part(part, source[1], used)  # noqa: SLF001 - of the same class
+                for source, length in zip(sources, lengths, strict=True)
+            ]
+            return torch.cat([piece.to(moments[0].rows.device) for piece in parts])
+
+        rows, columns = self.matrices.rows, self.matrices.columns
+        used = None
+        if any(moment.used is not None for moment in moments):
+            used = joined("rows", rows, used=True), joined("columns", columns, used=True)
+        self.moment = Moment(
+            moments[0].steps, joined("rows", rows, used=False), joined("columns", columns, used=False), used
+        )
+
+    def _part(self, part: str, position: int, used: bool) -> torch.Tensor:
+        """Return the rows or the columns of the tensor at ``position``: those of the current scale if ``used``."""
+        rows = part == "rows"
+        lengths = self.matrices.rows if rows else self.matrices.columns
+        whole = self.moment.rows if rows else self.moment.columns
+        if used:
+            held = self.moment.used
+            whole = torch.zeros_like(whole) if held is None else held[0 if rows else 1]
+        return torch.split(whole, lengths)[position]
+
+
+def _moment(state: Mapping[str, Any]) -> Moment | None:
+    content = state["moment"]
+    if content is None:
+        return None
+    used = None if content["used"] is None else tuple(content["used"])
+    return Moment(int(content["steps"]), content["rows"], content["columns"], used)
+
+
+def _times(mean: SparseVector, scale: torch.Tensor) -> SparseVector:
+    if mean.is_full:
+        return SparseVector.full(mean.values * scale)
+    if mean.is_padded:  # the value of padding is 0, whatever its scale
+        values = mean.values * scale[mean.indices.clamp(min=0).long()]
+        return SparseVector.padded(Padded(mean.indices, values), mean.numel)
+    return SparseVector(mean.indices, mean.values * scale.index_select(0, mean.indices), mean.numel)
+
+
+def _behind(head: SparseVector, tail: torch.Tensor) -> SparseVector:
+    """Return ``head``, which has padding, with the values ``tail`` (fp32 ``[m]``) behind it. No wait for a GPU."""
+    extra = tail.numel()
+    places = torch.arange(head.numel, head.numel + extra, dtype=torch.int32, device=tail.device)
+    at = (head.indices >= 0).sum() + torch.arange(extra, device=tail.device)
+    indices = torch.nn.functional.pad(head.indices, (0, extra), value=-1).index_copy_(0, at, places)
+    values = torch.nn.functional.pad(head.values, (0, extra)).index_copy_(0, at, tail)
+    return SparseVector.padded(Padded(indices, values), head.numel + extra)
