@@ -20,10 +20,10 @@ from tritoncomm.step import carry_over, exchange_state, setup_checks
 from tritoncomm.step.clipping import check_clipping
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.exchanged_parameters import KnownParameters, check_not_reduced, exchange_of
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local
+from tritoncomm.step.exchanged_parameters import KnownParameters, exchange_of
+from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.optimizer_step import OptimizerStep, StepState
+from tritoncomm.step.optimizer_step import OptimizerStep, StepState, coupled_decay
 from tritoncomm.step.options import (
     WrapOptions,
     check_group,
@@ -299,12 +299,22 @@ class SparseOptimizer(OptimizerProxy):
         step_state.reset()
         return loss
 
+    @property
+    def _decays_in_vector(self) -> bool:
+        """True if coupled weight decay is added to this rank's gradients before they are exchanged.
+
+        It is then delivered late, like every part of the gradient, and reaches all coordinates. A single worker and a
+        dense exchange leave it to the optimizer.
+        """
+        return not (self._exchange.vectors[0].is_bare or self.recipe.delivers_all() or is_dense(self.recipe))
+
     def _apply(self, *, untouched: bool) -> None:
         """Take the optimizer's step over what is delivered. If a hook of the user fails before it, nothing is lost."""
         exchange = self._exchange
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
         delivered, clip = exchange.delivered or [], not exchange.is_flush
-        self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched)
+        decayed = self._decays_in_vector
+        self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
 
     def _note_failure(self, error: BaseException) -> None:
         """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""
@@ -341,6 +351,7 @@ class SparseOptimizer(OptimizerProxy):
                 scale=1.0 if scale is None else float(scale),
                 overflowed=found is not None and bool(found),
                 zero=policy == "zero" and found is None,
+                decay=coupled_decay(self.optimizer) if self._decays_in_vector else {},
                 inspect=inspect,
             )
         except NonFiniteError as error:

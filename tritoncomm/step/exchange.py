@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import (
-    ConfigurationError,
-    ExchangeError,
-    NonFiniteError,
-    ProtocolMismatchError,
-    TritoncommError,
-)
+from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, of_all
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step import carry_over, setup_checks, step_checks
+from tritoncomm.step import carry_over, step_checks
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.delivered import Delivered, check_range, scattered
 from tritoncomm.step.error_feedback import ErrorFeedback
@@ -200,6 +195,7 @@ class GradientExchange:
         scale: float = 1.0,
         overflowed: bool = False,
         zero: bool = False,
+        decay: Mapping[int, float] = MappingProxyType({}),
         inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
@@ -212,6 +208,7 @@ class GradientExchange:
             scale: Loss scale. Gradients are divided by it, and the mean is not multiplied by it.
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
+            decay: The share of each parameter (by id) that is added to its gradient, after the norm was limited.
             inspect: Called with the vectors and their means while every ``.grad`` is still this rank's gradient. What
                 it raises rejects the step. Default: None.
 
@@ -236,7 +233,7 @@ class GradientExchange:
             if local_error is not None or overflowed:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
-            if self._deliver() and inspect is not None:
+            if self._deliver(decay=decay) and inspect is not None:
                 inspect([(begun.vector, begun.mean) for begun in self._begun])
         except NonFiniteError as error:
             raise (local_error or error) from None
@@ -366,7 +363,7 @@ class GradientExchange:
             vector.flat.mul_(1.0 / scale)
         return error
 
-    def _deliver(self, *, dense: bool = False) -> bool:
+    def _deliver(self, *, dense: bool = False, decay: Mapping[int, float] = MappingProxyType({})) -> bool:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
         In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
@@ -384,7 +381,9 @@ class GradientExchange:
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit)
+        clipping = None if limit is None else self._clip(limit, decay)
+        for vector in vectors if limit is None else ():
+            vector.add_share(decay)
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
@@ -415,10 +414,12 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, limit: float) -> Pattern[None]:
-        """Scale the gradients to this norm at most, see :func:`~tritoncomm.step.clipping.clipped`."""
+    def _clip(self, limit: float, decay: Mapping[int, float]) -> Pattern[None]:
+        """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add ``decay``."""
         shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
         self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
+        for vector in self.vectors:
+            vector.add_share(decay)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -466,35 +467,20 @@ class GradientExchange:
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
-        if self.verdict is not None:
-            self._vote(self.verdict)
+        begun, stepping, verdict = [step.vector for step in self._begun], self.stepping, self.verdict
+        if verdict is not None:
+            schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
+            if step_checks.confirm_shards(verdict, stepping, schedulers, rejected=self._rejected is not None):
+                raise self._reject()
             return
-        trained = "".join("01"[p.requires_grad] for step in self._begun for p in step.vector.parameters)
-        *others, last = [step.vector for step in self._begun]
-        if not last.confirm(trained + self.stepping.text, others) or self.stepping.is_stopped:
-            raise self._differs(last)
-
-    def _vote(self, verdict: ProcessGroupScheduler) -> None:
-        """Raise if any rank of the larger group of ``verdict`` has rejected the step."""
-        schedulers = [step.vector.scheduler for step in self._begun if step.vector.scheduler is not None]
-        stepping, suspects = self.stepping, take_suspects(schedulers)
-        vote = step_checks.vote(self._rejected is not None, stepping, suspects, verdict.world_size, verdict.device)
-        rejected, suspicious, alike = verdict.run(vote)
-        if suspicious:
-            raise verdict.suspicion()
-        if not alike:  # options may differ between shards
-            fields = stepping.update_fields
-            raise step_checks.rejection(verdict.last_step, fields, stepping, verdict.group, verdict.device)
-        if rejected:
-            raise self._reject()
-
-    def _differs(self, last: VectorExchange) -> ProtocolMismatchError:
-        """Return the error that names what differs between the ranks. All ranks call this together."""
-        scheduler, group, stepping = last.scheduler, self.options.group, self.stepping
-        step = "the step" if scheduler is None else scheduler.last_step
-        frozen = [v.name_of(p) for v in self.vectors for p in v.parameters if not p.requires_grad]
+        *others, last = begun
+        trained = "".join("01"[parameter.requires_grad] for vector in begun for parameter in vector.parameters)
+        if last.confirm(trained + stepping.text, others) and not stepping.is_stopped:
+            return
+        step = "the step" if last.scheduler is None else last.scheduler.last_step
+        frozen = [vector.name_of(p) for vector in begun for p in vector.parameters if not p.requires_grad]
         fields = {"last step": step, "frozen parameters": frozen} | stepping.update_fields | stepping.option_fields
-        return step_checks.rejection(step, fields, stepping, group, last.device)
+        raise step_checks.rejection(step, fields, stepping, self.options.group, last.device)
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
@@ -504,17 +490,10 @@ class GradientExchange:
         self._rollback()
         self.skipped += 1
         error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
-        gathered = [self._at_fault]
-        first, verdict = self.vectors[0], self.verdict
-        if first.scheduler is not None:
-            group, device = (self.options.group, first.device) if verdict is None else (verdict.group, verdict.device)
-            told = setup_checks.gather({"at fault": self._at_fault}, group, device)
-            gathered = [fields["at fault"] for fields in told]
-        at_fault = {rank: bad for rank, bad in enumerate(gathered) if bad}
-        if not at_fault:
-            return error
-        named = "; ".join(f"rank {rank}: {bad}" for rank, bad in at_fault.items())
-        return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", at_fault)
+        group, device = self.options.group, self.vectors[0].device
+        if self.verdict is not None:
+            group, device = self.verdict.group, self.verdict.device
+        return step_checks.naming(error, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
         """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now."""

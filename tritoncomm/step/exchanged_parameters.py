@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step import options as defaults
 from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import GradientExchange
@@ -140,12 +139,3 @@ def _vectors(
     # A vector counts its own parameters. Errors count those of the optimizer.
     names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
     return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
-
-
-def check_not_reduced(group: dist.ProcessGroup | None, means: Sequence[tuple[VectorExchange, SparseVector]]) -> None:
-    """See :func:`tritoncomm.step.setup_checks.check_not_reduced`. ``means`` are those of the first exchange."""
-    first = [
-        setup_checks.FirstMean(mean, vector.layout, vector.equal_on_all_ranks if vector.rounds else None)
-        for vector, mean in means
-    ]
-    setup_checks.check_not_reduced(first, group)

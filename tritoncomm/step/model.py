@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.torch_internals import comm_hooks, let_average_nothing
+from tritoncomm.step.torch_internals import comm_hooks, ddp_modules, let_average_nothing
+from tritoncomm.step.vector_exchange import VectorExchange
+
+logger = logging.getLogger("tritoncomm")
 
 
 def checked_module(model: Any) -> nn.Module | None:
@@ -108,7 +115,7 @@ def _check_hooks(model: DistributedDataParallel) -> None:
                 f"model is a DDP module with mixed_precision=, which has a communication hook of its own, {name}: "
                 "leave it out, and use torch.autocast"
             )
-        if name != "noop_hook":
+        if hook is not noop_hook:
             raise ConfigurationError(
                 f"model is a DDP module with a communication hook, {name}, which averages gradients before they are "
                 "exchanged: do not register it"
@@ -156,3 +163,41 @@ def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
         'mesh["shard"] of a mesh of replicas and shards, and pass process_group=mesh["replicate"].get_group(). With a '
         "mesh of two dimensions, FSDP averages over the replicas densely"
     )
+
+
+def check_not_reduced(group: dist.ProcessGroup | None, means: Sequence[tuple[VectorExchange, SparseVector]]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
+
+    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. ``means`` are
+    those of all vectors in the first exchange, which is without residual. A vector of zeros says nothing.
+    """
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return
+    telling = [(vector, mean) for vector, mean in means if mean.values.any()]
+    # All of them, because ranks may have different results, and some of these calls need all ranks.
+    equal = [_is_own(vector, mean.trimmed()) for vector, mean in telling]
+    if not equal or not all(equal):
+        return
+    wanted = {id(parameter) for vector, _ in telling for parameter in vector.parameters}
+    for module in ddp_modules():
+        if noop_hook in comm_hooks(module):
+            continue
+        for name, parameter in module.module.named_parameters():
+            if id(parameter) in wanted and parameter.requires_grad:
+                raise ConfigurationError(
+                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
+                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model)"
+                )
+    if dist.get_rank(group) == 0:
+        logger.warning(
+            "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
+            "gradients before step()"
+        )
+
+
+def _is_own(vector: VectorExchange, mean: SparseVector) -> bool:
+    """Return True if the gradients of all ranks are equal, so that the mean is this rank's gradient."""
+    own = vector.flat
+    if vector.rounds:  # a rounded mean differs from equal gradients
+        return vector.equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64)))
+    return torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0)

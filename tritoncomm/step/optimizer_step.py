@@ -109,6 +109,51 @@ def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options:
     return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
 
 
+# Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it.
+_COUPLED = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """Return the share of each parameter (by id) that ``optimizer`` adds to its gradient as weight decay, if not zero.
+
+    It is negative if the optimizer maximizes, because the sign of the gradient changes then.
+    """
+    found: dict[int, float] = {}
+    for group in _coupled_groups(optimizer):
+        share = float(group["weight_decay"]) * (-1.0 if group.get("maximize") else 1.0)
+        found |= {id(parameter): share for parameter in group["params"] if share}
+    return found
+
+
+def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    if not isinstance(optimizer, _COUPLED) or has_own_step(optimizer):
+        return []
+    return [group for group in optimizer.param_groups if not group.get("decoupled_weight_decay", False)]
+
+
+@contextmanager
+def _without_coupled_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let ``optimizer`` take a step by gradients that contain its coupled weight decay."""
+    held = [(group, group["weight_decay"]) for group in _coupled_groups(optimizer)]
+    try:
+        for group, _ in held:
+            group["weight_decay"] = 0
+        yield
+    finally:
+        for group, decay in held:
+            group["weight_decay"] = decay
+
+
 class OptimizerStep:
     """The step of ``optimizer``: its own step, or the staleness-aware step for its type.
 
@@ -174,6 +219,7 @@ class OptimizerStep:
         *,
         clip: bool = True,
         untouched: bool = False,
+        decayed: bool = False,
     ) -> None:
         """Update the parameters from ``.grad``.
 
@@ -184,6 +230,7 @@ class OptimizerStep:
             clip: Whether to clip ``.grad`` to ``max_grad_norm`` first.
             untouched: Whether nobody could change ``.grad`` since ``delivered`` was written to it. The staleness-aware
                 step then reads the values of ``delivered``, unless they are clipped or a pre-hook sees them.
+            decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
         limit = self._max_grad_norm if clip and (self.alone or self._options.clip_by == "delivered") else None
@@ -193,7 +240,8 @@ class OptimizerStep:
             with update:
                 if limit is not None:
                     self.grad_norm = self._clip(limit)
-                yield
+                with _without_coupled_decay(self.optimizer) if decayed else nullcontext():
+                    yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
             reads = not (untouched and readable and limit is None)

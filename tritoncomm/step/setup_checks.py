@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.bucket import BucketLayout
 from tritoncomm.step.shards import bytes_of, local
-from tritoncomm.step.torch_internals import comm_hooks, ddp_modules
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -304,59 +300,6 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
                 "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
             )
-
-
-class FirstMean(NamedTuple):
-    """The mean of the first exchange of a vector, which is without residual. Every ``.grad`` is this rank's gradient.
-
-    Attributes:
-        mean: The mean.
-        layout: Position of each parameter in the flat vector.
-        equal_on_all_ranks: Function that returns True if all ranks pass the same number. It is needed if the exchange
-            rounds values, because a rounded mean differs from equal gradients. None if nothing is rounded.
-    """
-
-    mean: SparseVector
-    layout: BucketLayout
-    equal_on_all_ranks: Callable[[int], bool] | None
-
-    def is_own_gradient(self) -> bool:
-        """Return True if the gradients of all ranks are equal, so that the mean is this rank's gradient."""
-        mean = self.mean.trimmed()
-        own = self.layout.gather(torch.empty(self.layout.numel, dtype=torch.float32, device=mean.values.device))
-        if self.equal_on_all_ranks is not None:
-            return self.equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64)))
-        return torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0)
-
-
-def check_not_reduced(means: Iterable[FirstMean], group: dist.ProcessGroup | None) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
-
-    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. ``means`` are
-    those of all vectors. A vector of zeros says nothing.
-    """
-    if not is_distributed() or dist.get_world_size(group) == 1:
-        return
-    telling = [each for each in means if each.mean.values.any()]
-    # All of them, because ranks may have different results, and some of these calls need all ranks.
-    equal = [each.is_own_gradient() for each in telling]
-    if not equal or not all(equal):
-        return
-    wanted = {id(parameter) for each in telling for parameter in each.layout.parameters}
-    for module in ddp_modules():
-        if noop_hook in comm_hooks(module):
-            continue
-        for name, parameter in module.module.named_parameters():
-            if id(parameter) in wanted and parameter.requires_grad:
-                raise ConfigurationError(
-                    f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model)"
-                )
-    if dist.get_rank(group) == 0:
-        logger.warning(
-            "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
-            "gradients before step()"
-        )
 
 
 def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tritoncomm.errors import ProtocolMismatchError
-from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
 from tritoncomm.step import setup_checks
 
@@ -47,33 +47,6 @@ class Stepping(NamedTuple):
                 value = _numbers(group.get(name))
                 fields[f"{name} of parameter group {position}"] = tuple(value) if isinstance(value, list) else value
         return fields
-
-
-def rejection(
-    step: str,
-    fields: Mapping[str, Any],
-    stepping: Stepping,
-    group: dist.ProcessGroup | None,
-    device: torch.device | None,
-) -> ProtocolMismatchError:
-    """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
-
-    It names those of ``fields`` that differ between ranks.
-    """
-    found = setup_checks.differences(fields, group, device) if is_distributed() else {}
-    differ = f"ranks differ: {'; '.join(found.values())}"
-    if stepping.is_stopped or setup_checks.UPDATES in found:
-        reason = differ if found else "an update has stopped on all ranks"
-        return ProtocolMismatchError(f"{step} was rejected, because {reason}: {setup_checks.UPDATES_ADVICE}")
-    if found:
-        return ProtocolMismatchError(
-            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
-            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
-        )
-    return ProtocolMismatchError(
-        f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
-        "ranks"
-    )
 
 
 def _numbers(value: object) -> object:
@@ -114,3 +87,67 @@ def vote(
     total = Votes(*counts[: len(own)])
     alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
     return bool(total.rejects), any(counts[len(own) :]), alike
+
+
+def confirm_shards(
+    verdict: ProcessGroupScheduler, stepping: Stepping, schedulers: Sequence[ProcessGroupScheduler], *, rejected: bool
+) -> bool:
+    """Return whether any rank of ``verdict``, which has all shards, has ``rejected`` a step.
+
+    ``schedulers`` are those of the vectors of the step.
+
+    Raises:
+        ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
+    """
+    suspects = take_suspects(schedulers)
+    found = vote(rejected, stepping, suspects, verdict.world_size, verdict.device)
+    is_rejected, suspicious, alike = verdict.run(found)
+    if suspicious:
+        raise verdict.suspicion()
+    if not alike:  # options may differ between shards
+        raise rejection(verdict.last_step, stepping.update_fields, stepping, verdict.group, verdict.device)
+    return is_rejected
+
+
+def rejection(
+    step: str,
+    fields: Mapping[str, Any],
+    stepping: Stepping,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> ProtocolMismatchError:
+    """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
+
+    It names those of ``fields`` that differ between ranks.
+    """
+    found = setup_checks.differences(fields, group, device) if is_distributed() else {}
+    differ = f"ranks differ: {'; '.join(found.values())}"
+    if stepping.is_stopped or setup_checks.UPDATES in found:
+        reason = differ if found else "an update has stopped on all ranks"
+        return ProtocolMismatchError(f"{step} was rejected, because {reason}: {setup_checks.UPDATES_ADVICE}")
+    if found:
+        return ProtocolMismatchError(
+            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
+            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
+        )
+    return ProtocolMismatchError(
+        f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
+        "ranks"
+    )
+
+
+def naming(
+    error: NonFiniteError, at_fault: str, group: dist.ProcessGroup | None, device: torch.device | None
+) -> NonFiniteError:
+    """Return ``error``, or one that names the ranks and what is ``at_fault`` on each. All ranks of ``group`` call this.
+
+    ``at_fault`` is empty on a rank without NaN and Inf.
+    """
+    told = [{"at fault": at_fault}]
+    if is_distributed():
+        told = setup_checks.gather(told[0], group, device)
+    bad = {rank: fields["at fault"] for rank, fields in enumerate(told) if fields["at fault"]}
+    if not bad:
+        return error
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
+    return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", bad)

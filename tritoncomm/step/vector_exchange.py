@@ -26,6 +26,7 @@ from tritoncomm.step.bucket import BucketLayout, split_by_size
 from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.options import without_encoding
 from tritoncomm.step.packing import resolve, rounds
+from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm_kernels import has_non_finite
 
@@ -176,6 +177,13 @@ class VectorExchange:
         shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if self.options.by_update else None
         whole = Staged(recipe=self.packing.recipe, tail=self.dense_numel, small=self.options.small, shapes=shapes)
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
+
+    def add_share(self, shares: Mapping[int, float]) -> None:
+        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`."""
+        for parameter, part in zip(self.layout.parameters, self.layout.parts(self.flat), strict=True):
+            if id(parameter) in shares:
+                held = local(parameter.detach())
+                part.view(held.shape).add_(held, alpha=shares[id(parameter)])
 
     def sketch(self, shard: int | None = None) -> torch.Tensor:
         """Return a sketch of :attr:`flat`, see :mod:`tritoncomm.primitives.mean_norm`.

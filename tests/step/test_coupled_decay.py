@@ -1,0 +1,115 @@
+"""A weight decay that is a part of the gradient reaches every coordinate, whatever is delivered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tritoncomm
+from torch.nn import Parameter
+from tritoncomm.step.optimizer_step import coupled_decay
+
+KINDS = {
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "Adam, maximize": (torch.optim.Adam, {"lr": 0.01, "maximize": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5}),
+    "SGD, maximize": (torch.optim.SGD, {"lr": 0.05, "maximize": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+}
+
+
+def decayed(kind: str, **fields) -> torch.Tensor:
+    """Train a parameter of which one half has gradients of noise, and the other one none. Return that other half."""
+    make, options = KINDS[kind]
+    parameter = Parameter(torch.ones(64, 64))
+    optimizer = make([parameter], weight_decay=0.1, **options)
+    if fields:
+        optimizer = tritoncomm.wrap(optimizer, warmup_steps=0, **fields)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        (parameter[:32] * torch.randn(32, 64, generator=generator)).mean().backward()
+        optimizer.step()
+    return parameter[32:].detach()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adam, maximize"])
+def test_half_without_gradients_decays(kind: str) -> None:
+    """Every entry of the half without gradients decays as in a dense run, as far as the rate lets it catch up.
+
+    A coordinate waits for some 33 steps, of which one delivery makes up 17. All stayed at 1 when only what was
+    delivered decayed.
+    """
+    assert decayed(kind).abs().max() == pytest.approx(0.016, abs=0.004)
+    assert decayed(kind, density=0.03).abs().max() < 0.4
+    assert decayed(kind, density=0.2).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_with_coupled_decay(kind: str) -> None:
+    """Every entry of the half moves at least half as far as in a dense run, although one in two steps delivers it."""
+    dense, sparse = decayed(kind), decayed(kind, density=0.5, values="fp32", staleness="off", select_by="gradient")
+    assert (1 - dense).min() > 0.005
+    assert (1 - sparse).min() > 0.5 * (1 - dense).max()
+    if kind.startswith("SGD"):  # linear: a late sum moves as far as its parts
+        assert torch.allclose(sparse, dense, atol=0.02)
+
+
+def test_decoupled_decay_stays_with_the_optimizer() -> None:
+    """The gradients of AdamW, and of the others with decoupled decay, do not contain it."""
+    parameter = Parameter(torch.ones(3))
+    coupled = torch.optim.Adam([{"params": [parameter], "weight_decay": 0.1}])
+    assert coupled_decay(coupled) == {id(parameter): 0.1}
+    for decoupled in (
+        torch.optim.AdamW([parameter], weight_decay=0.1),
+        torch.optim.NAdam([parameter], weight_decay=0.1, decoupled_weight_decay=True),
+        torch.optim.Adam([parameter], weight_decay=0.1, decoupled_weight_decay=True),
+        torch.optim.Adafactor([parameter], weight_decay=0.1),
+        torch.optim.SGD([parameter], lr=0.1),
+    ):
+        assert coupled_decay(decoupled) == {}
+
+
+def test_options_are_as_before_after_a_step() -> None:
+    """A step reads no decay from the group, and leaves it as it was, also if it fails."""
+    parameter = Parameter(torch.ones(8, 8))
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["weight_decay"])
+            if len(seen) > 1:
+                raise MemoryError
+            super().step(closure)
+
+    optimizer = tritoncomm.wrap(Watching([parameter], lr=0.1, weight_decay=0.2), density=0.5, warmup_steps=0)
+    for fails in (False, True):
+        parameter.grad = torch.ones(8, 8)
+        if fails:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert seen == [0, 0]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+
+
+def test_clipping_by_gradient_leaves_decay_alone() -> None:
+    """As in a dense run, the norm of the gradient is limited, and the decay is added to what is left."""
+    parameter = Parameter(torch.full((32, 32), 2.0))
+    optimizer = tritoncomm.wrap(
+        torch.optim.SGD([parameter], lr=1.0, weight_decay=0.1),
+        density=1.0 / 2,
+        warmup_steps=1,
+        small="fp32",
+        max_grad_norm=1e-6,
+        clip_by="gradient",
+    )
+    parameter.grad = torch.ones(32, 32)
+    optimizer.step()
+    assert torch.allclose(parameter, torch.full((32, 32), 1.8), atol=1e-5)
