@@ -18,5 +18,5 @@ def test_public_names() -> None:
         "TritoncommError", "Warmup", "__version__", "algorithms", "recipe", "trace", "wrap",
     ]  # fmt: skip
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
-    assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint", "ddp", "fsdp"))
+    assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))
     assert importlib.metadata.version("tritoncomm") == tritoncomm.__version__
