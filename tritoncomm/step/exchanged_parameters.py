@@ -106,6 +106,7 @@ def exchange_of(
         small=options.small,
         max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
+        epsilon=min((float(each["eps"]) for each in optimizer.param_groups if "eps" in each), default=0.0),
         flattened=all(parameter.dim() <= 1 for parameter in parameters),
         single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
     )
