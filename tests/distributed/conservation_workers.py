@@ -15,7 +15,6 @@ import tritoncomm
 from ddp_models import net
 from helpers import loss_of, total
 from model_kinds import KINDS, opened
-from torch import nn
 from tritoncomm.step.shards import local
 
 LR = 0.05

@@ -92,7 +92,7 @@ def options_of_ddp(rank: int, world_size: int, send) -> None:
 
 
 def wrapped_gradients(rank: int, world_size: int, send) -> None:
-    """Clipping between ``synchronize()`` and ``step()``, a closure, a density, a flush and a schedule, as without DDP."""
+    """Clipping after ``synchronize()``, a closure, a new density, a flush and a schedule, as without DDP."""
     pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5})
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
     for step in range(6):
@@ -127,7 +127,11 @@ def wrapped_gradients(rank: int, world_size: int, send) -> None:
 
 def loss_scaling(rank: int, world_size: int, send) -> None:
     """A ``GradScaler``, torch's or this library's, is passed nowhere. An overflow on one rank skips the step on all."""
-    for make, unscales in ((torch.amp.GradScaler, False), (torch.amp.GradScaler, True), (tritoncomm.amp.GradScaler, True)):
+    for make, unscales in (
+        (torch.amp.GradScaler, False),
+        (torch.amp.GradScaler, True),
+        (tritoncomm.amp.GradScaler, True),
+    ):
         pair, reference = Pair(), Pair()
         scalers = [make("cpu", init_scale=2.0**8, growth_interval=3) for _ in pair.both]
         for step in range(7):

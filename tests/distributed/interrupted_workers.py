@@ -17,7 +17,6 @@ from torch import nn
 from tritoncomm import ConfigMismatchError, ProtocolMismatchError, checkpoint
 from tritoncomm.amp import GradScaler
 
-
 KINDS = ("plain", "ddp")
 
 
