@@ -111,7 +111,7 @@ def check_same_as_by_hand(net: Net, sparse: tritoncomm.SparseOptimizer, clip_by:
     ours, theirs = (found.state_dict()["tritoncomm"] for found in (sparse, optimizer))
     assert ours["steps"] == theirs["steps"]
     assert any(residual.any() for residual in ours["residuals"])
-    assert all(torch.equal(*pair) for pair in zip(ours["residuals"], theirs["residuals"], strict=True))
+    assert all(map(torch.equal, ours["residuals"], theirs["residuals"]))
 
 
 def check_resumed(
