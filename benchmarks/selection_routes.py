@@ -396,12 +396,11 @@ def _rebalance(p: Problem) -> Route:
     device = p.residual.device
     fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
     counts = torch.full((64,), 100, dtype=torch.int32, device=device)
-    blocks, first, span = fresh.clone(), fresh.clone(), fresh[:2].clone()
-    step = torch.zeros(1, dtype=torch.int32, device=device)
-    numbers = {"rank": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
+    blocks, bounds = fresh.clone(), fresh.new_zeros(65)
+    numbers = {"iteration": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
 
     def run(_: torch.Tensor) -> torch.Tensor:
-        kernels.rebalance(blocks, first, counts, step, span, **numbers)
+        kernels.rebalance(blocks, bounds, counts, **numbers)
         return blocks
 
     return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, fresh))

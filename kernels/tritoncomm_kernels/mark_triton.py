@@ -46,7 +46,7 @@ def write_marks(
     tl.atomic_or(flags_ptr, 1, mask=tl.max(keys, axis=0) >= 0x7F800000, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "scale"])
+@triton.jit(do_not_specialize=["n", "scale"], do_not_specialize_on_alignment=["span_ptr"])
 def mark_kernel(
     residual_ptr, gradient_ptr, out_ptr, scale, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,

@@ -137,7 +137,7 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
         ("values", "indices", "out", "found", "clear_also"),
     ),
     _N.gather: (lambda result, a: Cost(int(a["indices"].numel() > 0)), ("values", "out", "invalid")),
-    _N.rebalance: (lambda result, a: Cost(1), ("blocks", "first", "span")),
+    _N.rebalance: (lambda result, a: Cost(1), ("blocks", "bounds")),
     # Selection.
     _N.select: (lambda result, a: _select(a["values"], result.found), ("values",)),
     _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.found), ("out",)),

@@ -337,14 +337,12 @@ def _section(low: int, bits: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def rebalancing() -> list[Case]:
     """Return the cases of ExDyna's partitions."""
-    topology = {"first_ptr": "*i32"}
     return [
         Case(
             f"rebalance {rule} {partitions}",
             rebalance_triton.rebalance_kernel,
             {"PARTITIONS": partitions, "PREFIX": rule == "prefix", "RATIO": rule == "pair_ratio"},
             rebalance_triton.warps(partitions),
-            topology,
         )
         for partitions in (2, 64, 256, 1024)
         for rule in ("paper", "pair_ratio", "prefix")

@@ -150,9 +150,8 @@ def everything() -> None:
     static_form(2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kernels.root_mean_squares([x.to(dtype), x[:7].to(dtype)])
-    topology = [torch.ones(64, dtype=torch.int32) for _ in range(3)]
-    step, span = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    kernels.rebalance(*topology, step, span, rank=0, block=64, numel=n, min_blocks=1)
+    topology = [torch.ones(size, dtype=torch.int32) for size in (64, 65, 64)]
+    kernels.rebalance(*topology, iteration=1, block=64, numel=n, min_blocks=1)
     control = kernels.AdamControl.of(
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=x.device
     )

@@ -78,9 +78,8 @@ def marks(numel: int = 8) -> kernels.Marks:
 
 def rebalanced(**changes: object) -> None:
     """Call rebalance() with valid arguments, except for ``changes``."""
-    numbers = {"rank": 0, "block": 4, "numel": 32, "min_blocks": 1} | changes
-    one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    kernels.rebalance(numbers.pop("blocks", I8.clone()), I8.clone(), I8, one, two, **numbers)
+    arguments = {"blocks": I8.clone(), "bounds": torch.zeros(9, dtype=torch.int32), "counts": I8} | changes
+    kernels.rebalance(**{"iteration": 0, "block": 4, "numel": 32, "min_blocks": 1} | arguments)
 
 
 def stepped(**changes: torch.Tensor) -> None:
@@ -148,17 +147,14 @@ REJECTED: dict[str, Callable[[], object]] = {
     r"last has dtype torch.float32": lambda: stepped(last=X),
     "indices has dtype torch.int32": lambda: stepped(indices=I8),
     "indices is not contiguous": lambda: stepped(indices=torch.arange(8)[::2]),
-    "first shares memory with blocks": lambda: kernels.rebalance(
-        I8, I8, I8, I8[:1], I8[:2], rank=0, block=4, numel=32, min_blocks=1
-    ),
+    "counts shares memory with blocks": lambda: rebalanced(blocks=I8),
     "lists is empty": lambda: kernels.merge([], 8),
     r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),
     "rule='best' is unknown": lambda: rebalanced(rule="best"),
-    r"rank=8 is not in \[0, 8\)": lambda: rebalanced(rank=8),
     "numel=0 is not in": lambda: rebalanced(numel=0),
     "block=0 for numel=32": lambda: rebalanced(block=0),
     "min_blocks=-1 must be": lambda: rebalanced(min_blocks=-1),
-    "first has 8 elements, expected 9": lambda: rebalanced(blocks=torch.ones(9, dtype=torch.int32)),
+    "bounds has 8 elements, expected 9": lambda: rebalanced(bounds=I8.clone()),
 }
 
 

@@ -167,9 +167,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "rebalance": (
         kernels.rebalance,
         lambda: {
-            **{name: torch.full((4,), 5, dtype=torch.int32) for name in ("blocks", "first", "counts")},
-            "iteration": torch.zeros(1, dtype=torch.int32), "span": torch.zeros(2, dtype=torch.int32),
-            "rank": 0, "block": 4, "numel": 80, "min_blocks": 1,
+            **{name: torch.full((4,), 5, dtype=torch.int32) for name in ("blocks", "counts")},
+            "bounds": torch.zeros(5, dtype=torch.int32),
+            "iteration": 0, "block": 4, "numel": 80, "min_blocks": 1,
         },
     ),
     "select": (kernels.select, lambda: {"values": vector(), "threshold": 1.0}),

@@ -94,7 +94,7 @@ SCATTERING = {
         scatter.test_bad_indices_never_write_outside,
     ),
     "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_gather),
-    "rotation undone the wrong way": Mutant("rebalance", "lane - iter", "lane + iter", scatter.test_rebalance),
+    "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
         "adam", "tl.int32) + tl.load(control_ptr).to(tl.int32),", "tl.int32),", scatter.test_adam

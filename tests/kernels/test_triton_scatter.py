@@ -165,7 +165,6 @@ def topologies(draw: st.DrawFn) -> dict[str, object]:
         "blocks": blocks.to(torch.int32),
         "counts": (counts * draw(st.sampled_from([0, 1e-3, 1]))).to(torch.int32),
         "iteration": draw(st.integers(-100, 10**6)),
-        "rank": draw(st.integers(0, partitions - 1)),
         "block": block,
         "numel": max(1, total * block - draw(st.integers(0, block - 1))),
         "min_blocks": draw(st.integers(0, 10)),
@@ -178,7 +177,6 @@ AT_FLOOR = {
     "blocks": torch.tensor([2, 10, 10], dtype=torch.int32),
     "counts": torch.tensor([9000, 10, 10], dtype=torch.int32),
     "iteration": 0,
-    "rank": 0,
     "block": 32,
     "numel": 22 * 32,
     "min_blocks": 2,
@@ -192,43 +190,27 @@ AT_FLOOR = {
 @example(AT_FLOOR, "prefix")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
-    """Topology and span equal the reference, the number of blocks stays the same, and the minimum holds."""
+    """Topology and bounds equal the reference, and the number of blocks stays the same, and the minimum holds.
+
+    The last partition ends with the vector.
+    """
     given_blocks = drawn_case["blocks"]
     partitions = given_blocks.numel()
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
         blocks, counts = guarded.of(given_blocks), guarded.of(drawn_case["counts"])
-        first, span = guarded.poison(partitions, torch.int32), guarded.poison(2, torch.int32)
-        iteration = torch.tensor([drawn_case["iteration"]], dtype=torch.int32, device=device)
-        numbers = {name: drawn_case[name] for name in ("rank", "block", "numel", "min_blocks", "max_step")}
-        kernels.rebalance(blocks, first, counts, iteration, span, rule=rule, **numbers)
-        return bits(blocks), bits(first), bits(span), bits(counts)
+        bounds = guarded.poison(partitions + 1, torch.int32)
+        numbers = {name: drawn_case[name] for name in ("iteration", "block", "numel", "min_blocks", "max_step")}
+        kernels.rebalance(blocks, bounds, counts, rule=rule, **numbers)
+        return bits(blocks), bits(bounds), bits(counts)
 
-    blocks, first, span, _ = agree(call, device)
+    blocks, bounds, _ = agree(call, device)
     assert sum(blocks) == int(given_blocks.sum())
-    assert first == [sum(blocks[:j]) for j in range(partitions)]
-    assert 0 <= span[0] <= span[1] <= drawn_case["numel"]
+    starts = itertools.accumulate(blocks[:-1], initial=0)
+    assert bounds[:-1] == [min(start * drawn_case["block"], drawn_case["numel"]) for start in starts]
+    assert bounds[-1] == drawn_case["numel"]
     for before, after in zip(given_blocks.tolist(), blocks, strict=True):
         assert after >= min(before, drawn_case["min_blocks"])
-
-
-def test_spans_cover_the_vector(device: str) -> None:
-    """The spans of all ranks cover every element once, and the last partition contains the tail."""
-    spans = []
-    for rank in range(5):
-        blocks = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32, device=device)
-        counts = torch.tensor([90, 5, 5, 5, 300], dtype=torch.int32, device=device)
-        first, span = torch.zeros_like(blocks), torch.zeros(2, dtype=torch.int32, device=device)
-        iteration = torch.tensor([7], dtype=torch.int32, device=device)
-        with kernels_from("triton"):
-            kernels.rebalance(
-                blocks, first, counts, iteration, span, rank=rank, block=10, numel=147, min_blocks=1, max_step=4
-            )
-        spans.append(tuple(span.tolist()))
-    spans.sort()
-    assert spans[0][0] == 0
-    assert spans[-1][1] == 147
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
 @given(st.sampled_from([0, 1, 33, 511, 512, 700]), seeds, st.booleans(), st.booleans(), st.booleans(), st.data())
