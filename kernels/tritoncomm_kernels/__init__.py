@@ -13,7 +13,7 @@ from tritoncomm_kernels.compact import (
     threshold_key,
 )
 from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import Marks, mark, mark_momentum
+from tritoncomm_kernels.mark import Marks, mark
 from tritoncomm_kernels.padded import (
     Padded,
     add_rows,
@@ -37,11 +37,9 @@ from tritoncomm_kernels.scatter import (
     common_positions,
     decompress,
     find,
-    gather,
     merge,
     scatter_add,
     scatter_add_lists,
-    sum_lists,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
@@ -83,7 +81,6 @@ __all__ = [
     "dequantize_parts",
     "expand",
     "find",
-    "gather",
     "has_non_finite",
     "joined",
     "kth_magnitude",
@@ -91,7 +88,6 @@ __all__ = [
     "largest_padded",
     "magnitude_keys",
     "mark",
-    "mark_momentum",
     "merge",
     "merge_rows",
     "quantize_mean",
@@ -105,7 +101,6 @@ __all__ = [
     "select",
     "set_at",
     "smallest_magnitude",
-    "sum_lists",
     "threshold_key",
     "top_k",
     "top_k_into",

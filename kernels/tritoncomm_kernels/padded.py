@@ -91,7 +91,7 @@ def top_k_padded(
         indices = out.new_full((k,), PADDING, dtype=torch.int32)
         values = out.new_zeros(k)
         taken = workspace.buffer("padded taken", 1, torch.int64, out.device)
-        top_k_into(residual, gradient, out, indices, values, taken, workspace=workspace, warm=True)
+        top_k_into(residual, gradient, out, indices, values, taken, workspace=workspace)
         return Padded(indices, values)
     selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
     return Padded.of(selected, k)
