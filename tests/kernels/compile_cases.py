@@ -59,7 +59,7 @@ TYPES = {
 
 # Adam's step of one tensor, and the length of this step, as the kernels are launched.
 ADAM = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
-ADAM_OF_MANY = ADAM | {"COLUMNS": adam_triton.COLUMNS, "BLOCK": adam_triton.MANY, "COMPACT": False}
+ADAM_OF_MANY = ADAM | {"BLOCK": adam_triton.MANY, "COMPACT": False}
 ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
 ADAM_TYPES = {"indices_ptr": "*i64"}
 STEP, LENGTH = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
@@ -358,7 +358,7 @@ def adam_of_many() -> list[Case]:
 
 def adam_of_a_list() -> list[Case]:
     """Return the cases of Adam's step of a flat list of entries."""
-    plain = ADAM_OF_MANY | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK}
+    plain = ADAM_OF_MANY | {"BLOCK": adam_flat_triton.BLOCK}
     plain |= {"COMPACT": True, "IMAGES": False}
     options = plain | ADAM_OPTIONS
     return [

@@ -86,7 +86,7 @@ SCATTERING = {
     "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
-        "adam", "tl.int32) + tl.load(control_ptr).to(tl.int32),", "tl.int32),", scatter.test_adam
+        "adam", "tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32),", "tl.int32),", scatter.test_adam
     ),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
     "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", scatter.test_adam),
@@ -102,7 +102,7 @@ SCATTERING = {
     ),
     "sums of many in one": Mutant(
         "adam",
-        "total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)), total,",
+        "total_ptr + tensor, total,",
         "total_ptr, total,",
         scatter.test_adam_many,
     ),
