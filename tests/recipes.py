@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from types import MappingProxyType
 
@@ -27,15 +28,32 @@ from tritoncomm import (
     recipe,
 )
 from tritoncomm.algorithms import DenseTail, Hierarchical, Preconditioned
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.scheduler.wire import Encoding
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
+
+
+@cache
+def _always_packed(kind: type[IndexRecipe]) -> type[IndexRecipe]:
+    def encoding(self: IndexRecipe) -> Encoding:
+        return kind.encoding.fget(self)._replace(packed="always")
+
+    return type(kind.__name__, (kind,), {"encoding": property(encoding), "__doc__": kind.__doc__})
+
+
+def always_packed(recipe: IndexRecipe) -> IndexRecipe:
+    """Return ``recipe`` with packed messages, also where plain ones are shorter, as they are in small tests."""
+    return _always_packed(type(recipe))(**{field.name: getattr(recipe, field.name) for field in fields(recipe)})
+
+
 # Methods whose values are rounded on the wire, the format and further fields.
 ROUNDED = [
     ("topk_allgather", "4bit", {}),
     ("oktopk", "4bit", SHORT),
-    ("oktopk", "1bit", {"packed": "always", "balance_trigger": 1.0, **SHORT}),
+    ("oktopk", "1bit", {"balance_trigger": 1.0, **SHORT}),
     ("spardl", "8bit", {}),
     ("gtopk", "bf16", {}),
     ("topk_dsa", "3bit", {}),
@@ -109,15 +127,17 @@ def _around_others(density: float) -> dict[str, Recipe]:
 
 def _packed_or_rounded(density: float) -> dict[str, Recipe]:
     """Return recipes whose entries are packed or whose values are rounded, and dense tails beside them."""
+    rounded = {
+        f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
+        for name, values, more in ROUNDED
+    }
+    rounded["oktopk-1bit"] = always_packed(rounded["oktopk-1bit"])
     return {
-        **{
-            f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
-            for name, values, more in ROUNDED
-        },
-        "oktopk-packed": OkTopk(density=density, packed="always", **SHORT),
-        "exdyna-packed": ExDyna(density=density, packed="always"),
+        **rounded,
+        "oktopk-packed": always_packed(OkTopk(density=density, **SHORT)),
+        "exdyna-packed": always_packed(ExDyna(density=density)),
         "spardl-3-teams-4bit": SparDL(density=density, teams=3, values="4bit"),
-        "spardl-4-teams-2bit": SparDL(density=density, teams=4, values="2bit", packed="always"),
+        "spardl-4-teams-2bit": always_packed(SparDL(density=density, teams=4, values="2bit")),
         "hierarchical-2-4bit": Hierarchical(recipe=OkTopk(density=density, values="4bit"), node_size=2),
         "preconditioned-8bit": Preconditioned(
             recipe=OkTopk(density=density, values="8bit", **SHORT), shapes=((9, 5), (11,)), renew_every=2
@@ -148,10 +168,10 @@ def _static_forms(density: float) -> dict[str, Recipe]:
     """Return recipes in their static form, also inside others."""
     return {
         "topk-allgather-static": TopkAllgather(density=density, static=True),
-        "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
+        "topk-allgather-static-packed": always_packed(TopkAllgather(density=density, static=True)),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
         "gtopk-static": GTopk(density=density, static=True),
-        "gtopk-static-packed": GTopk(density=density, static=True, packed="always"),
+        "gtopk-static-packed": always_packed(GTopk(density=density, static=True)),
         "gtopk-static-4bit": GTopk(density=density, static=True, values="4bit"),
         "dgc-static": DGC(density=density, static=True, momentum=0.0),
         "dgc-static-4bit": DGC(density=density, static=True, momentum=0.0, values="4bit"),
@@ -161,20 +181,20 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "sidco-static": SIDCo(density=density, static=True),
         "topk-dsa-static": TopkDSA(density=density, static=True),
         "topk-dsa-static-4bit": TopkDSA(density=density, static=True, values="4bit"),
-        "topk-dsa-static-sparse": TopkDSA(density=density, static=True, packed="always", dense_switch=1.0),
+        "topk-dsa-static-sparse": always_packed(TopkDSA(density=density, static=True, dense_switch=1.0)),
         "topk-dsa-static-dense-8bit": TopkDSA(density=density, static=True, dense_switch=0.0, values="8bit"),
         "random-k-static": RandomK(density=density, static=True),
         "random-k-static-8bit": RandomK(density=density, static=True, values="8bit"),
         "random-block-static-4bit": RandomBlock(density=density, static=True, values="4bit", reduced_lr=True),
         "spardl-static": SparDL(density=density, static=True),
-        "spardl-static-packed": SparDL(density=density, static=True, packed="always"),
+        "spardl-static-packed": always_packed(SparDL(density=density, static=True)),
         "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),
         "spardl-static-2-teams-bruck": SparDL(density=density, static=True, teams=2, sag="bruck"),
         "spardl-static-3-teams-4bit": SparDL(density=density, static=True, teams=3, values="4bit"),
         "spardl-static-4-teams": SparDL(density=density, static=True, teams=4),
-        "spardl-static-4-teams-2bit": SparDL(density=density, static=True, teams=4, values="2bit", packed="always"),
+        "spardl-static-4-teams-2bit": always_packed(SparDL(density=density, static=True, teams=4, values="2bit")),
         "exdyna-static": ExDyna(density=density, static=True),
-        "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
+        "exdyna-static-packed": always_packed(ExDyna(density=density, static=True, capacity=1.0)),
         "micro-static": MiCRO(density=density, static=True),
         "dense-tail-spardl-static": DenseTail(recipe=SparDL(density=density, static=True), tail=3),
         "dense-tail-static": DenseTail(recipe=TopkAllgather(density=density, static=True), tail=3),
@@ -190,7 +210,7 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "oktopk-static-histogram": OkTopk(
             density=density, static=True, exact_select="histogram", correct_thresholds=False, **SHORT
         ),
-        "oktopk-static-packed": OkTopk(density=density, static=True, packed="always", **SHORT),
+        "oktopk-static-packed": always_packed(OkTopk(density=density, static=True, **SHORT)),
         "oktopk-static-4bit": OkTopk(density=density, static=True, values="4bit", **SHORT),
         "oktopk-static-1bit": OkTopk(density=density, static=True, values="1bit", global_cap=2.0, **SHORT),
         "dense-tail-oktopk-static": DenseTail(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,13 +15,11 @@ from tritoncomm import ddp, fsdp
 from tritoncomm.algorithms import Hierarchical, Recipe, Warmup
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optim import SparseOptimizer
-from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import setup_checks
 from tritoncomm.step.hook_state import HookState, hook_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
-    DEFAULT_DENSITY,
     DENSE_BELOW,
     WrapOptions,
     check_group,
@@ -32,12 +29,9 @@ from tritoncomm.step.options import (
     is_alone,
     resolve_recipe,
     resolved_small,
-    with_warmup_and_nodes,
 )
 
 __all__ = ["wrap"]
-
-_FIRST_BUCKET = 1 << 20  # bytes of the first bucket of DDP
 
 
 def wrap(
@@ -80,10 +74,8 @@ def wrap(
 
     Args:
         optimizer: Optimizer to wrap.
-        algo: Name of a method from :func:`tritoncomm.algorithms`, a recipe, or ``"auto"``. ``"auto"`` measures the
-            network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
-            and the methods known to train well, and ignores that a dense exchange can overlap with computation.
-            Default: None, which is ``"oktopk"``, or the method of a hook that is registered.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: None, which is ``"oktopk"``,
+            or the method of a hook that is registered.
         density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe or of a hook that is registered.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
@@ -130,9 +122,8 @@ def wrap(
             before ``scaler.step()``. Default: None.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
-            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. ``packed`` says
-            whether values that are not rounded travel in packed messages. ``"auto"``, the default, decides by the
-            device, or by the link where ``algo="auto"`` measures it. ``"1gbit,30us"`` decides for this link.
+            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded
+            values travel in packed messages. ``packed`` says whether values in ``"fp32"`` do. By default they do not.
             ``static`` says whether messages have a fixed length. By default they do on a GPU if the method has this
             form, because the host then waits less often. It has nothing to do with ``static_graph`` of DDP.
 
@@ -165,11 +156,7 @@ def wrap(
             dense_below=DENSE_BELOW if dense_below is None else dense_below,
             small=hook.exchange.options.small if hook is not None and small is None else resolved_small(small),
         )
-        if algo == "auto":
-            measured_for = DEFAULT_DENSITY if density is None else density
-            chosen = automatic_recipe(optimizer, measured_for, group, recipe_fields, wrap, buckets=_buckets(model))
-            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group, options.small)
-        elif hook is None:
+        if hook is None:
             algo = DEFAULT_ALGO if algo is None else algo
             chosen = resolve_recipe(
                 algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
@@ -179,8 +166,6 @@ def wrap(
             _check_registered(chosen, algo, density, warmup_steps, node_group, recipe_fields)
         chosen.check_optimizer(optimizer)
         if hook is not None:
-            if chosen != hook.recipe:
-                raise _differs("algo", f"'auto', which is {chosen!r}", hook.recipe)
             hook.check_settings(scaler, timeout, dense_below, small)
             registered = hook.exchange.options
             options = replace(options, dense_below=registered.dense_below, small=registered.small)
@@ -239,16 +224,6 @@ def _group(
             raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")
         return model.process_group
     return group if hook is None else hook.process_group
-
-
-def _buckets(model: nn.Module | None) -> int:
-    """Return about how many buckets DDP will have for the gradients of ``model``, or 0 for another module."""
-    if not isinstance(model, DistributedDataParallel):
-        return 0
-    trained = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-    full = math.ceil(sum(trained) / max(1, model.bucket_bytes_cap))
-    # If the user has not chosen a size, DDP begins with a small bucket.
-    return min(len(trained), full + (model.bucket_bytes_cap_default and sum(trained) > _FIRST_BUCKET))
 
 
 def _trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:

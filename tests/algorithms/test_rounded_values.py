@@ -18,7 +18,7 @@ from tritoncomm.scheduler.wire import Encoding
 
 import laws
 from depth import DEEP
-from recipes import FIELDS, SHORT, under_test
+from recipes import FIELDS, SHORT, always_packed, under_test
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 ENTRY = [name for name in algorithms() if isinstance(under_test(0.1)[name], EntryRecipe)]
@@ -77,8 +77,8 @@ def test_nothing_is_lost_to_the_bit(name: str, values: str) -> None:
     """
     tolerance = 2.0**-24 if name == "topk_dsa" else 0.0
     for world_size in range(1, 18) if DEEP else (2, 3, 7, 16):
-        for packed in ("auto", "always"):
-            recipe = method(name, density=0.1, values=values, packed=packed)
+        for form in (dataclasses.replace, always_packed):
+            recipe = form(method(name, density=0.1, values=values))
             case = laws.fitted(laws.Case(world_size, 120, ("random",), seed=world_size), recipe)
             laws.conservation(recipe, case, tolerance=tolerance)
 
@@ -92,7 +92,7 @@ def test_laws_of_every_format(name: str, values: str, *, static: bool) -> None:
     What a failed step leaves behind does not depend on the format, so only a deep run fails steps of every format.
     """
     more = SHORT if name == "oktopk" else {}
-    recipe = method(name, density=0.1, values=values, packed="always", static=static, **more)
+    recipe = always_packed(method(name, density=0.1, values=values, static=static, **more))
     run = laws.recorded(recipe, laws.FOUR_STEPS)
     for law in laws.OF_RUNS:
         law.check(run)
@@ -192,11 +192,17 @@ def test_ties_are_no_drift(values: str) -> None:
     assert counts[values] <= counts["fp32"] + 2
 
 
-def test_formula_follows_the_encoding() -> None:
-    """The planner's formula counts the bits of the encoding."""
+def test_prediction_follows_the_encoding() -> None:
+    """The prediction counts the bits of the encoding."""
     for name in ENTRY:
-        plain, packed = method(name, density=0.01), method(name, density=0.01, values="4bit")
-        ratio = packed.formula(25_000_000, 8).low / plain.formula(25_000_000, 8).low
+        plain, packed = (
+            method(name, density=0.01, values=values)
+            .build(25_000_000)
+            .predicted_traffic(8, ordinary=True)
+            .received.bytes
+            for values in ("fp32", "4bit")
+        )
+        ratio = packed / plain
         assert ratio == pytest.approx(12.56 / 64, rel=0.01)
 
 
@@ -220,12 +226,11 @@ def test_bound_of_several_sections() -> None:
     ("fields", "message"),
     [
         ({"values": "5bit"}, "values='5bit'.*must be one of fp32, bf16"),
-        ({"packed": "yes"}, "packed='yes'.*True, False, 'auto', 'always', or a link"),
-        ({"values": "4bit", "packed": False}, "packed=False.*values='4bit' are always packed"),
+        ({"packed": "auto"}, "packed='auto'.*must be True or False"),
     ],
 )
 def test_settings_are_checked(fields: dict[str, object], message: str) -> None:
-    """An unknown format is refused, and so is a combination that cannot be honoured."""
+    """An unknown format is refused."""
     with pytest.raises(ConfigurationError, match=message):
         method("oktopk", **fields)
 

@@ -14,20 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-import tritoncomm.planning.automatic
 from helpers import loss_of, tiny_model, total
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import (
     ConfigMismatchError,
-    ConfigurationError,
     NonFiniteError,
     Recipe,
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.planning.planner import TRUSTED
-from tritoncomm.scheduler.cost import Link, Traffic
+from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -241,7 +237,7 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("recipe", lambda: wrap(repartition_every=7 if odd else 8))
     attempt("recipe", lambda: wrap(warmup_steps=7 if odd else 8))
     attempt("values='4bit'", lambda: wrap(values="4bit" if odd else "fp32"))
-    attempt("packed='always'", lambda: wrap(packed="always" if odd else True))
+    attempt("packed=True", lambda: wrap(packed=odd, values="fp32"))
     attempt("options", lambda: wrap(staleness="off" if odd else "aware"))
     attempt("small='8bit'", lambda: wrap(small="8bit" if odd else "fp32"))
     attempt("optimizer", lambda: sparse_wrap((torch.optim.SGD if odd else torch.optim.Adam)(tiny_model().parameters())))
@@ -397,56 +393,11 @@ def vanish(rank: int, world_size: int, send) -> None:
     time.sleep(600)
 
 
-def automatic(rank: int, world_size: int, send) -> None:
-    """algo="auto" measures a link and makes the same choice on all ranks. Different ``algo`` values raise an error."""
+def measured_link(rank: int, world_size: int, send) -> None:
+    """All ranks measure the same link."""
     link = measure_link(None)
     everybody = [None] * world_size
     dist.all_gather_object(everybody, tuple(link))
     assert all(other == tuple(link) for other in everybody)
     assert 0 < link.latency < 1
     assert link.bandwidth > 1e6
-    optimizer = tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto")
-    dist.all_gather_object(everybody, repr(optimizer.recipe))
-    assert len(set(everybody)) == 1
-    assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
-    slow = Link(latency=1e-6, bandwidth=1e3)  # one second per kilobyte
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
-        model = tiny_model()
-        sparse = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "auto", density=0.05, dense_below=0)
-        if world_size > 1:
-            assert sparse.recipe.name in TRUSTED
-            assert sparse.recipe.density == 0.05
-        loss_of(model, rank, 0).backward()
-        sparse.step()
-        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(60, 60))], lr=0.1)
-        unrounded = tritoncomm.wrap(sgd, "auto", density=0.05, dense_below=0, values="fp32")
-        if world_size > 1:
-            assert unrounded.recipe.packed is True  # the measured link decides
-        patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: Link(latency=1e-6, bandwidth=3e7))
-        found = []
-        for door in (lambda model: None, DistributedDataParallel):  # the hook of DDP works for 15 ms and more
-            model = torch.nn.Linear(300, 300)
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            found.append(tritoncomm.wrap(inner, "auto", model=door(model)).recipe.layers[-1].name)
-        if world_size > 1:
-            assert found[0] in TRUSTED
-            assert found[1] == "dense"
-            patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
-            one = DistributedDataParallel(torch.nn.Linear(300, 300), bucket_cap_mb=0)
-            automatic = tritoncomm.wrap(torch.optim.SGD(one.parameters(), lr=0.1), "auto", model=one, small="fp32")
-            method = automatic.recipe.layers[-1]
-            assert method.name in TRUSTED
-            # A hook that is registered already has the format of its own.
-            model = DistributedDataParallel(torch.nn.Linear(300, 300))
-            tritoncomm.ddp.register(model, method, warmup_steps=3, small="8bit")
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            hooked = tritoncomm.wrap(inner, "auto", model=model, warmup_steps=3, values=method.values)
-            assert hooked.recipe.values == "8bit"
-    with pytest.raises(ConfigurationError, match="leave out teams"):
-        tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
-    dist.barrier()
-    if world_size > 1:
-        algo = "auto" if rank else "oktopk"
-        with pytest.raises(ConfigMismatchError):
-            tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), algo)

@@ -126,13 +126,10 @@ class DenseTailAlgorithm(WrapperAlgorithm):
         elif kernels.has_non_finite(values):
             raise NonFiniteError(REJECTED)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
-        return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. The dense tail is added to the traffic of the inner method."""
-        return self._with_tail(self.inner.ordinary_traffic(world_size), self.bits, world_size)
+        bits = self.bits if ordinary else self._bits
+        return self._with_tail(self.inner.predicted_traffic(world_size, ordinary=ordinary), bits, world_size)
 
     def _with_tail(self, forecast: Forecast, bits: int | None, world_size: int) -> Forecast:
         if not self.tail:

@@ -22,7 +22,7 @@ from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, Verdict, with_verdict
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula
+from tritoncomm.scheduler.cost import Flow, Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Encoding, Rows, Section
 from tritoncomm_kernels import Padded, Selection
@@ -36,11 +36,6 @@ class GTopk(EntryRecipe):
     name: ClassVar[str] = "gtopk"
     averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
-        words = 2 * self.entry_words(numel) * entries_to_keep(numel, self.density) * cost.log2(world_size)
-        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> GTopkAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -161,11 +156,11 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         verdict.check_messages(malformed)
         return entries.row(0)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. A message has 2k words in plain messages.
 
-        A rank sends its sum once and receives the result once. Rank 0 receives a sum and sends the result in every
-        level.
+        A rank sends its sum once and receives the result once. Rank 0, the busiest, receives a sum and then sends the
+        result in every level, and nothing else.
         """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
@@ -176,17 +171,11 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         if self.is_static:
             words = [rows.words for rows in self._rows(world_size, torch.device("cpu"))]
         (up, ups), (down, downs) = ((cost.message(each), cost.messages(levels, each * levels)) for each in words)
-        forecast = Forecast({"reduce": Flow(up, ups), "broadcast": Flow(downs, down)})
+        flows = {"reduce": Flow(up, ups), "broadcast": Flow(downs, down)}
+        if ordinary:
+            flows = {"reduce": Flow(received=ups), "broadcast": Flow(sent=downs)}
+        forecast = Forecast(flows)
         return with_verdict(forecast, world_size) if self.is_static else forecast
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: that of rank 0, which first only receives, and then only sends."""
-        bound = self.predicted_traffic(world_size)
-        if "reduce" not in bound.phases:
-            return bound
-        reduce, broadcast = bound.phases["reduce"], bound.phases["broadcast"]
-        own = {"reduce": Flow(received=reduce.received), "broadcast": Flow(sent=broadcast.sent)}
-        return Forecast({**bound.phases, **own})
 
 
 def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:

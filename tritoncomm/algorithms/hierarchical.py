@@ -133,13 +133,10 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         inside = int(torch.count_nonzero(found.indices < self.numel))
         return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
-        return self._forecast(self.inner.predicted_traffic(max(1, world_size // self.recipe.node_size)))
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`."""
-        return self._forecast(self.inner.ordinary_traffic(max(1, world_size // self.recipe.node_size)))
+        nodes = max(1, world_size // self.recipe.node_size)
+        return self._forecast(self.inner.predicted_traffic(nodes, ordinary=ordinary))
 
     def _forecast(self, between: Forecast) -> Forecast:
         size = self.recipe.node_size

@@ -21,7 +21,6 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern, read
 from tritoncomm_kernels import Padded
 
@@ -145,10 +144,6 @@ class PreconditionedAlgorithm(WholeVectorWrapper):
         )
         steps = before.steps + 1
         return Moment(steps, rows, columns, (rows, columns) if steps % self.recipe.renew_every == 0 else before.used)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Returns that of the inner algorithm."""
-        return self.inner.ordinary_traffic(world_size)
 
     def adopt_tensors(self, sources: Sequence[tuple[PreconditionedAlgorithm, int] | None]) -> None:
         """Copy the moment of each tensor of this vector from a tensor of another vector.

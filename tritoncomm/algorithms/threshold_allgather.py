@@ -37,7 +37,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 from tritoncomm_kernels import Padded, Selection
 
@@ -73,12 +73,6 @@ class HardThreshold(EntryRecipe):
         check_at_least(self, 1, "static_room")
         check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of k")
 
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
-        if self.static is True:
-            return super().formula(numel, world_size)
-        return self.all_gather_formula(numel, world_size, gathers=2)
-
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. The threshold is in gradient units."""
         return False
@@ -108,12 +102,6 @@ class GaussianK(EntryRecipe):
     def can_be_static(self) -> bool:
         """See :meth:`StaticRecipe.can_be_static`. The fit must see more entries than it accepts."""
         return self.max_ratio > GAUSSIAN_MARGIN
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
-        if self.static is True:
-            return super().formula(numel, world_size)
-        return self.all_gather_formula(numel, world_size, gathers=2)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -208,19 +196,14 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.state = self._adapted_to(state, figures)
         return mean
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
-        return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
-        return self._forecast(self.encoding.words(self.numel, self.k), world_size)
-
-    def _forecast(self, words: int, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may, or k: 2k(P-1) words."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.is_static:
             return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
+        most = self.encoding.words_at_most(self.numel, self.room, 1)
+        words = self.encoding.words(self.numel, self.k) if ordinary else most
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
@@ -268,10 +251,10 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
         own = kernels.reaching(entries, state.threshold, workspace=self.workspace)
         return own, [kernels.count_reaching(acc.dense(), state.threshold)], state
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
-        forecast = super().predicted_traffic(world_size)
-        if self.goes_dense or self.state.threshold:
+        forecast = super().predicted_traffic(world_size, ordinary=ordinary)
+        if ordinary or self.goes_dense or self.state.threshold:
             return forecast
         return Forecast({"calibration": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
 

@@ -16,7 +16,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.wire import PLAIN, Encoding
 
@@ -28,10 +28,6 @@ class TopkAllgather(EntryRecipe):
     name: ClassVar[str] = "topk_allgather"
     averages_when_dense: ClassVar[bool] = True
     has_static_form: ClassVar[bool] = True
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
-        return self.all_gather_formula(numel, world_size)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -70,7 +66,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         yield from verdict.settle(world_size)
         return mean
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)

@@ -34,7 +34,7 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import entries_to_keep, rest_of, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
+from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import Section
 from tritoncomm_kernels import Selection
@@ -65,17 +65,6 @@ class TopkDSA(EntryRecipe):
         check_at_least(self, 1, "bucket_width", whole=True)
         check_at_least(self, 1, "static_room")
         check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of k/P")
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. The range is from full overlap to full regions, as in Ok-Topk's table.
-
-        The static form has its own fixed lengths.
-        """
-        if self.static is True:
-            return super().formula(numel, world_size)
-        k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
-        pairs = self.entry_words(numel, world_size) * k
-        return Formula(world_size + 2 * cost.log2(world_size), 2 * pairs * share, (pairs + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         """See :meth:`Recipe.build`."""
@@ -191,13 +180,23 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         """Return True if ``words`` for all entries are too many."""
         return words >= self.recipe.dense_switch * self.numel
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint.
+
+        In an ordinary step, regions are even, and supports are disjoint: (2k + min(2kP, n))(P-1)/P words.
+        """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.is_static:
             return self._static_form(world_size).forecast()
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
+        if ordinary:
+            section = self.encoding.words(region, -(-self.k // world_size))
+            gathered = self.encoding.words(region, min(region, self.k))
+            if self._goes_dense(world_size * gathered):
+                gathered = region
+            splitting = both(cost.messages(peers, peers * section))
+            return self._forecast(splitting, both(cost.messages(rounds, peers * gathered)), world_size)
         union = min(self.numel, world_size * self.k)
         words = self.encoding.words_at_most
         received, largest = words(self.numel, union, world_size), words(region, min(region, union), 1)
@@ -208,22 +207,6 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         hot = cost.messages(peers, peers * words(region, min(self.k, region), 1))
         cold = cost.messages(peers, words(self.numel, self.k, peers))
         return self._forecast(Flow(cold, hot), gathering, world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        if self.is_static:
-            return self._static_form(world_size).forecast()
-        peers, rounds = world_size - 1, cost.log2(world_size)
-        region = -(-self.numel // world_size)
-        section = self.encoding.words(region, -(-self.k // world_size))
-        gathered = self.encoding.words(region, min(region, self.k))
-        if self._goes_dense(world_size * gathered):
-            gathered = region
-        return self._forecast(
-            both(cost.messages(peers, peers * section)), both(cost.messages(rounds, peers * gathered)), world_size
-        )
 
     def _forecast(self, splitting: Flow, gathering: Flow, world_size: int) -> Forecast:
         return Forecast(

@@ -134,6 +134,6 @@ class WholeVectorWrapper(WrapperAlgorithm):
         """See :meth:`Algorithm.dense_update`. It belongs to the step that the inner algorithm is about to take."""
         return self.inner.dense_update(mean)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`."""
-        return self.inner.predicted_traffic(world_size)
+        return self.inner.predicted_traffic(world_size, ordinary=ordinary)

@@ -150,9 +150,8 @@ class GradientExchange:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         if self.vectors:
             first = self.vectors[0]
-            parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
-            on_gpu = first.device.type == "cuda"
-            log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
+            parts, on_gpu = [vector.part for vector in self.vectors], first.device.type == "cuda"
+            log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=on_gpu)
 
     def average(
         self,
