@@ -237,7 +237,7 @@ def counts_of_steps(
 # Launches that each further bucket of DDP, or group of FSDP2, may add to an ordinary step, and those of the first one
 # beyond a step of ``wrap``, with the backward pass. Some more than counted with 2 and 4 workers.
 PER_VECTOR = {"topk_allgather": 140, "oktopk": 250, "exdyna": 165}
-PASS = 25
+PASS = 40
 
 
 def most_launches(method: str, vectors: int) -> int:
