@@ -279,7 +279,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument(
         "--work-ms",
         type=_milliseconds,
-        default=0.0,
         help="time of selection and packing in a sparse step, in milliseconds, as doctor measures it",
     )
     plan.add_argument(
@@ -304,7 +303,7 @@ def _plan(options: argparse.Namespace) -> int:
         workers=options.workers,
         link=options.link,
         step=options.step_ms / 1e3,
-        work=options.work_ms / 1e3,
+        work=None if options.work_ms is None else options.work_ms / 1e3,
         overlap=options.overlap,
         values=options.values or DEFAULT_VALUES,
         device=options.device,

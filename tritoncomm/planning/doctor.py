@@ -99,6 +99,7 @@ class Diagnosis:
         )
         if self.pays and self.density < 1:
             lines.append(self.start)
+        lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
         return "\n".join([*lines, f"For other links: {self.command()}"])
 
     def command(self) -> str:

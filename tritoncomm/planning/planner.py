@@ -7,7 +7,6 @@ given, as ``doctor`` measures it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,7 +55,7 @@ class Setting:
         workers: Number of workers.
         link: Bandwidth and latency of every rank's network interface.
         step: Seconds of computation in one training step, without any exchange.
-        work: Seconds of selection, packing and merging in a sparse step, as ``doctor`` measures them.
+        work: Seconds of selection, packing and merging in a sparse step, as ``doctor`` measures them. None if not known.
         overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
         values: Format of values on the wire, for the methods that send entries.
         device: Device of the gradients. Messages have the form that they have there.
@@ -69,7 +68,7 @@ class Setting:
     workers: int
     link: Link
     step: float = 0.0
-    work: float = 0.0
+    work: float | None = None
     overlap: float = OVERLAP
     values: str = "fp32"
     device: torch.device | str = "cpu"
@@ -79,7 +78,7 @@ class Setting:
             raise ConfigurationError(
                 f"numel and workers must be at least 1, got numel={self.numel}, workers={self.workers}"
             )
-        if not (self.step >= 0 and self.work >= 0 and 0 <= self.overlap <= 1):
+        if not (self.step >= 0 and (self.work or 0.0) >= 0 and 0 <= self.overlap <= 1):
             raise ConfigurationError(
                 "step and work must be at least 0 and overlap in [0, 1], got "
                 f"step={self.step}, work={self.work}, overlap={self.overlap}"
@@ -95,19 +94,11 @@ class Setting:
         seconds = exchange_seconds(method, self.numel, self.workers, self.link)
         if isinstance(method, Dense):
             return Estimate(method, seconds, self.step + max(0.0, seconds - self.overlap * self.step))
-        return Estimate(method, seconds, self.step + seconds + self.work)
+        return Estimate(method, seconds, self.step + seconds + (self.work or 0.0))
 
     def at(self, name: str, density: float) -> Recipe:
         """Return the recipe of the method ``name``."""
         return at(name, density, self.values)
-
-    def estimates(self, densities: Sequence[float] = DENSITIES) -> list[Estimate]:
-        """Return the estimates of dense and of every method at every density, fastest step first."""
-        names = [name for name in algorithms() if name != Dense.name]
-        recipes = [Dense(), *(self.at(name, density) for name in names for density in densities)]
-        return sorted(
-            map(self.estimate, recipes), key=lambda found: (found.step, found.recipe.name, found.recipe.density)
-        )
 
     def best(self, density: float) -> Estimate:
         """Return the estimate of the fastest of the trusted methods at ``density``."""
@@ -136,7 +127,7 @@ def advice(setting: Setting, density: float = DEFAULT_DENSITY, *, everything: bo
         return "One worker exchanges nothing: use the optimizer without tritoncomm.wrap."
     dense, best = setting.estimate(Dense()), setting.best(density)
     lines = [_answer(setting, dense, best), "", *_table(setting, density, dense, everything=everything), ""]
-    if setting.work == 0:
+    if setting.work is None:
         lines += _not_counted(dense, best)
     if not best.step < WORTH_IT * dense.step:
         return "\n".join([*lines, "Stay dense: use the optimizer without tritoncomm.wrap."])
@@ -205,7 +196,7 @@ def dense_start(setting: Setting, chosen: Recipe) -> str:
     quantized = chosen.averages_when_dense
     warmup = Warmup(recipe=chosen, steps=DEFAULT_WARMUP, values=DEFAULT_SMALL if quantized else "fp32")
     exchange = warmup.build(setting.numel).predicted_traffic(setting.workers).seconds(setting.link)
-    seconds = DEFAULT_WARMUP * (setting.step + setting.work + exchange)
+    seconds = DEFAULT_WARMUP * (setting.step + (setting.work or 0.0) + exchange)
     return (
         f"The first {DEFAULT_WARMUP} steps are dense{', in 8 bits,' if quantized else ''} and take {seconds:.3g} s, "
         f"as long as {seconds / setting.estimate(chosen).step:.0f} of the others. In a short run on a slow link, pass "
