@@ -41,12 +41,21 @@ def _always_packed(kind: type[IndexRecipe]) -> type[IndexRecipe]:
     def encoding(self: IndexRecipe) -> Encoding:
         return kind.encoding.fget(self)._replace(packed="always")
 
-    return type(kind.__name__, (kind,), {"encoding": property(encoding), "__doc__": kind.__doc__})
+    def reduced(self: IndexRecipe) -> tuple[object, ...]:  # pickle does not find the class by its name
+        return always_packed, (_as(kind, self),)
+
+    return type(
+        kind.__name__, (kind,), {"encoding": property(encoding), "__reduce__": reduced, "__doc__": kind.__doc__}
+    )
+
+
+def _as(kind: type[IndexRecipe], recipe: IndexRecipe) -> IndexRecipe:
+    return kind(**{field.name: getattr(recipe, field.name) for field in fields(recipe)})
 
 
 def always_packed(recipe: IndexRecipe) -> IndexRecipe:
     """Return ``recipe`` with packed messages, also where plain ones are shorter, as they are in small tests."""
-    return _always_packed(type(recipe))(**{field.name: getattr(recipe, field.name) for field in fields(recipe)})
+    return _as(_always_packed(type(recipe)), recipe)
 
 
 # Methods whose values are rounded on the wire, the format and further fields.

@@ -55,7 +55,7 @@ class Setting:
         workers: Number of workers.
         link: Bandwidth and latency of every rank's network interface.
         step: Seconds of computation in one training step, without any exchange.
-        work: Seconds of selection, packing and merging in a sparse step, as ``doctor`` measures them. None if not known.
+        work: Seconds of selection, packing and merging in a sparse step, as ``doctor`` measures. None if unknown.
         overlap: Fraction of the computation that hides a dense all-reduce, in [0, 1].
         values: Format of values on the wire, for the methods that send entries.
         device: Device of the gradients. Messages have the form that they have there.
