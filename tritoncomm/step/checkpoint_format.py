@@ -12,6 +12,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.shards import bytes_of
 
 SCHEMA = 5
+_Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
@@ -131,8 +132,8 @@ def taken_over(
     saved_by: int,
     residuals: Sequence[Sequence[torch.Tensor]],
     like: Sequence[torch.Tensor],
-    methods: Sequence[Mapping[str, Any]],
-    common: Mapping[str, Any],
+    methods: Sequence[_Methods],
+    common: _Methods,
 ) -> dict[str, Any]:
     """Return the state of ``rank`` of ``world_size``, which takes over the residuals of some of ``saved_by`` ranks.
 
@@ -142,9 +143,9 @@ def taken_over(
         world_size: The new number of ranks.
         saved_by: The number of ranks that exchanged gradients before.
         residuals: The residuals that this rank takes over, those of each old rank in a list. There may be none.
-        like: Residuals of the right lengths.
+        like: Residuals of the right lengths, on the device of the others.
         methods: The states of the methods of these old ranks. None, if they belong to other shards.
-        common: The state of the method of one old rank, the same on all new ranks.
+        common: Those of one old rank, the same on all new ranks.
     """
     share = world_size / saved_by
     return with_checksum(
@@ -153,9 +154,9 @@ def taken_over(
         recipe=first["recipe"],
         settings=first["settings"],
         residuals=[
-            sum(parts, start=torch.zeros(len(own))) * share for own, *parts in zip(like, *residuals, strict=True)
+            sum(parts, start=torch.zeros_like(own)) * share for own, *parts in zip(like, *residuals, strict=True)
         ],
-        algorithm={},
+        algorithm=[],
         migrated={"states": list(methods), "share": share, "common": common},
         steps=first["steps"],
     )

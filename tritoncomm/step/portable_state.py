@@ -88,8 +88,7 @@ def resharded(
     if here.is_whole and held_by(states[0]).is_whole:
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
     else:  # second moments of rows and columns are those of other shards
-        vectors = [each | {"moment": None} for each in common.get("vectors", [common])]
-        common = common | {"vectors": vectors} if "vectors" in common else vectors[0]
+        common = [each | {"moment": None} for each in common]
     return checkpoint_format.taken_over(
         states[0],
         rank=here.replica,
@@ -103,4 +102,4 @@ def resharded(
 
 
 def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [local(residuals[str(number)]).reshape(-1).cpu() for number in range(len(residuals))]
+    return [local(residuals[str(number)]).reshape(-1) for number in range(len(residuals))]
