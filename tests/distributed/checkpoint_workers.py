@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
-from ddp_models import HeadFirst, ddp
-from helpers import adamw, flat, loss_of, possible, residual, same_everywhere, sparse_wrap, tiny_model, total, train
+from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_model, total, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
@@ -235,12 +232,12 @@ def one_state_for_all(rank: int, world_size: int, send) -> None:
         dist.broadcast_object_list(held)
         return held[0]
 
-    for hook in (False, True):
+    for wrapped in (False, True):
         model = tiny_model()
-        if hook:
-            del model.unused  # DDP reduces every parameter
+        if wrapped:
+            del model.unused  # DDP waits for every parameter
             model = nn.parallel.DistributedDataParallel(model)
-        fields = {"model": model} if hook else {}
+        fields = {"model": model} if wrapped else {}
         inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         optimizer = tritoncomm.wrap(inner, density=0.1, dense_below=0, warmup_steps=1, **fields)
         train(model, optimizer, rank, range(4))
@@ -260,23 +257,3 @@ def one_state_for_all(rank: int, world_size: int, send) -> None:
         train(model, optimizer, rank, range(6, 8))
         assert optimizer.metrics()["density_delivered"] < 0.6
         assert same_everywhere(flat(model))
-
-
-def resume_behind_ddp(rank: int, world_size: int, send, folder: str) -> None:
-    """A run behind DDP continues to the bit, also from the first pass, after which DDP builds its buckets anew."""
-    clipping = {"max_grad_norm": 0.3, "clip_by": "gradient"}
-    for saved_at, fields in product((1, 2, 3), ({}, clipping)):
-        model = ddp(HeadFirst())
-        optimizer = sparse_wrap(adamw(model), density=0.1, warmup_steps=1, model=model, **fields)
-        train(model, optimizer, rank, range(saved_at))
-        path = Path(folder) / f"{saved_at}-{len(fields)}"
-        checkpoint.save(optimizer, path)
-        again = ddp(deepcopy(model.module))
-        resumed = sparse_wrap(adamw(again), density=0.1, warmup_steps=1, model=again, **fields)
-        checkpoint.load(resumed, path)
-        for each, of in ((model, optimizer), (again, resumed)):
-            train(each, of, rank, range(saved_at, 7))
-        assert flat(model) == flat(again), (saved_at, fields)
-        assert len(optimizer._exchange.vectors) > (saved_at > 1)
-        checksums = [each.state_dict()["tritoncomm"]["checksum"] for each in (optimizer, resumed)]
-        assert checksums[0] == checksums[1]

@@ -1,26 +1,33 @@
-"""Worker processes of tests/distributed/test_door_edges.py: backward passes whose gradients are thrown away."""
+"""Worker processes of tests/distributed/test_discarded_passes.py: backward passes whose gradients are thrown away."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import tritoncomm
-from ddp_models import ddp, net
-from fsdp_models import Net, mesh, sharded
-from fsdp_models import loss_of as loss_of_shards
-from helpers import adamw, flat, loss_of, same_everywhere
-from sharded_door_workers import whole
+from ddp_models import net
+from helpers import loss_of, same_everywhere
+from model_kinds import KINDS, SETTINGS, adamw, bits, opened, sgd, wrapped
 from torch import nn
+from tritoncomm import SparseOptimizer, wrap
+from tritoncomm.step.shards import local
 
-SETTINGS = {"density": 0.1, "dense_below": 0, "warmup_steps": 2}
-WAYS = ("optimizer", "to zero", "model", "twice", "by hand")
+import laws
+
+WAYS = ("optimizer", "to zero", "model", "twice", "by hand", "synchronized", "autograd.grad")
 
 
-def throw_away(way: str, model: nn.Module, optimizer: tritoncomm.SparseOptimizer, loss, rank: int) -> None:
-    """Run a backward pass for gradients that no step uses, as an adversary does."""
+def throw_away(way: str, model: nn.Module, optimizer: SparseOptimizer, rank: int) -> None:
+    """Run a backward pass for gradients that no step uses."""
+    if way == "autograd.grad":
+        torch.autograd.grad(loss_of(getattr(model, "module", model), rank, 99), next(iter(model.parameters())))
+        return
     for number in range(2 if way == "twice" else 1):
         if number:
             optimizer.zero_grad()
-        (-3 * loss(model, rank, 99)).backward()
+        (-3 * loss_of(model, rank, 99)).backward()
+    if way == "synchronized":
+        optimizer.synchronize()
     if way == "model":
         model.zero_grad()
     elif way == "by hand":
@@ -31,112 +38,143 @@ def throw_away(way: str, model: nn.Module, optimizer: tritoncomm.SparseOptimizer
 
 
 def discarded_passes(rank: int, world_size: int, send) -> None:
-    """A pass of DDP that no step uses changes nothing, to the bit, however its gradients were thrown away."""
-    finals = []
-    for way in ("none", *WAYS):
-        model = ddp(net())
-        optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
-        for step in range(8):
-            optimizer.zero_grad()
-            if step in (2, 3, 6) and way != "none":  # DDP builds other buckets after the first pass
-                saved = optimizer.state_dict()["tritoncomm"]
-                throw_away(way, model, optimizer, loss_of, rank)
-                if way not in ("model", "by hand"):  # which the optimizer does not see
+    """A pass that no step uses changes nothing, to the bit, however its gradients were thrown away."""
+    finals = {}
+    for kind in KINDS:
+        for way in ("none", *WAYS) if kind != "plain" else ("none", "synchronized"):
+            if (kind, way) == ("fsdp", "autograd.grad"):
+                continue  # FSDP2 replaces the parameters during a pass
+            model, optimizer = wrapped(kind, net(), adamw)
+            for step in range(6):
+                optimizer.zero_grad()
+                if step in (2, 3, 5) and way != "none":
+                    saved = optimizer.state_dict()["tritoncomm"]
+                    throw_away(way, model, optimizer, rank)
                     present = optimizer.state_dict()["tritoncomm"]
-                    for name, before in saved["residuals"].items():
-                        assert torch.equal(present["residuals"][name], before), (way, step, name)
+                    assert all(map(laws.same_bits, present["residuals"], saved["residuals"])), (kind, way, step)
                     assert str(present["algorithm"]) == str(saved["algorithm"])
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        assert same_everywhere(flat(model)), way
-        finals.append((flat(model), optimizer.metrics()["residual_norm"]))
-    assert float(finals[0][1]) > 0
-    for way, final in zip(WAYS, finals[1:], strict=True):
-        assert final == finals[0], way
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+            finals[kind, way] = bits(model), optimizer.metrics()["residual_norm"]
+            assert optimizer.metrics()["skipped_steps"] == (3 if way == "synchronized" else 0)
+    assert float(finals["plain", "none"][1]) > 0
+    for place, final in finals.items():
+        assert final == finals["plain", "none"], place
+
+
+def alike(train: Callable[..., list[int]], rank: int) -> None:
+    """Raise unless ``train(kind, rank)`` returns the same bits for every kind of module, on all ranks."""
+    plain, *others = [train(kind, rank) for kind in KINDS]
+    assert all(other == plain for other in others), train.__name__
+    assert same_everywhere(plain)
+
+
+def adversaries(rank: int, world_size: int, send) -> None:
+    """Two models, each with an optimizer, of which one passes gradients through the other, as a GAN does."""
+    alike(_adversaries, rank)
+
+
+def _adversaries(kind: str, rank: int) -> list[int]:
+    torch.manual_seed(0)
+    generator, of_generator = wrapped(kind, nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 6)), adamw)
+    critic, of_critic = wrapped(kind, nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 1)), sgd)
+    for step in range(5):
+        source = torch.Generator().manual_seed(100 * step + rank)
+        real, noise = torch.randn(8, 6, generator=source), torch.randn(8, 4, generator=source)
+        of_critic.zero_grad()  # also of what the generator's pass has left
+        critic(real).square().mean().backward()
+        (1 - critic(generator(noise).detach())).square().mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        critic(generator(noise)).square().mean().backward()
+        of_generator.step()
+    assert of_critic.metrics()["steps"] == of_generator.metrics()["steps"] == 5
+    return bits(generator, critic)
 
 
 def optimizers_in_turns(rank: int, world_size: int, send) -> None:
-    """Of two optimizers of one model, one steps, and the other throws its gradients away. Its residual stays."""
-    model = ddp(net())
-    layers = model.module
-    halves = [[*layers[0].parameters(), *layers[4].parameters()], [*layers[2].parameters()]]
-    one, other = (tritoncomm.wrap(torch.optim.AdamW(half, lr=0.01), model=model, **SETTINGS) for half in halves)
-    names = {"2.weight", "2.bias"}
+    """Two optimizers of one model: one steps, and the other throws its gradients away, or adds them up."""
+    alike(_in_turns, rank)
+
+
+def _in_turns(kind: str, rank: int) -> list[int]:
+    model, given = opened(kind, net())
+    parameters = list(model.parameters())
+    halves = parameters[:2] + parameters[4:], parameters[2:4]
+    one, other = (wrap(adamw(half), **SETTINGS, **given) for half in halves)
     for step in range(8):
-        for each in (one, other):
-            each.zero_grad()
-        loss_of(model, rank, step).backward()
-        for each in (one, other):
-            each.step()
-        before = {name: kept.clone() for name, kept in one._hook.state_dict()["residuals"].items()}
-        held = [parameter.detach().clone() for parameter in halves[1]]
-        for each in (one, other):
-            each.zero_grad()
-        loss_of(model, rank, 50 + step).backward()
-        one.step()
-        if step % 2:
-            other.zero_grad()
-        model.zero_grad()
-        loss_of(model, rank, 70 + step).backward()  # notices what was not used
-        model.zero_grad()
-        other.zero_grad()
         one.zero_grad()
-        after = one._hook.state_dict()["residuals"]
-        for name, kept in before.items():
-            if name in names:
-                assert torch.equal(after[name], kept), (step, name)
-        assert step < 3 or not torch.equal(after["0.weight"], before["0.weight"])  # dense steps leave nothing
-        assert all(torch.equal(p, q) for p, q in zip(halves[1], held, strict=True))
-    assert same_everywhere(flat(model))
+        if step % 4 < 2:
+            other.zero_grad()
+        loss_of(model, rank, step).backward()
+        held = bits(nn.ParameterList(halves[1]))
+        one.step()
+        assert bits(nn.ParameterList(halves[1])) == held
+        if step % 4 == 3:
+            other.step()  # over two passes
+    assert (one.metrics()["steps"], other.metrics()["steps"]) == (8, 2)
+    return bits(model)
 
 
-def flushed_and_synchronized(rank: int, world_size: int, send) -> None:
-    """What a flush delivers is not taken back. An exchange by ``synchronize`` that no step uses is."""
-    model = ddp(net())
-    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+def two_passes(rank: int, world_size: int, send) -> None:
+    """Sharpness-aware minimization: a first pass moves the parameters, and the step uses the second one alone."""
+    alike(_two_passes, rank)
+
+
+def _two_passes(kind: str, rank: int) -> list[int]:
+    model, optimizer = wrapped(kind, net(), sgd)
+    parameters = list(model.parameters())
     for step in range(5):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
+        held = [local(p.detach()).clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:  # by this rank's own gradient, so that ranks differ until they are moved back
+                local(p).add_(local(p.grad).sign(), alpha=1e-3)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        with torch.no_grad():
+            for p, before in zip(parameters, held, strict=True):
+                local(p).copy_(before)
         optimizer.step()
-    assert optimizer.metrics()["residual_norm"] > 0
-    optimizer.flush()
-    assert optimizer.metrics()["residual_norm"] == 0
-    loss_of(model, rank, 6).backward()
-    optimizer.zero_grad()
-    assert optimizer.metrics()["residual_norm"] == 0
-    finals = []
-    for discards in (False, True):
-        plain = net()
-        optimizer = tritoncomm.wrap(adamw(plain), **SETTINGS)
-        for step in range(6):
-            optimizer.zero_grad()
-            if discards and step in (2, 4):
-                loss_of(plain, rank, 99).backward()
-                optimizer.synchronize()
-                optimizer.zero_grad()
-            loss_of(plain, rank, step).backward()
-            optimizer.step()
-        finals.append((flat(plain), optimizer.metrics()["residual_norm"]))
-    assert finals[0] == finals[1]
-    assert float(finals[0][1]) > 0
+    return bits(model)
 
 
-def discarded_passes_of_shards(rank: int, world_size: int, send) -> None:
-    """A pass of FSDP2 that no step uses changes nothing, to the bit. Neither do several that are discarded together."""
-    grid = mesh()
-    finals = []
-    for way in ("none", *WAYS, "together"):
-        model = sharded(Net(), grid["shard"])
-        optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=grid["replicate"].get_group(), **SETTINGS)
-        for step in range(8):
+def skipped_batches(rank: int, world_size: int, send) -> None:
+    """A batch that all ranks skip, or one rank alone, which then takes part with zeros."""
+    alike(_skipped_batches, rank)
+
+
+def _skipped_batches(kind: str, rank: int) -> list[int]:
+    model, optimizer = wrapped(kind, net(), adamw)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        if step == 2:
             optimizer.zero_grad()
-            if step in (2, 3, 6) and way != "none":
-                for _ in range(3 if way == "together" else 0):  # each adds to what was delivered
-                    loss_of_shards(model, rank, 98).backward()
-                throw_away(way, model, optimizer, loss_of_shards, rank)
-            loss_of_shards(model, rank, step).backward()
+            continue
+        if step in (3, 4) and rank == 1:
+            optimizer.zero_grad(set_to_none=step == 3)
+        optimizer.step()
+    assert optimizer.metrics()["steps"] == 5
+    return bits(model)
+
+
+def flushed_and_synchronized(rank: int, world_size: int, send) -> None:
+    """What a flush delivers is not taken back by ``zero_grad()``. An exchange that no step uses is."""
+    for kind in KINDS:
+        model, optimizer = wrapped(kind, net(), adamw)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
             optimizer.step()
-        finals.append((whole(model), optimizer.metrics()["residual_norm"]))
-    assert float(finals[0][1]) > 0
-    for way, final in zip((*WAYS, "together"), finals[1:], strict=True):
-        assert final == finals[0], way
+        assert optimizer.metrics()["residual_norm"] > 0
+        optimizer.flush()
+        assert optimizer.metrics()["residual_norm"] == 0
+        after = bits(model)
+        loss_of(model, rank, 6).backward()
+        optimizer.synchronize()
+        assert optimizer.metrics()["residual_norm"] == 0
+        optimizer.zero_grad()
+        assert optimizer.metrics()["residual_norm"] == 0
+        assert bits(model) == after

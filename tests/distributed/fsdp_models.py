@@ -1,15 +1,21 @@
-"""Models that FSDP2 shards over two replicas of two shards each, and what was delivered to them."""
+"""Models that FSDP2 shards over two replicas of two shards each, beside plain parameters of the same shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+import tritoncomm
+from helpers import adamw
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from tritoncomm import fsdp as front
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tritoncomm.step.shards import local
+
+import laws
+
+SETTINGS = {"density": 0.2, "dense_below": 0}
 
 
 class Net(nn.Module):
@@ -29,24 +35,16 @@ class Net(nn.Module):
         return self.head(self.spare(x) if spare else x)
 
 
-def mesh():
-    """Return a mesh of two replicas with two shards each."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def mesh(replicas: int = 2, shards: int = 2) -> DeviceMesh:
+    """Return a mesh of replicas and shards."""
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(model: nn.Module, over, **fields) -> nn.Module:
+def sharded(model: nn.Module, over: DeviceMesh, **fields) -> nn.Module:
     """Shard every layer as a group of its own, and the rest as another group."""
     for layer in [*model.layers, model.spare]:
         fully_shard(layer, mesh=over, **fields)
     return fully_shard(model, mesh=over, **fields)
-
-
-def divide_by(factor: float, model: nn.Module, *, sums: bool = False) -> None:
-    """Let FSDP divide gradients by ``factor``, in fp16 and with ``sums`` in part after the hook."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(factor)
-            module.set_force_sum_reduction_for_comms(sums)
 
 
 def loss_of(model: nn.Module, rank: int, step: int, **fields) -> torch.Tensor:
@@ -56,39 +54,69 @@ def loss_of(model: nn.Module, rank: int, step: int, **fields) -> torch.Tensor:
     return (model(x, **fields) - y).square().mean()
 
 
-def grads(model: nn.Module) -> torch.Tensor:
-    """Return all gradients, unsharded, as a flat vector."""
-    return torch.cat([p.grad.full_tensor().reshape(-1) for p in model.parameters()])
-
-
-def plain_grads(rank: int, world_size: int, step: int, micro: int = 1) -> torch.Tensor:
-    """Return the gradients averaged over all ranks by hand."""
-    model = Net()
-    for r in range(world_size):
-        for m in range(micro):
-            (loss_of(model, r, step * micro + m) / world_size).backward()
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+def train(model: nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, steps: range) -> None:
+    """Take ``steps``."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
 
 
 def shards(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor] = lambda p: p.grad) -> torch.Tensor:
     """Return this rank's shards of what ``of`` returns for each parameter, by default gradients, as a flat vector."""
-    return torch.cat([of(p).to_local().reshape(-1) for p in model.parameters()]).clone()
+    return torch.cat([local(of(p)).reshape(-1) for p in model.parameters()]).clone()
 
 
-def local(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Return this rank's part of an unsharded gradient."""
-    parts, start = [], 0
-    for p in model.parameters():
-        rows = whole[start : start + p.numel()].view(p.shape).chunk(2)
-        position = p.device_mesh.get_local_rank()
-        parts.append(rows[position].reshape(-1) if position < len(rows) else whole[:0])
-        start += p.numel()
-    return torch.cat(parts)
+def bits(model: nn.Module) -> list[int]:
+    """Return the bits of this rank's shards of all parameters."""
+    return _bits(model.parameters())
 
 
-def residual_sum(state: front.FSDPState, model: nn.Module) -> torch.Tensor:
-    """Return the residuals of this rank's shards, summed over both replicas, in the order of :func:`shards`."""
-    parts = state.state_dict()["residuals"]
-    pending = torch.cat([parts[name] for name, _ in model.named_parameters()])
-    dist.all_reduce(pending, group=state.group)
-    return pending
+def _bits(parameters: Iterable[torch.Tensor]) -> list[int]:
+    return torch.cat([local(p.detach()).reshape(-1) for p in parameters]).view(torch.int32).tolist()
+
+
+def dense_mean(world_size: int, step: int, make: Callable[[], nn.Module] = Net, **fields) -> torch.Tensor:
+    """Return the gradients of a new model, averaged over all ranks by hand, as a flat vector."""
+    model = make()
+    for rank in range(world_size):
+        (loss_of(model, rank, step, **fields) / world_size).backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+class Shards:
+    """A sharded model and plain parameters of the same shards, which must train alike to the bit.
+
+    Args:
+        model: A model that is sharded.
+        group: The replicas of this rank.
+        optimizer: Returns the optimizer of a module.
+        settings: Arguments of ``wrap``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        settings: dict[str, object] = SETTINGS,
+    ) -> None:
+        self.model, self.parameters = model, list(model.parameters())  # the model may hold others after a pass
+        self.plain = nn.ParameterList([nn.Parameter(local(p.detach()).clone()) for p in self.parameters])
+        self.optimizer = tritoncomm.wrap(optimizer(model), model=model, process_group=group, **settings)
+        self.of_plain = tritoncomm.wrap(optimizer(self.plain), process_group=group, **settings)
+
+    def take(self) -> None:
+        """Take a step of both with the present gradients of the model, which are this replica's own, and compare."""
+        for plain, parameter in zip(self.plain, self.parameters, strict=True):
+            plain.grad = None if parameter.grad is None else local(parameter.grad).clone()
+        self.optimizer.step()
+        self.of_plain.step()
+        self.check()
+
+    def check(self) -> None:
+        """Raise if parameters or residuals differ."""
+        assert _bits(self.parameters) == _bits(self.plain)
+        (ours,), (theirs,) = (each._exchange.vectors for each in (self.optimizer, self.of_plain))
+        assert laws.same_bits(ours.feedback.residual, theirs.feedback.residual)
+        assert self.optimizer.metrics()["steps"] == self.of_plain.metrics()["steps"]

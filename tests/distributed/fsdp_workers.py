@@ -1,40 +1,131 @@
-"""Worker processes of tests/distributed/test_fsdp.py: registering, exchanging, resuming, and losing a rank."""
+"""Worker processes of tests/distributed/test_fsdp.py: what FSDP2 leaves in ``.grad`` is exchanged by ``step()``."""
 
 from __future__ import annotations
 
-import copy
-import os
-import signal
-from datetime import timedelta
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from fsdp_models import Net, grads, local, loss_of, mesh, plain_grads, residual_sum, sharded, shards
+from ddp_models import net
+from fsdp_models import SETTINGS, Net, Shards, bits, dense_mean, loss_of, mesh, sharded, shards, train
+from helpers import adamw, flat, same_everywhere, total
+from helpers import loss_of as loss_of_net
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from tritoncomm import ConfigMismatchError, ConfigurationError, ExchangeError, PeerLostError
-from tritoncomm import fsdp as front
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from tritoncomm.amp import GradScaler
 
 import laws
 
 
+def shards_of_one_rank(rank: int, world_size: int, send) -> None:
+    """With shards of one rank each, FSDP2 trains as the plain module, to the bit."""
+    grid = mesh(world_size, 1)
+    for algo, optimizer, fields in (
+        ("oktopk", adamw, {"max_grad_norm": 0.5}),
+        ("spardl", lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {}),
+    ):
+        model, plain = net(), net()
+        for layer in model[::2]:
+            fully_shard(layer, mesh=grid["shard"])
+        fully_shard(model, mesh=grid["shard"])
+        settings = {"algo": algo, "density": 0.1, "dense_below": 0, "warmup_steps": 2} | fields
+        group = grid["replicate"].get_group()
+        optimizers = (
+            tritoncomm.wrap(optimizer(model), model=model, process_group=group, **settings),
+            tritoncomm.wrap(optimizer(plain), **settings),
+        )
+        for step in range(6):
+            for each, stepped in zip((model, plain), optimizers, strict=True):
+                stepped.zero_grad()
+                for micro in range(2):
+                    loss_of_net(each, rank, 2 * step + micro).backward()
+                stepped.step()
+            assert bits(model) == flat(plain)
+            assert laws.same_bits(*(each._vector.feedback.residual for each in optimizers))
+        assert same_everywhere(bits(model))
+
+
+def shards_of_two_ranks(rank: int, world_size: int, send) -> None:
+    """Each shard is exchanged with its replicas as plain parameters of this shape are, past a renewal of the scale."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    pair = Shards(sharded(Net(), grid["shard"]), group, settings=SETTINGS | {"warmup_steps": 2})
+    for step in range(25):
+        pair.optimizer.zero_grad()
+        loss_of(pair.model, rank, step).backward()
+        pair.take()
+    assert same_everywhere(bits(pair.model), group)
+    assert pair.optimizer.metrics()["density_delivered"] < 0.5
+    state = pair.optimizer.state[next(iter(pair.model.parameters()))]
+    assert isinstance(state["exp_avg"], DTensor)
+    assert isinstance(state["last_delivered"], DTensor)
+    assert bool((state["last_delivered"].to_local() < 25).any())  # not every coordinate in every step
+
+
+def settings_of_fsdp(rank: int, world_size: int, send) -> None:
+    """Mixed precision, offloaded parameters and every way to reshard: what is in ``.grad`` is exchanged."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for fields in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=fp16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": True},
+    ):
+        pair = Shards(sharded(Net(), grid["shard"], **fields), group)
+        for step in range(3):
+            pair.optimizer.zero_grad(set_to_none=step != 1)
+            loss_of(pair.model, rank, step).backward()
+            pair.take()
+        assert {p.dtype for p in pair.model.parameters()} == {fp32}
+        assert same_everywhere(bits(pair.model), group)
+    pair = Shards(sharded(Net(), grid["shard"]), group)
+    for step in range(4):
+        pair.model.set_reshard_after_backward(step % 2 == 0)
+        pair.optimizer.zero_grad()
+        loss_of(pair.model, rank, step).backward()
+        pair.take()
+
+
+def accumulation(rank: int, world_size: int, send) -> None:
+    """Micro-batches add up, whether FSDP reduces each of them or only the last one. One exchange takes all of them."""
+    grid = mesh()
+    pair = Shards(sharded(Net(), grid["shard"]), grid["replicate"].get_group())
+    for step, switch in enumerate(
+        ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "")
+    ):
+        pair.optimizer.zero_grad()
+        for micro in range(3):
+            if switch:
+                getattr(pair.model, switch)(micro == 2)
+            loss_of(pair.model, rank, 3 * step + micro).backward()
+        pair.take()
+    assert pair.optimizer.metrics()["steps"] == 4
+
+
 def dense_training(rank: int, world_size: int, send) -> None:
-    """The dense method and density 1 train like plain averaging over all four ranks."""
-    for algo, density in (("dense", 1.0), ("oktopk", 1.0)):
+    """The dense method and density 1 train like plain averaging over all four ranks, with unused layers, too."""
+    for algo, density in (("dense", None), ("oktopk", 1.0)):
         grid, reference = mesh(), Net()
         model = sharded(Net(), grid["shard"])
-        front.register(model, grid["replicate"].get_group(), algo, density=density)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        group = grid["replicate"].get_group()
+        optimizer = tritoncomm.wrap(optimizer, algo, model=model, process_group=group, density=density)
         plain = torch.optim.Adam(reference.parameters(), lr=0.01)
         for step in range(4):
             optimizer.zero_grad()
-            plain.zero_grad()
-            loss_of(model, rank, step).backward()
+            plain.zero_grad(set_to_none=False)
+            loss_of(model, rank, step, spare=step != 2).backward()
             for r in range(world_size):
-                (loss_of(reference, r, step) / world_size).backward()
+                (loss_of(reference, r, step, spare=step != 2) / world_size).backward()
             optimizer.step()
             plain.step()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -42,232 +133,243 @@ def dense_training(rank: int, world_size: int, send) -> None:
 
 
 def conservation(rank: int, world_size: int, send) -> None:
-    """Delivered gradients plus residuals equal the dense sum, replicas agree, and small tensors have no residual."""
+    """For several methods, delivered gradients plus residuals equal the dense sum, and small tensors have none."""
     for algo in ("oktopk", "spardl", "exdyna", "topk_allgather"):
         grid = mesh()
+        group = grid["replicate"].get_group()
         model = sharded(Net(), grid["shard"])
-        state = front.register(model, grid["replicate"].get_group(), algo, density=0.1, dense_below=16)
-        delivered, dense = 0, 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = tritoncomm.wrap(optimizer, algo, model=model, process_group=group, density=0.1, dense_below=16)
+        delivered, dense = 0.0, 0.0
         for step in range(4):
-            model.zero_grad()
+            optimizer.zero_grad()
             loss_of(model, rank, step).backward()
+            optimizer.step()
             delivered = delivered + shards(model)
-            dense = dense + local(plain_grads(rank, world_size, step), model)
-        metrics = state.metrics()
-        assert metrics["steps"] == 4
-        assert 0.05 < metrics["density_delivered"] < 0.9
-        assert min(metrics[name] for name in ("bytes_sent", "bytes_received", "messages_sent", "seconds_exchange")) > 0
-        parts = state.state_dict()["residuals"]
-        small = [name for name, p in model.named_parameters() if p.dim() <= 1 or p.to_local().numel() < 16]
+            dense = dense + _own(dense_mean(world_size, step), model)
+        (vector,) = optimizer._exchange.vectors
+        parts = vector.residuals_by_parameter()
+        small = [p for p in model.parameters() if p.dim() <= 1 or p.to_local().numel() < 16]
         assert small
-        assert not any(parts[name].any() for name in small)
-        pending = residual_sum(state, model)
+        assert not any(parts[p].any() for p in small)
+        pending = torch.cat([parts[p] for p in model.parameters()])
+        dist.all_reduce(pending, group=group)
+        assert pending.any()
         assert torch.allclose(delivered + pending / 2, dense, atol=1e-5), algo
-        bits = shards(model)
-        other = [torch.empty_like(bits) for _ in range(2)]
-        dist.all_gather(other, bits, group=grid["replicate"].get_group())
-        assert laws.same_bits(other[0], other[1])
+        assert 0.05 < optimizer.metrics()["density_delivered"] < 0.9
 
 
-def accumulation(rank: int, world_size: int, send) -> None:
-    """Micro-batches give the dense sum, with either switch of FSDP and without any."""
-    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce", None):
-        grid = mesh()
-        model = sharded(Net(), grid["shard"])
-        state = front.register(model, grid["replicate"].get_group(), "dense")
-        for micro in range(3):
-            if switch:
-                getattr(model, switch)(micro == 2)
-            loss_of(model, rank, micro).backward()
-        assert torch.allclose(grads(model), plain_grads(rank, world_size, 0, micro=3), atol=1e-5), switch
-        assert state.metrics()["steps"] == (1 if switch else 3)
+def _own(whole: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Return this rank's part of an unsharded gradient."""
+    parts, start = [], 0
+    for p in model.parameters():
+        rows = whole[start : start + p.numel()].view(p.shape).chunk(2)
+        position = p.device_mesh.get_local_rank()
+        parts.append(rows[position].reshape(-1) if position < len(rows) else whole[:0])
+        start += p.numel()
+    return torch.cat(parts)
 
 
-def unused_layers_and_bf16(rank: int, world_size: int, send) -> None:
-    """A pass may leave out layers, and gradients may be reduced in bf16."""
+class Twice(nn.Module):
+    """Uses a layer twice, with or without recomputation in backward."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.recompute = nn.Linear(5, 5), nn.Linear(5, 3), recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the same layer twice."""
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x))
+        return self.head(x)
+
+
+class Nested(nn.Module):
+    """Layers with reentrant checkpointing, whose backward passes are within another one, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, and the head."""
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.head(x)
+
+
+def passes(rank: int, world_size: int, send) -> None:
+    """A layer that is used twice or recomputed, nested passes, no common root, and a layer that a replica left out."""
     grid = mesh()
+
+    def parts(make, *names: str, root: bool = True) -> nn.Module:
+        model = make()
+        for name in names:
+            fully_shard(model.get_submodule(name), mesh=grid["shard"])
+        return fully_shard(model, mesh=grid["shard"]) if root else model
+
+    def several_roots() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    for model in (
+        parts(partial(Twice, recompute=False), "layer"),
+        parts(partial(Twice, recompute=True), "layer"),
+        parts(partial(Twice, recompute=True)),
+        parts(Nested, "layers.0", "layers.1", "head"),
+        parts(several_roots, "0", "2", root=False),
+    ):
+        pair = Shards(model, grid["replicate"].get_group())
+        for step in range(3):
+            pair.optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            pair.take()
     model = sharded(Net(), grid["shard"])
-    front.register(model, grid["replicate"].get_group(), density=0.5)
-    for step in range(4):
-        model.zero_grad()
-        loss_of(model, rank, step, spare=step != 2).backward()
-    narrow = sharded(Net(), grid["shard"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    front.register(narrow, grid["replicate"].get_group(), "dense")
-    loss_of(narrow, rank, 0).backward()
-    assert torch.allclose(grads(narrow), plain_grads(rank, world_size, 0), rtol=0.1, atol=0.05)
-
-
-def sparse_accumulation(rank: int, world_size: int, send) -> None:
-    """Micro-batches that ``set_requires_all_reduce`` holds back are exchanged with the last one."""
-    grid = mesh()
-    model = sharded(Net(), grid["shard"])
-    state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.1, dense_below=0)
-    delivered, dense = 0.0, 0.0
-    for step in range(3):
-        model.zero_grad()
-        for micro in range(2):
-            model.set_requires_all_reduce(micro == 1)
-            loss_of(model, rank, 2 * step + micro).backward()
-        delivered = delivered + shards(model)
-        dense = dense + local(plain_grads(rank, world_size, step, micro=2), model)
-    assert torch.allclose(delivered + residual_sum(state, model) / 2, dense, atol=1e-5)
-    assert state.metrics()["steps"] == 3
-
-
-def replaced_parameters(rank: int, world_size: int, send) -> None:
-    """A state may replace the parameters before ``wrap``. Afterwards this is an error."""
-    grid = mesh()
-    group = grid["replicate"].get_group()
-
-    def replace(model: nn.Module) -> None:
-        model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
-
-    model = sharded(Net(), grid["shard"])
-    front.register(model, group, "dense", dense_below=0)
-    replace(model)
-    with pytest.raises(ConfigurationError, match="was replaced after register"):
-        loss_of(model, rank, 0).backward()
-    model = sharded(Net(), grid["shard"])
-    replace(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = tritoncomm.wrap(optimizer, model=model, process_group=group, algo="dense")
-    before = shards(model, of=lambda p: p.detach())
-    loss_of(model, rank, 0).backward()
-    assert torch.allclose(grads(model), plain_grads(rank, world_size, 0), atol=1e-5)
+    optimizer = tritoncomm.wrap(optimizer, "dense", model=model, process_group=grid["replicate"].get_group())
+    loss_of(model, rank, 1, spare=rank < 2).backward()  # two ranks, which are the two shards of one replica
     optimizer.step()
-    assert torch.allclose(shards(model, of=lambda p: p.detach()), before - 0.1 * shards(model), atol=1e-6)
+    reference = Net()
+    for r in range(world_size):
+        (loss_of(reference, r, 1, spare=r < 2) / world_size).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, atol=1e-5)
 
 
-def failed_write(rank: int, world_size: int, send) -> None:
-    """An error after the exchange is raised on all ranks. No gradient looks like one, and no residual changes."""
+def gradients_of_others(rank: int, world_size: int, send) -> None:
+    """FSDP may reduce outside of autograd, as pipelining does. A hook of a gradient sees this replica's own."""
     grid = mesh()
-    model = sharded(Net(), grid["shard"])
-    state = front.register(model, grid["replicate"].get_group(), "topk_allgather", density=0.2, dense_below=0)
-    loss_of(model, rank, 0).backward()
-    residuals = [vector.feedback.residual.clone() for vector in state.exchange.vectors]
-    if rank == 1:
-
-        def fail(arrived: object) -> None:
-            raise torch.OutOfMemoryError("no memory")
-
-        state.hooks[1].add_mean = fail
-    with pytest.raises(torch.OutOfMemoryError if rank == 1 else ExchangeError, match="no memory"):
-        loss_of(model, rank, 1).backward()
-    assert all(laws.same_bits(v.feedback.residual, r) for v, r in zip(state.exchange.vectors, residuals, strict=True))
-    if rank == 1:
-        assert all(p.grad.to_local().isnan().all() for p in model.parameters())
-
-
-def killed(rank: int, world_size: int, send) -> None:
-    """If a rank dies in its last exchange of a pass, backward() raises on every survivor and names it."""
-    grid = mesh()
-    model = sharded(Net(), grid["shard"])
-    group = grid["replicate"].get_group()
-    state = front.register(model, group, density=0.2, dense_below=0, timeout=timedelta(seconds=5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    before = torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]).clone()
-    residuals = [vector.feedback.residual.clone() for vector in state.exchange.vectors]
-    loss = loss_of(model, rank, 2)
-    if rank == 1:
-        scheduler = last_scheduler(state)
-        perform = scheduler._perform
-
-        def fatal(op):
-            if op.phase != "counts":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return perform(op)
-
-        scheduler._perform = fatal
-    with pytest.raises(PeerLostError, match="rank 1") as caught:
-        loss.backward()  # so no rank reaches its step
-    assert caught.value.peers == (1,)
-    assert torch.equal(before, torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()]))
-    assert all(laws.same_bits(v.feedback.residual, r) for v, r in zip(state.exchange.vectors, residuals, strict=True))
-    send((rank, "named"))
-    os._exit(0)
-
-
-def last_scheduler(state: front.FSDPState):
-    """Return the scheduler of the first layer, whose gradients come last in backward."""
-    (vector,) = [vector for vector in state.exchange.vectors if vector.names[0].startswith("layers.0")]
-    return vector.scheduler
-
-
-def resume(rank: int, world_size: int, send) -> None:
-    """A saved and resumed run equals an uninterrupted one bit for bit. All ranks reject foreign states."""
-    grid = mesh()
-    make = lambda: sharded(Net(), grid["shard"])  # noqa: E731
-    model = make()
-    state = front.register(model, grid["replicate"].get_group(), density=0.2, dense_below=0)
+    pair = Shards(sharded(Net(), grid["shard"]), grid["replicate"].get_group())
+    seen: list[torch.Tensor] = []
+    for parameter in pair.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
     for step in range(3):
-        model.zero_grad()
-        loss_of(model, rank, step).backward()
-    saved = copy.deepcopy(state.state_dict())
-    again = make()
-    resumed = front.register(again, grid["replicate"].get_group(), density=0.2, dense_below=0)
-    with pytest.raises(ConfigMismatchError if rank else ConfigurationError, match="rank=9"):
-        resumed.load_state_dict(saved if rank else saved | {"rank": 9})
-    resumed.load_state_dict(saved)
-    for net in (model, again):
-        net.zero_grad()
-        loss_of(net, rank, 3).backward()
-    assert laws.same_bits(shards(model), shards(again))
-    left, right = state.state_dict()["residuals"], resumed.state_dict()["residuals"]
-    assert all(laws.same_bits(left[name], right[name]) for name in left)
+        seen.clear()
+        pair.optimizer.zero_grad()
+        loss_of(pair.model, rank, step).backward()
+        assert len(seen) == len(pair.plain)
+        held = [p.grad.to_local() for p in pair.model.parameters()]
+        assert all(any(torch.equal(one, other) for other in held) for one in seen)
+        pair.take()
+    pair = Shards(sharded(Net(), grid["shard"]), grid["replicate"].get_group())
+    for step in range(3):
+        pair.optimizer.zero_grad()
+        pair.model.set_requires_gradient_sync(requires_gradient_sync=False)
+        for micro in range(2):
+            loss_of(pair.model, rank, 2 * step + micro).backward()
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.model.set_requires_gradient_sync(requires_gradient_sync=True)
+        for module in pair.model.modules():
+            if isinstance(module, FSDPModule):  # as torch.distributed.pipelining.stage does
+                fully_shard.state(module)._fsdp_param_group.post_backward()
+        fully_shard.state(pair.model)._root_post_backward_final_callback()
+        assert all(p.grad is not None for p in pair.model.parameters())
+        pair.take()
 
 
-def rejected_models(rank: int, world_size: int, send) -> None:
-    """register() rejects native HSDP, models without FSDP, a wrong group, a second hook, and unequal replicas."""
+def loss_scaling(rank: int, world_size: int, send) -> None:
+    """A ``GradScaler`` is passed nowhere. An overflow in one shard skips the step of all, and scales stay equal."""
+    grid = mesh()
+    models = [sharded(Net(), grid["shard"]) for _ in range(2)]
+    group = grid["replicate"].get_group()
+    optimizers = [tritoncomm.wrap(adamw(model), model=model, process_group=group, **SETTINGS) for model in models]
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(7):
+        overflow, before = step == 4, bits(models[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if overflow and model is models[1]:
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            if model is models[1]:
+                loss.backward()
+                optimizer.step()
+                continue
+            scaler.scale(loss * (float("inf") if overflow and rank == 1 else 1.0)).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert not overflow or bits(models[0]) == before
+        assert bits(models[0]) == bits(models[1]), step
+        assert same_everywhere(scaler.get_scale())
+    assert optimizers[0].metrics()["skipped_steps"] == 1
+
+
+def rejected_steps(rank: int, world_size: int, send) -> None:
+    """A NaN on one rank, or in one shard, skips the step of all shards and replicas, raises on all, or becomes zero."""
     grid = mesh()
     group = grid["replicate"].get_group()
-    with pytest.raises(ConfigurationError, match=r"averages over the replicas densely before any hook"):
-        front.register(sharded(Net(), grid), group)
-    with pytest.raises(ConfigurationError, match="fully_shard"):
-        front.register(Net(), group)
+    for policy in ("skip", "raise", "zero"):
+        for place in ("loss", "shard"):
+            model = sharded(Net(), grid["shard"])
+            optimizer = tritoncomm.wrap(adamw(model), model=model, process_group=group, on_nonfinite=policy, **SETTINGS)
+            train(model, optimizer, rank, range(2))
+            before, pending = bits(model), optimizer._vector.feedback.residual.clone()
+            optimizer.zero_grad()
+            loss_of(model, rank, 2).backward()
+            if rank == 1:
+                gradients = [p.grad.to_local() for p in model.parameters()]
+                for gradient in gradients if place == "loss" else gradients[:1]:
+                    gradient.view(-1)[0] = float("nan")
+            error = pytest.raises(tritoncomm.NonFiniteError, match=r"rank 1: layers\.0\.weight \(1 values\)")
+            with error if policy == "raise" else nullcontext():
+                optimizer.step()
+            assert (bits(model) == before) == (policy != "zero")
+            if policy != "zero":
+                assert laws.same_bits(optimizer._vector.feedback.residual, pending)
+                assert optimizer.metrics()["skipped_steps"] == 1
+            train(model, optimizer, rank, range(3, 4))
+            assert bits(model) != before
+            assert all(p.to_local().isfinite().all() for p in model.parameters())
+            assert same_everywhere(bits(model), group)
+
+
+def life_of_a_step(rank: int, world_size: int, send) -> None:
+    """Clipping by the norm of all shards, a new density, a flush, and parameter groups."""
+    grid = mesh()
+    group = grid["replicate"].get_group()
     model = sharded(Net(), grid["shard"])
-    with pytest.raises(ConfigurationError, match=r"must have this rank, \d, and no other in common"):
-        front.register(model, dist.group.WORLD)
-    front.register(model, group)
-    with pytest.raises(ConfigurationError, match="register\\(\\) once"):
-        front.register(model, group)
-    with pytest.raises(ConfigMismatchError, match="recipe"):
-        front.register(sharded(Net(), grid["shard"]), group, density=0.1 if rank < 2 else 0.2)
-    other = Net()
-    if rank >= 2:
-        nn.init.ones_(other.head.weight)
-    with pytest.raises(ConfigMismatchError, match="shard values"):
-        front.register(sharded(other, grid["shard"]), group)
-    assert isinstance(model, FSDPModule)
-
-
-def first_fsdp(rank: int, world_size: int, send) -> None:
-    """wrap() rejects parameters that ``FullyShardedDataParallel`` has sharded: ranks hold different parts of them."""
-    for whole in (True, False):
-        model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=whole)
-        for given in ({}, {"model": model}):
-            with pytest.raises(ConfigurationError, match=r"FullyShardedDataParallel.* use fully_shard"):
-                tritoncomm.wrap(torch.optim.AdamW(model.parameters()), broadcast_parameters=True, **given)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.layers.parameters())}, {"params": [*model.spare.parameters(), *model.head.parameters()]}]
+    )
+    optimizer = tritoncomm.wrap(optimizer, model=model, process_group=group, max_grad_norm=0.5, **SETTINGS)
+    train(model, optimizer, rank, range(3))
+    assert same_everywhere(optimizer.metrics()["grad_norm"])
+    optimizer.set_density(0.6)
+    train(model, optimizer, rank, range(3, 5))
+    assert 0.5 < optimizer.metrics()["density_delivered"] < 0.9
+    before = bits(model)
+    optimizer.flush()
+    assert bits(model) != before
+    assert optimizer.metrics()["residual_norm"] == 0
+    optimizer.zero_grad()
+    loss_of(model, rank, 5).backward()
+    optimizer.synchronize()
+    held = shards(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert float(total(shards(model).square().sum())) == pytest.approx(2 * 1e-6, rel=1e-2)
+    assert held.any()
+    optimizer.step()
+    assert same_everywhere(bits(model), group)
 
 
 def nodes(rank: int, world_size: int, send) -> None:
-    """With node_group and the dense method, four replicas in two nodes average like plain averaging."""
-    grid = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    """With ``node_group`` and the dense method, four replicas in two nodes average like plain averaging."""
+    grid = mesh(4, 1)
     group, node = grid["replicate"].get_group(), dist.new_subgroups(2)[0]
-    model = sharded(Net(), grid["shard"])
-    front.register(model, group, "dense", node_group=node)
-    sparse = sharded(Net(), grid["shard"])
-    front.register(sparse, group, density=0.2, node_group=node, dense_below=0)
-    for step in range(3):
-        for net in (model, sparse):
-            net.zero_grad()
-            loss_of(net, rank, step).backward()
-        assert torch.allclose(grads(model), plain_grads(rank, world_size, step), atol=1e-5)
-        bits = shards(sparse)
-        everybody = [torch.empty_like(bits) for _ in range(world_size)]
-        dist.all_gather(everybody, bits)
-        assert all(laws.same_bits(other, bits) for other in everybody)
+    for algo, density in (("dense", None), ("oktopk", 0.2)):
+        model = sharded(Net(), grid["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = tritoncomm.wrap(
+            optimizer, algo, model=model, process_group=group, node_group=node, density=density, dense_below=0
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            assert algo != "dense" or torch.allclose(shards(model), dense_mean(world_size, step), atol=1e-5)
+        assert same_everywhere(shards(model).tolist())

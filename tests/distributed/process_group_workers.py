@@ -17,7 +17,6 @@ import tritoncomm
 import tritoncomm.planning.automatic
 from helpers import loss_of, tiny_model, total
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import (
     ConfigMismatchError,
     ConfigurationError,
@@ -423,26 +422,6 @@ def automatic(rank: int, world_size: int, send) -> None:
         unrounded = tritoncomm.wrap(sgd, "auto", density=0.05, dense_below=0, values="fp32")
         if world_size > 1:
             assert unrounded.recipe.packed is True  # the measured link decides
-        patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: Link(latency=1e-6, bandwidth=3e7))
-        found = []
-        for door in (lambda model: None, DistributedDataParallel):  # the hook of DDP works for 15 ms and more
-            model = torch.nn.Linear(300, 300)
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            found.append(tritoncomm.wrap(inner, "auto", model=door(model)).recipe.layers[-1].name)
-        if world_size > 1:
-            assert found[0] in TRUSTED
-            assert found[1] == "dense"
-            patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
-            one = DistributedDataParallel(torch.nn.Linear(300, 300), bucket_cap_mb=0)
-            automatic = tritoncomm.wrap(torch.optim.SGD(one.parameters(), lr=0.1), "auto", model=one, small="fp32")
-            method = automatic.recipe.layers[-1]
-            assert method.name in TRUSTED
-            # A hook that is registered already has the format of its own.
-            model = DistributedDataParallel(torch.nn.Linear(300, 300))
-            tritoncomm.ddp.register(model, method, warmup_steps=3, small="8bit")
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            hooked = tritoncomm.wrap(inner, "auto", model=model, warmup_steps=3, values=method.values)
-            assert hooked.recipe.values == "8bit"
     with pytest.raises(ConfigurationError, match="leave out teams"):
         tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
     dist.barrier()

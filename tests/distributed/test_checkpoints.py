@@ -65,7 +65,7 @@ def test_inconsistent_states_are_rejected() -> None:
 def test_killed_and_resumed_equals_gone_on(tmp_path: Path) -> None:
     """A run that is resumed by other processes equals one that goes on, bit for bit, for every state and rank.
 
-    A deep run has every recipe. Otherwise the laws and the doors resume the other ones.
+    A deep run has every recipe. Otherwise the laws resume the other ones.
     """
     names = checkpoint_workers.names_of_runs(3, every=DEEP)
     straight: list[tuple[str, int, str]] = []
@@ -75,11 +75,6 @@ def test_killed_and_resumed_equals_gone_on(tmp_path: Path) -> None:
     run_workers(checkpoint_workers.resumed, 3, str(tmp_path), names, listen=resumed.append)
     assert sorted(resumed) == sorted(straight)
     assert len(straight) > 3 * 25
-
-
-def test_resume_behind_ddp(tmp_path: Path) -> None:
-    """The layout of the exchange is part of the state."""
-    assert run_workers(checkpoint_workers.resume_behind_ddp, 3, str(tmp_path)) == [None] * 3
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 4), (2, 1)])
@@ -105,5 +100,5 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_one_state_for_all_ranks() -> None:
-    """The state of rank 0 loads on all ranks if it has no residual, with and without a hook."""
+    """The state of rank 0 loads on all ranks if it has no residual, in DDP and without it."""
     assert run_workers(checkpoint_workers.one_state_for_all, 3) == [None] * 3

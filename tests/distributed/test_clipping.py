@@ -10,19 +10,15 @@ def test_situations() -> None:
     """Each situation passes with three ranks."""
     situations = [
         clipping_workers.limits_gradients, clipping_workers.limit_above_all_norms,
-        clipping_workers.bad_gradient_is_named, clipping_workers.limits_gradients_of_buckets,
-        clipping_workers.limits_unscaled_gradients, clipping_workers.bad_gradient_behind_ddp,
-        clipping_workers.changes_between_wraps, clipping_workers.failed_wrap_changes_nothing,
-        clipping_workers.refused,
+        clipping_workers.bad_gradient_is_named, clipping_workers.limits_unscaled_gradients,
+        clipping_workers.changes_between_wraps, clipping_workers.refused,
     ]  # fmt: skip
     run_situations(situations, 3)
 
 
 def test_shards() -> None:
     """With two replicas of two shards, the norm is that of the whole gradient."""
-    situations = [clipping_workers.limits_gradients_of_shards, clipping_workers.refused_with_early_users,
-        clipping_workers.divided_after_the_hook]  # fmt: skip
-    run_situations(situations, 4)
+    assert run_workers(clipping_workers.limits_gradients_of_shards, 4) == [None] * 4
 
 
 def test_one_worker() -> None:

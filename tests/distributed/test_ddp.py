@@ -1,11 +1,11 @@
-"""The DDP communication hook, on real gloo processes."""
+"""A module in DDP trains as the plain module, to the bit, on real gloo processes."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
 
-import ddp_precision_workers as precision
+import ddp_edge_workers as edges
 import ddp_workers
 import pytest
 from helpers import run_situations, run_workers
@@ -15,45 +15,49 @@ from tritoncomm.scheduler.local_workers import WorkerError
 @pytest.mark.parametrize(
     "situations",
     [
-        [ddp_workers.dense_equals_ddp, ddp_workers.conservation],
         [
-            ddp_workers.warm_up,
-            ddp_workers.training,
-            ddp_workers.exchange_thread,
-            ddp_workers.accumulation,
-            precision.half_precision_wrappers,
+            *(ddp_workers.methods, ddp_workers.unused_parameters, ddp_workers.several_optimizers),
+            *(ddp_workers.buffers, ddp_workers.nested_passes, ddp_workers.other_strides),
         ],
-        [precision.loss_scaling, ddp_workers.resume],
         [
-            precision.non_finite,
-            precision.zeroed_alone,
-            precision.half_precision_buckets,
-            ddp_workers.small_tensors,
-            ddp_workers.changed_density,
+            *(ddp_workers.accumulation, ddp_workers.options_of_ddp, ddp_workers.wrapped_gradients),
+            *(ddp_workers.loss_scaling, ddp_workers.non_finite, ddp_workers.synchronized_statistics),
         ],
-        [ddp_workers.mismatched_settings, ddp_workers.hooks_that_torch_rejects, ddp_workers.raw_accumulation],
+        [
+            *(edges.unwrapped_optimizer, edges.other_hooks, edges.copied_model, edges.parameters_of_others),
+            *(edges.groups_are_used_again, edges.early_termination, edges.new_module, edges.nodes),
+        ],
     ],
-    ids=lambda situations: ",".join(situation.__name__ for situation in situations),
+    ids=lambda situations: f"{situations[0].__name__} and others",
 )
-@pytest.mark.parametrize("world_size", [3])
-def test_situations(situations: list, world_size: int) -> None:
+def test_situations(situations: list) -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations(situations, world_size)
+    run_situations(situations, 3)
+
+
+def test_compiled() -> None:
+    """So does a compiled module, with two workers, because each has to import the compiler."""
+    assert run_workers(ddp_workers.compiled, 2) == [None] * 2
 
 
 def test_one_worker() -> None:
     """A single worker is the bare optimizer behind bare DDP."""
-    run_situations([ddp_workers.one_worker, ddp_workers.one_worker_skips, ddp_workers.one_worker_unscales], 1)
+    assert run_workers(ddp_workers.one_worker, 1) == [None]
 
 
-def test_nodes() -> None:
-    """Two nodes of two ranks exchange sparsely between the nodes."""
-    assert run_workers(ddp_workers.nodes, 4) == [None] * 4
+def heard_of(worker) -> list[tuple[int, str]]:
+    """Return what three workers send, of which some do not end by themselves."""
+    heard: list[tuple[int, str]] = []
+    with suppress(WorkerError):
+        run_workers(worker, 3, listen=heard.append, grace=timedelta(seconds=30))
+    return sorted(heard)
 
 
 def test_killed_rank() -> None:
-    """backward() of the survivors raises an error that names the killed rank. They continue in a new group."""
-    heard: list[tuple[int, str]] = []
-    with suppress(WorkerError):
-        run_workers(ddp_workers.killed, 3, listen=heard.append, grace=timedelta(seconds=30))
-    assert sorted(heard) == [(0, "continued"), (0, "named"), (2, "continued"), (2, "named")]
+    """``step()`` of the survivors names the killed rank, and they continue in a new group."""
+    assert heard_of(edges.killed) == [(0, "continued"), (0, "named"), (2, "continued"), (2, "named")]
+
+
+def test_join() -> None:
+    """The ranks that have more batches name the one that has fewer."""
+    assert heard_of(edges.joined) == [(1, "named"), (2, "named")]

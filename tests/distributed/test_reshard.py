@@ -12,37 +12,33 @@ from reshard_workers import ENTRIES, OF_ADAM
 
 
 class Saved(NamedTuple):
-    """A folder, and for a hook and without one the pending update and the optimizer's state."""
+    """A folder, and the pending update and the optimizer's state of what it holds."""
 
     folder: str
-    by_door: dict[bool, tuple[dict, dict]]
+    pending: dict
+    state: dict
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return what two replicas of two shards have saved."""
     folder = str(tmp_path_factory.mktemp("saved"))
-    return Saved(folder, _heard(reshard_workers.save, 4, folder, (2, 2))[0])
+    return Saved(folder, *_heard(reshard_workers.save, 4, folder, (2, 2))[0])
 
 
-def _heard(worker, world_size: int, *args) -> list[dict[bool, tuple[dict, dict]]]:
-    """Return what rank 0 has sent of each mesh, by door."""
-    heard: list[tuple[bool, dict, dict]] = []
+def _heard(worker, world_size: int, *args) -> list[tuple[dict, dict]]:
+    """Return what rank 0 has sent of each mesh."""
+    heard: list[tuple[dict, dict]] = []
     run_workers(worker, world_size, *args, listen=heard.append)
-    return [
-        {hooked: (pending, state) for hooked, pending, state in heard[start : start + 2]}
-        for start in range(0, len(heard), 2)
-    ]
+    return heard
 
 
-def _check(found: dict[bool, tuple[dict, dict]], saved: Saved, entries: tuple[str, ...] = ENTRIES) -> None:
-    assert set(found) == {True, False}
-    for hooked, (pending, state) in found.items():
-        before, state_before = saved.by_door[hooked]
-        assert any(any(update) for update in before.values())
-        assert pending == before  # exact, because all numbers of replicas are powers of two
-        assert state == {name: value for name, value in state_before.items() if name.split()[-1] in entries}
-        assert {name.split()[-1] for name in state} == set(entries)
+def _check(found: tuple[dict, dict], saved: Saved, entries: tuple[str, ...] = ENTRIES) -> None:
+    pending, state = found
+    assert any(any(update) for update in saved.pending.values())
+    assert pending == saved.pending  # exact, because all numbers of replicas are powers of two
+    assert state == {name: value for name, value in saved.state.items() if name.split()[-1] in entries}
+    assert {name.split()[-1] for name in state} == set(entries)
 
 
 def test_another_number_of_ranks(saved: Saved) -> None:
@@ -68,19 +64,21 @@ def test_without_the_place_of_the_checkpoint(saved: Saved, world_size: int) -> N
 
 def test_three_replicas(saved: Saved) -> None:
     """Two replicas become three, up to the rounding of the factor."""
-    (found,) = _heard(reshard_workers.load, 3, saved.folder, [(3, 1)])
-    for hooked, (pending, _) in found.items():
-        before, _ = saved.by_door[hooked]
-        assert all(pending[name] == pytest.approx(update, rel=1e-5, abs=1e-9) for name, update in before.items())
+    ((pending, _),) = _heard(reshard_workers.load, 3, saved.folder, [(3, 1)])
+    assert all(pending[name] == pytest.approx(update, rel=1e-5, abs=1e-9) for name, update in saved.pending.items())
 
 
 def test_from_one_replica(tmp_path: Path) -> None:
     """A single replica of two shards saves no residuals. Two replicas load the rest before ``wrap``."""
-    (before,) = _heard(reshard_workers.save, 2, str(tmp_path), (1, 2))
-    (found,) = _heard(reshard_workers.from_one_replica, 2, str(tmp_path))
-    for hooked, (pending, state) in found.items():
-        assert not any(any(update) for update in pending.values())
-        assert {name: value for name, value in state.items() if name.split()[-1] in OF_ADAM} == before[hooked][1]
+    ((_, before),) = _heard(reshard_workers.save, 2, str(tmp_path), (1, 2))
+    ((pending, state),) = _heard(reshard_workers.from_one_replica, 2, str(tmp_path))
+    assert not any(any(update) for update in pending.values())
+    assert {name: value for name, value in state.items() if name.split()[-1] in OF_ADAM} == before
+
+
+def test_the_same_mesh(tmp_path: Path) -> None:
+    """A run continues to the bit."""
+    assert run_workers(reshard_workers.same_mesh, 4, str(tmp_path)) == [None] * 4
 
 
 def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:

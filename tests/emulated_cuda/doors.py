@@ -1,4 +1,4 @@
-"""What the tests of the front doors train, on emulated GPUs and on CPU tensors."""
+"""What the tests of ``wrap`` train, on emulated GPUs and on CPU tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from tritoncomm import fsdp
+from torch.distributed.fsdp import fully_shard
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu, values_of
@@ -57,83 +56,34 @@ def on_both(train: Callable[[int, str], Any], world_size: int, *, seed: int = 0)
     yield ranks.run(lambda rank: train(rank, "cpu"), world_size, backend="gloo")
 
 
-def sharded(
-    device: str, *, offload: bool = False, **fields: Any
-) -> tuple[nn.Module, dist.ProcessGroup, fsdp.FSDPState]:
-    """Return a registered model (see :func:`grouped`), the replicas of this rank, and the state of the hook."""
-    model, replicas = grouped(device, offload=offload)
-    return model, replicas, fsdp.register(model, replicas, density=0.1, warmup_steps=1, dense_below=5, **fields)
-
-
-def grouped(device: str, *, offload: bool = False) -> tuple[nn.Module, dist.ProcessGroup]:
-    """Return a model with a parameter group of FSDP2 for each layer, and the replicas of this rank.
-
-    With ``offload``, parameters and gradients of a GPU are on the CPU.
-    """
+def grouped(device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model with a parameter group of FSDP2 for each layer, and the arguments of ``wrap`` for it."""
     world_size = dist.get_world_size()
     shards = 2 if world_size % 2 == 0 and world_size > 2 else 1
     mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    model, policy = model_on(device), {"offload_policy": CPUOffloadPolicy()} if offload and device == "cuda" else {}
+    model = model_on(device)
     for layer in model:
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["shard"], **policy)
-    return fully_shard(model, mesh=mesh["shard"], **policy), mesh["replicate"].get_group()
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model, {"model": model, "process_group": mesh["replicate"].get_group()}
 
 
-class Bucket:
-    """Stands for ``torch.distributed.GradBucket``."""
+class Buckets:
+    """Stands for DDP with ``gradient_as_bucket_view=True`` and a hook that averages nothing.
 
-    def __init__(self, number: int, parameters: list[nn.Parameter], *, last: bool) -> None:
-        self._number, self._parameters, self._last = number, parameters, last
-        self._buffer = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
-
-    def index(self) -> int:
-        return self._number
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-
-class PythonReducer:
-    """Stands for the reducer of DDP, which is C++ and would allocate its buckets on a real GPU.
-
-    It calls the communication hook in the backward pass, as soon as all gradients of a bucket are there, and copies the
-    results to the gradients at the end of the pass. Not covered: rebuilt buckets, unused parameters, ``join()``,
-    gradients that are views of the buckets, and the compression wrappers of torch.
+    The reducer of DDP is C++, and would allocate its buckets on a real GPU. Here gradients are views of buckets, too.
     """
 
-    def __init__(self, model: nn.Module, state: Any, hook: Callable[..., Any], buckets: int = 2) -> None:
+    def __init__(self, model: nn.Module, number: int) -> None:
         parameters = list(reversed(list(model.parameters())))
-        size = -(-len(parameters) // buckets)
+        size = -(-len(parameters) // number)
         self._buckets = [parameters[at : at + size] for at in range(0, len(parameters), size)]
-        self._state, self._hook = state, hook
-        self._ready: set[int] = set()
-        self._futures: list[tuple[Bucket, Any]] = []
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        self._ready.add(id(parameter))
-        # In the order of the buckets, as DDP.
-        while len(self._futures) < len(self._buckets):
-            number = len(self._futures)
-            members = self._buckets[number]
-            if not all(id(each) in self._ready for each in members):
-                return
-            bucket = Bucket(number, members, last=number == len(self._buckets) - 1)
-            self._futures.append((bucket, self._hook(self._state, bucket)))
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _finish(self) -> None:
-        futures, self._futures, self._ready = self._futures, [], set()
-        for bucket, future in futures:
-            result = future.wait()
-            parts = torch.split(result, [parameter.numel() for parameter in bucket.parameters()])
-            for parameter, part in zip(bucket.parameters(), parts, strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+    def fill(self) -> None:
+        """Let every gradient be a view of its bucket, as DDP does in a backward pass."""
+        for members in self._buckets:
+            buffer = torch.cat([parameter.grad.reshape(-1) for parameter in members])
+            parts = torch.split(buffer, [parameter.numel() for parameter in members])
+            for parameter, part in zip(members, parts, strict=True):
+                parameter.grad = part.view_as(parameter)

@@ -1,14 +1,13 @@
-"""The front doors on emulated GPUs, bit for bit as on CPU tensors.
+"""``wrap`` on emulated GPUs, with plain modules and FSDP2, bit for bit as on CPU tensors.
 
-What is compared with the simulation itself: :func:`test_wrap_equals_the_simulation`. The others are compared with the
-same door on CPU tensors and gloo, whose exchanges the tests of the laws compare with the simulation.
+What is compared with the simulation itself: :func:`test_wrap_equals_the_simulation`. The others are compared with CPU
+tensors and gloo, whose exchanges the tests of the laws compare with the simulation.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
+from tritoncomm.algorithms import field_names
 from tritoncomm.planning.doctor import diagnose
-from tritoncomm.step.ddp_hook import CommState, comm_hook
 from tritoncomm.step.shards import local
 
 from depth import DEEP
@@ -46,18 +45,21 @@ METHODS = {
     "exdyna-static": {"algo": "exdyna", "static": True},
     "topk_allgather-static": {"algo": "topk_allgather", "static": True, "broadcast_parameters": True},
 }
-# Every method in the form that it has on GPUs. On every commit, the hooks run with the two newest ones of them.
+# Every method in the form that it has on GPUs. On every commit, FSDP2 runs with the two newest ones of them.
 EVERY = {
-    name: {"algo": name, "static": True, **({"reduced_lr": True} if name == "random_block" else {})}
+    name: {
+        "algo": name,
+        **({"static": True} if "static" in field_names(name) else {}),
+        **({"reduced_lr": True} if name == "random_block" else {}),
+    }
     for name in algorithms()
-    if name != "dense"
-} | {"dense": {"algo": "dense"}}
-BEHIND_HOOKS = list(EVERY) if DEEP else ["topk_dsa", "random_k"]
+}
+WITH_SHARDS = list(EVERY) if DEEP else ["topk_dsa", "random_k"]
 
 
-def _wrapped(model: torch.nn.Module, optimizer: str, **fields: Any) -> tritoncomm.SparseOptimizer:
+def _wrapped(net: nn.Module, optimizer: str, **fields: Any) -> tritoncomm.SparseOptimizer:
     settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
-    return tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), settings.pop("algo"), **settings)
+    return tritoncomm.wrap(OPTIMIZERS[optimizer](net.parameters()), settings.pop("algo"), **settings)
 
 
 def _train(rank: int, device: str, optimizer: str, steps: int = 4, **fields: Any) -> list[Any]:
@@ -140,29 +142,53 @@ def test_wrap_without_set_device(method: str) -> None:
     assert found == on_cpu
 
 
-@pytest.mark.parametrize("door", ["ddp", "fsdp"])
-def test_hooks_without_set_device(door: str) -> None:
-    """The same behind hooks. FSDP2 itself needs its GPU as the current device, ``wrap`` and ``step`` do not."""
+def _train_shards(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
+    model, given = doors.grouped(device)
+    wrapped = _wrapped(model, optimizer, **{"dense_below": 5} | fields, **given)
+    seen = []
+    for step in range(4):
+        wrapped.zero_grad()
+        for micro in range(2):
+            doors.loss_of(model, rank, 2 * step + micro, device).backward()
+        wrapped.step()
+        shards = [parameter.to_local() for parameter in model.parameters()]
+        seen.append(doors.bits([*shards, wrapped._vector.feedback.residual]))
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8] if DEEP else [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_shards(optimizer: str, world_size: int) -> None:
+    """FSDP2 itself runs on emulated GPUs, with its streams and collectives, and ``step()`` exchanges its shards."""
+    if world_size == 1 and optimizer == "adamw":
+        optimizer = "sgd"  # a single worker takes torch's own step, whose square roots are rounded otherwise on a CPU
+    on_gpu, on_cpu = doors.on_both(
+        lambda rank, device: _train_shards(rank, device, optimizer, **METHODS["oktopk-static"]),
+        world_size,
+        seed=world_size,
+    )
+    assert on_gpu == on_cpu
+
+
+@pytest.mark.parametrize("method", WITH_SHARDS)
+def test_shards_of_every_method(method: str) -> None:
+    """Shards are exchanged with any method."""
+    on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_shards(rank, device, "sgd", **EVERY[method]), 2, seed=2)
+    assert on_gpu == on_cpu
+
+
+def test_shards_without_set_device() -> None:
+    """FSDP2 itself needs its GPU as the current device, ``wrap`` and ``step`` do not."""
 
     def train(rank: int, device: str) -> list[Any]:
-        fields = {"density": 0.1, "warmup_steps": 1, "dense_below": 5, **METHODS["oktopk-static"]}
         near = torch.cuda.device(rank)
         with near:
-            model, replicas = doors.grouped(device) if door == "fsdp" else (doors.model_on(device), None)
-        inner = OPTIMIZERS["adamw"](model.parameters())
-        if door == "fsdp":
-            optimizer = tritoncomm.wrap(inner, fields.pop("algo"), model=model, process_group=replicas, **fields)
-        else:
-            state = CommState(None, fields.pop("algo"), **fields)
-            state.name(dict(model.named_parameters()))
-            state.reducer = doors.PythonReducer(model, state, comm_hook)
-            optimizer = tritoncomm.wrap(inner)
+            model, given = doors.grouped(device)
+        optimizer = _wrapped(model, "adamw", **{"dense_below": 5} | METHODS["oktopk-static"], **given)
         for step in range(3):
             optimizer.zero_grad()
             with near:
-                loss = doors.loss_of(model, rank, step, device)
-            with near if door == "fsdp" else nullcontext():
-                loss.backward()
+                doors.loss_of(model, rank, step, device).backward()
             optimizer.step()
         return doors.bits([local(parameter) for parameter in model.parameters()])
 
@@ -170,241 +196,84 @@ def test_hooks_without_set_device(door: str) -> None:
     assert on_gpu == ranks.run(lambda rank: train(rank, "cpu"), 2, backend="gloo")
 
 
-def _train_ddp(rank: int, device: str, optimizer: str | None, **fields: Any) -> list[Any]:
-    model = doors.model_on(device)
-    settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **fields}
-    settings.pop("broadcast_parameters", None)  # of wrap() alone
-    state = CommState(None, settings.pop("algo"), **settings)
-    state.name(dict(model.named_parameters()))
-    reducer = doors.PythonReducer(model, state, comm_hook)
-    stepper = OPTIMIZERS["sgd"](model.parameters())
-    if optimizer is not None:
-        stepper = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()))
-    seen = []
-    for step in range(4):
-        stepper.zero_grad()
-        doors.loss_of(model, rank, step, device).backward()
-        stepper.step()
-        residuals = [vector.feedback.residual for vector in state.exchange.vectors]
-        seen.append(doors.bits([*model.parameters(), *residuals]))
-    assert reducer is not None
-    return seen
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("optimizer", [None, "adamw"])
-@pytest.mark.parametrize("method", METHODS if DEEP else ["oktopk-static", "spardl"])
-def test_ddp_hook(method: str, optimizer: str | None, world_size: int) -> None:
-    """The hook exchanges buckets during the backward pass, driven by a reducer in Python."""
-    if world_size == 1 and optimizer == "adamw":
-        optimizer = "sgd"  # a single worker takes torch's own step, whose square roots are rounded otherwise on a CPU
-    on_gpu, on_cpu = doors.on_both(
-        lambda rank, device: _train_ddp(rank, device, optimizer, **METHODS[method]), world_size, seed=world_size
-    )
-    assert on_gpu == on_cpu
-
-
-@pytest.mark.filterwarnings("ignore:the parameters have changed")  # of dgc: buckets get names
-@pytest.mark.parametrize("method", BEHIND_HOOKS)
-def test_ddp_hook_of_every_method(method: str) -> None:
-    """The hook exchanges with any method."""
-    on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_ddp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
-    assert on_gpu == on_cpu
-
-
-@pytest.mark.parametrize("at", ["0.weight", "2.weight"])
-@pytest.mark.parametrize("method", ["oktopk-static", "oktopk", "spardl"])
-def test_ddp_hook_rejects_a_bucket(method: str, at: str) -> None:
-    """A NaN of one rank in either bucket rejects the pass on all ranks. Nothing changes, and the next pass goes on."""
+@pytest.mark.parametrize("method", ["oktopk-static", "spardl"])
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_rejected_step(kind: str, method: str) -> None:
+    """A NaN of one rank in any parameter rejects the step on all ranks. Nothing changes, and the next one goes on."""
 
     def train(rank: int, device: str) -> list[Any]:
+        model, given = doors.grouped(device) if kind == "fsdp" else (doors.model_on(device), {})
+        names = [name for name, _ in model.named_parameters()]
+        given |= {"dense_below": 5, "on_nonfinite": "raise", "model": model} | METHODS[method]
+        optimizer = _wrapped(model, "adamw", **given)
+        seen = []
+        for step in range(6):
+            optimizer.zero_grad()
+            error = ""
+            doors.loss_of(model, rank, step, device).backward()
+            if step in (3, 4) and rank == 1:
+                bad = list(model.parameters())[names.index("0.weight" if step == 3 else "4.weight")]
+                local(bad.grad).mul_(float("nan"))
+            try:
+                optimizer.step()
+            except NonFiniteError as raised:
+                error = str(raised)
+            shards = [local(parameter) for parameter in model.parameters()]
+            seen.append((error, doors.bits([*shards, optimizer._vector.feedback.residual])))
+        return seen
+
+    on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
+    assert on_gpu == on_cpu
+    for steps in on_gpu:
+        assert [bool(error) for error, _ in steps] == [False, False, False, True, True, False]
+        assert "rank 1: 0.weight" in steps[3][0]
+        assert "rank 1: 4.weight" in steps[4][0]
+        assert steps[4][1] == steps[3][1] == steps[2][1] != steps[5][1]
+
+
+def test_shards_of_micro_batches_on_two_streams() -> None:
+    """Two passes add up, also where the first one is on another stream, on which FSDP2 left its gradients."""
+
+    def train(rank: int, device: str) -> list[Any]:
+        model, given = doors.grouped(device)
+        optimizer = _wrapped(model, "sgd", **{"dense_below": 5} | METHODS["oktopk-static"], **given)
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        for step in range(3):
+            optimizer.zero_grad()
+            side.wait_stream(main)
+            for last in (False, True):
+                model.set_is_last_backward(last)
+                with torch.cuda.stream(side if step == 1 and not last else main):
+                    doors.loss_of(model, rank, 2 * step + last, device).backward()
+                main.wait_stream(side)
+            optimizer.step()
+        return doors.bits([each.to_local() for each in model.parameters()])
+
+    on_gpu, on_cpu = doors.on_both(train, 2)
+    assert on_gpu == on_cpu
+
+
+def test_gradients_in_buckets() -> None:
+    """Gradients that are views of buckets, as in DDP, are exchanged as others."""
+
+    def train(rank: int, device: str, number: int) -> list[Any]:
         model = doors.model_on(device)
-        settings = {"density": 0.1, "warmup_steps": 1, "dense_below": 20, **METHODS[method]}
-        state = CommState(None, settings.pop("algo"), **settings)
-        state.name(dict(model.named_parameters()))
-        reducer = doors.PythonReducer(model, state, comm_hook)
-        optimizer = tritoncomm.wrap(OPTIMIZERS["adamw"](model.parameters()), on_nonfinite="raise")
-        seen = []
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = doors.loss_of(model, rank, step, device)
-            error = ""
-            if step == 3 and rank == 1:
-                loss = loss + dict(model.named_parameters())[at].sum() * float("nan")
-            try:
-                loss.backward()
-                optimizer.step()
-            except NonFiniteError as raised:
-                error = str(raised)
-            residuals = [vector.feedback.residual for vector in state.exchange.vectors]
-            seen.append((error, doors.bits([*model.parameters(), *residuals])))
-        assert reducer is not None
-        return seen
-
-    on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
-    assert on_gpu == on_cpu
-    for steps in on_gpu:
-        assert [bool(error) for error, _ in steps] == [False, False, False, True, False]
-        assert f"rank 1: {at}" in steps[3][0]
-        assert steps[3][1] == steps[2][1] != steps[4][1]
-
-
-def test_ddp_hook_copies_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook copies the parameters of all buckets to their vectors in one call, and back in another."""
-    average, copies = CommState._average_ready, []
-
-    def counted(state: CommState, *given: Any) -> None:
-        current_gpu().reset()
-        average(state, *given)
-        copies.append(current_gpu().launches["_foreach_copy_"])
-
-    monkeypatch.setattr(CommState, "_average_ready", counted)
-    fields = {"algo": "topk_allgather", "static": True, "warmup_steps": 0, "dense_below": 0}
-    ranks.run(lambda rank: _train_ddp(rank, "cuda", None, **fields), 2)
-    assert set(copies) == {2}
-
-
-def _train_fsdp(rank: int, device: str, optimizer: str, **fields: Any) -> list[Any]:
-    model, replicas, state = doors.sharded(device, **fields)
-    wrapped = tritoncomm.wrap(OPTIMIZERS[optimizer](model.parameters()), model=model, process_group=replicas)
-    seen = []
-    for step in range(4):
-        wrapped.zero_grad()
-        doors.loss_of(model, rank, step, device).backward()
-        wrapped.step()
-        residuals = [vector.feedback.residual for vector in state.exchange.vectors]
-        seen.append(doors.bits([*(parameter.to_local() for parameter in model.parameters()), *residuals]))
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8] if DEEP else [2, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fsdp_hook(optimizer: str, world_size: int) -> None:
-    """FSDP2 itself runs on emulated GPUs, with its streams and collectives, and the hook exchanges its shards."""
-    on_gpu, on_cpu = doors.on_both(
-        lambda rank, device: _train_fsdp(rank, device, optimizer, **METHODS["oktopk-static"]),
-        world_size,
-        seed=world_size,
-    )
-    assert on_gpu == on_cpu
-
-
-@pytest.mark.parametrize("method", BEHIND_HOOKS)
-def test_fsdp_hook_of_every_method(method: str) -> None:
-    """The hook exchanges with any method."""
-    on_gpu, on_cpu = doors.on_both(lambda rank, device: _train_fsdp(rank, device, "sgd", **EVERY[method]), 2, seed=2)
-    assert on_gpu == on_cpu
-
-
-@pytest.mark.parametrize("at", ["0", "4"])
-def test_fsdp_hook_rejects_a_group(at: str) -> None:
-    """A NaN of one rank in any parameter group rejects the pass on all ranks. The next pass goes on."""
-
-    def train(rank: int, device: str) -> list[Any]:
-        factor = 1.0
-
-        def multiply(layer: nn.Module, inputs: object) -> None:  # FSDP has gathered the weight now
-            hooks.append(layer.weight.register_hook(lambda gradient: gradient * factor))
-
-        hooks: list[Any] = []
-
-        model, replicas, state = doors.sharded(device, **METHODS["oktopk-static"])
-        model.get_submodule(at).register_forward_pre_hook(multiply)
-        inner = OPTIMIZERS["adamw"](model.parameters())
-        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas, on_nonfinite="raise")
-        seen = []
-        for step in range(5):
-            optimizer.zero_grad()
-            error = ""
-            factor = float("nan") if step == 3 and rank == 1 else 1.0
-            try:
-                doors.loss_of(model, rank, step, device).backward()
-                optimizer.step()
-            except NonFiniteError as raised:
-                error = str(raised)
-            hooks.pop().remove()
-            residuals = [vector.feedback.residual for vector in state.exchange.vectors]
-            seen.append((error, doors.bits([*(each.to_local() for each in model.parameters()), *residuals])))
-        return seen
-
-    on_gpu, on_cpu = doors.on_both(train, 2, seed=2)
-    assert on_gpu == on_cpu
-    for steps in on_gpu:
-        assert [bool(error) for error, _ in steps] == [False, False, False, True, False]
-        assert f"rank 1: {at}.weight" in steps[3][0]
-        assert steps[3][1] == steps[2][1] != steps[4][1]
-
-
-def test_fsdp_hook_of_a_gradient() -> None:
-    """A hook of the user that waits for a gradient sees its mean, and the optimizer takes the same step."""
-
-    def train(rank: int, device: str, *, early: bool) -> tuple[list[Any], list[Any]]:
-        model, replicas, _ = doors.sharded(device, **METHODS["oktopk-static"])
-        inner, seen = OPTIMIZERS["adamw"](model.parameters()), {}
-        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
-        for name, parameter in model.named_parameters() if early else ():
-            hook = lambda given, name=name: seen.__setitem__(name, given.grad.to_local().clone())  # noqa: E731
-            parameter.register_post_accumulate_grad_hook(hook)
+        optimizer = _wrapped(model, "adamw", **METHODS["oktopk-static"])
+        buckets = doors.Buckets(model, number) if number else None
         for step in range(3):
             optimizer.zero_grad()
             doors.loss_of(model, rank, step, device).backward()
+            if buckets is not None:
+                buckets.fill()
             optimizer.step()
-        gradients = {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
-        seen = seen if early else gradients
-        return doors.bits([seen[name] for name in gradients]), doors.bits([p.to_local() for p in model.parameters()])
+        return doors.bits([*model.parameters(), optimizer._vector.feedback.residual])
 
-    (early_gpu, early_cpu), (late_gpu, late_cpu) = (
-        doors.on_both(lambda rank, device, early=early: train(rank, device, early=early), 2) for early in (True, False)
-    )
-    assert early_gpu == early_cpu == late_gpu == late_cpu
-
-
-def test_fsdp_hook_of_micro_batches() -> None:
-    """Two passes add up, also where FSDP2 orders nothing: before the last pass, and between passes on two streams."""
-
-    def train(rank: int, device: str) -> list[Any]:
-        model, _, state = doors.sharded(device, **METHODS["oktopk-static"])
-        main, side, seen = torch.cuda.current_stream(), torch.cuda.Stream(), []
-        for step in range(3):
-            side.wait_stream(main)
-            apart = step == 1  # the first pass is on another stream, for which the second one does not wait
-            for last in (False, True):
-                model.set_is_last_backward(last)  # otherwise, no stream waits for the gradients
-                with torch.cuda.stream(side if apart and not last else main):
-                    loss = doors.loss_of(model, rank, 2 * step + last, device)
-                    rejected = apart and not last and rank == 1  # NaN is written behind the last wait of the host
-                    (loss * float("nan") if rejected else loss).backward()
-                    if last or not apart:
-                        seen.append(doors.bits([each.grad.to_local().clone() for each in model.parameters()]))
-            for parameter in model.parameters():
-                parameter.grad = None
-        return [*seen, doors.bits([vector.feedback.residual for vector in state.exchange.vectors])]
-
-    on_gpu, on_cpu = doors.on_both(train, 2)
-    assert on_gpu == on_cpu
-
-
-def test_fsdp_hook_with_offloaded_parameters() -> None:
-    """With CPUOffloadPolicy, means are added to gradients on the CPU, which FSDP2 may not have copied there yet."""
-
-    def train(rank: int, device: str) -> list[Any]:
-        model, replicas, state = doors.sharded(device, offload=True, **METHODS["oktopk-static"])
-        inner, seen = OPTIMIZERS["adamw"](model.parameters()), []
-        optimizer = tritoncomm.wrap(inner, model=model, process_group=replicas)
-        for step in range(4):
-            optimizer.zero_grad()
-            for last in (False, True):
-                model.set_is_last_backward(last)  # otherwise, the host waits for no copy
-                doors.loss_of(model, rank, 2 * step + last, device).backward()
-                seen.append(doors.bits([each.grad.to_local() for each in model.parameters()]))
-            optimizer.step()
-            seen.append(doors.bits([each.to_local() for each in model.parameters()]))
-        assert all(each.device.type == "cpu" for each in model.parameters())
-        assert {each.feedback.residual.device.type for each in state.exchange.vectors} == {device}
-        return seen
-
-    on_gpu, on_cpu = doors.on_both(train, 2)
-    assert on_gpu == on_cpu
+    found = [
+        result
+        for number in (0, 2)
+        for result in doors.on_both(lambda rank, device, number=number: train(rank, device, number), 2)
+    ]
+    assert all(result == found[0] for result in found)
 
 
 @pytest.mark.parametrize("world_size", SIZES if DEEP else [2])

@@ -1,4 +1,4 @@
-"""Ranks that raise, die or hang in the middle of a step, seen from the front doors, on emulated GPUs."""
+"""Ranks that raise, die or hang in the middle of a step, on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # the first collective would import it, which takes longer than the time-outs here
 import tritoncomm
-from tritoncomm.ddp import CommState, comm_hook
 from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 
@@ -109,39 +108,39 @@ def test_wrap(algo: str, fault: Callable[[], None]) -> None:
     assert found[0] == found[2]
 
 
-def behind_ddp(timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, Any]:
-    """Return a model with the hook of DDP, and the state of the hook."""
-    model = doors.model_on("cuda")
-    state = CommState(None, algo, density=0.1, warmup_steps=0, dense_below=20, timeout=timeout)
-    state.name(dict(model.named_parameters()))
-    state.reducer = doors.PythonReducer(model, state, comm_hook)
-    return model, state
+def opened(kind: str, timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, tritoncomm.SparseOptimizer]:
+    """Return a plain module, or one that FSDP2 has sharded, and its wrapped optimizer."""
+    model, given = doors.grouped("cuda") if kind == "fsdp" else (doors.model_on("cuda"), {})
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    fields = {"density": 0.1, "warmup_steps": 0, "dense_below": 5, "timeout": timeout}
+    return model, tritoncomm.wrap(inner, algo, **fields, **given)
 
 
-def behind_fsdp(timeout: timedelta, algo: str = "oktopk") -> tuple[torch.nn.Module, Any]:
-    """Return a model with the hook of FSDP2, and the state of the hook."""
-    model, _, state = doors.sharded("cuda", algo=algo, timeout=timeout)
-    return model, state
+def step_of(model: torch.nn.Module, optimizer: tritoncomm.SparseOptimizer, rank: int, step: int) -> None:
+    """Take a step."""
+    optimizer.zero_grad()
+    doors.loss_of(model, rank, step, "cuda").backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("fault", [raises, dies])
-@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
-def test_hook(door: Callable[[timedelta], tuple[torch.nn.Module, Any]], fault: Callable[[], None]) -> None:
-    """``backward()`` raises on the other ranks, and the next one raises again."""
+def test_shards(fault: Callable[[], None]) -> None:
+    """``step()`` raises on the other ranks, and the next one raises again."""
 
     def train(rank: int) -> None:
-        model, state = door(LATE if fault is raises else SOON)
-        doors.loss_of(model, rank, 0, "cuda").backward()
+        model, optimizer = opened("fsdp", LATE if fault is raises else SOON)
+        step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            failing(state.exchange.vectors[-1].scheduler, fault)
-        model.zero_grad()
+            failing(optimizer._vector.scheduler, fault)
+        optimizer.zero_grad()
+        doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()
         with pytest.raises(tritoncomm.ExchangeError) as caught:
-            doors.loss_of(model, rank, 1, "cuda").backward()
+            optimizer.step()
         checked(caught.value, time.monotonic() - started, fault)
         with pytest.raises(tritoncomm.ExchangeError, match="rank 1"):
-            doors.loss_of(model, rank, 2, "cuda").backward()
+            optimizer.step()
 
     network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
@@ -149,27 +148,25 @@ def test_hook(door: Callable[[timedelta], tuple[torch.nn.Module, Any]], fault: C
     assert found[2] is None, found[2]
 
 
-@pytest.mark.parametrize("garbage", [0x00, 0x55, 0xFF])
-@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
-def test_lost_rank_where_the_host_reads(
-    door: Callable[..., tuple[torch.nn.Module, Any]], garbage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What several vectors read together after an abort is not taken for a NaN, or for anything else."""
+@pytest.mark.parametrize(("kind", "garbage"), [("plain", 0x00), ("plain", 0x55), ("fsdp", 0xFF)])
+def test_lost_rank_where_the_host_reads(kind: str, garbage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host reads after an abort is not taken for a NaN, or for anything else."""
     monkeypatch.setattr(device, "GARBAGE", garbage)
 
     def train(rank: int) -> None:
-        model, state = door(SOON, "topk_allgather")
-        doors.loss_of(model, rank, 0, "cuda").backward()
-        assert len(state.exchange.vectors) > 1
+        model, optimizer = opened(kind, SOON, "topk_allgather")
+        step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
-            failing(state.exchange.vectors[0].scheduler, dies, operation=1)
-        model.zero_grad()
+            failing(optimizer._vector.scheduler, dies, operation=1)
+        optimizer.zero_grad()
+        doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()
         with pytest.raises(tritoncomm.ExchangeError) as caught:
-            doors.loss_of(model, rank, 1, "cuda").backward()
+            optimizer.step()
         checked(caught.value, time.monotonic() - started, dies)
-        assert (state.steps, state.skipped_steps) == (1, 0)
+        figures = optimizer.metrics()
+        assert (figures["steps"], figures["skipped_steps"]) == (1, 0)
 
     network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True, patience=0.2)
     found = ranks.run(train, WORLD_SIZE, network=network, errors=True)
@@ -182,93 +179,48 @@ def out_of_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no room for a copy")
 
 
-@pytest.mark.parametrize("place", ["unscale", "begin", "write"])
-@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
-def test_rank_that_raises_beside_an_exchange(
-    door: Callable[[timedelta], tuple[torch.nn.Module, Any]], place: str
-) -> None:
-    """The other ranks do not wait for it until the time-out, and are told why it failed."""
-
-    def train(rank: int) -> None:
-        model, state = door(LATE)
-        doors.loss_of(model, rank, 0, "cuda").backward()
-        ranks.meet()
-        vector = state.exchange.vectors[-1]
-        target = {"unscale": state, "begin": vector.feedback, "write": vector}[place]
-        if rank == VICTIM:
-            setattr(target, place, out_of_memory)
-        started = time.monotonic()
-        with pytest.raises(MemoryError if rank == VICTIM else tritoncomm.ExchangeError) as caught:
-            doors.loss_of(model, rank, 1, "cuda").backward()
-        assert time.monotonic() - started < 4
-        if rank != VICTIM:
-            assert caught.value.peers == (VICTIM,)
-            assert "rank 1 failed, see its traceback: no room for a copy" in str(caught.value)
-        else:
-            delattr(target, place)
-        with pytest.raises(tritoncomm.ExchangeError, match="rank 1 failed"):
-            doors.loss_of(model, rank, 2, "cuda").backward()
-
-    network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
-    assert ranks.run(train, WORLD_SIZE, network=network, errors=True) == [None] * WORLD_SIZE
-
-
 @pytest.mark.parametrize("place", ["gather", "begin"])
-def test_wrap_and_a_rank_that_raises_beside_an_exchange(place: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_rank_that_raises_beside_an_exchange(kind: str, place: str) -> None:
     """The other ranks do not wait for it until the time-out, and are told why it failed."""
 
     def train(rank: int) -> None:
-        model = doors.model_on("cuda")
-        optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=LATE)
+        model, optimizer = opened(kind, LATE)
+        step_of(model, optimizer, rank, 0)
         ranks.meet()
+        vector = optimizer._vector
         if rank == VICTIM:
-            vector = optimizer._vector
             setattr({"gather": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
-        doors.loss_of(model, rank, 0, "cuda").backward()
+        optimizer.zero_grad()
+        doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()
         with pytest.raises(MemoryError if rank == VICTIM else tritoncomm.ExchangeError) as caught:
             optimizer.step()
         assert time.monotonic() - started < 4
         if rank != VICTIM:
+            assert caught.value.peers == (VICTIM,)
             assert "rank 1 failed, see its traceback: no room for a copy" in str(caught.value)
+        with pytest.raises(tritoncomm.ExchangeError, match="rank 1 failed"):
+            optimizer.step()
 
     network = Network(WORLD_SIZE, limit=6.0, garbage_after_abort=True)
     assert ranks.run(train, WORLD_SIZE, network=network, errors=True) == [None] * WORLD_SIZE
 
 
-@pytest.mark.parametrize("door", [behind_ddp, behind_fsdp])
-def test_hook_and_a_rank_that_hangs(door: Callable[[timedelta], tuple[torch.nn.Module, Any]]) -> None:
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_rank_that_hangs(kind: str) -> None:
     """A rank that is busy elsewhere is named, also by itself when it goes on."""
     released = threading.Event()
     waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
 
     def train(rank: int) -> tuple[int, ...]:
-        model, state = door(SOON)
-        doors.loss_of(model, rank, 0, "cuda").backward()
-        ranks.meet()
-        if rank == VICTIM:
-            failing(state.exchange.vectors[-1].scheduler, lambda: released.wait(10) and None)
-        with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
-            doors.loss_of(model, rank, 1, "cuda").backward()
-        if rank != VICTIM:
-            waiting.wait(10)
-        return caught.value.peers
-
-    assert ranks.run(train, WORLD_SIZE, network=Network(WORLD_SIZE, limit=6.0)) == [(VICTIM,)] * WORLD_SIZE
-
-
-def test_wrap_and_a_rank_that_hangs() -> None:
-    """A rank that is busy elsewhere is named, also by itself when it goes on."""
-    released = threading.Event()
-    waiting = threading.Barrier(WORLD_SIZE - 1, action=released.set)
-
-    def train(rank: int) -> tuple[int, ...]:
-        model = doors.model_on("cuda")
-        optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), density=0.1, timeout=SOON)
-        doors.loss_of(model, rank, 0, "cuda").backward()
+        model, optimizer = opened(kind, SOON)
+        step_of(model, optimizer, rank, 0)
         ranks.meet()
         if rank == VICTIM:
             failing(optimizer._vector.scheduler, lambda: released.wait(10) and None)
+        optimizer.zero_grad()
+        doors.loss_of(model, rank, 1, "cuda").backward()
         with pytest.raises(tritoncomm.ExchangeTimeoutError) as caught:
             optimizer.step()
         if rank != VICTIM:

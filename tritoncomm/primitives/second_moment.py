@@ -25,6 +25,7 @@ _TINY = torch.finfo(torch.float64).tiny
 _MANY_PER_MATRIX = 256
 _BIAS, _MANTISSA = 127, 23  # exponent bias and mantissa bits of fp32
 _BIAS_64, _MANTISSA_64 = 1023, 52  # and of fp64
+_LEAST = 2.0**-100  # means of tensors are taken to differ by at most this factor: fp32 holds all roots
 _ROOT_BLOCK = 1 << 15  # elements whose roots are computed together: their fp64 squares take 256 KiB
 
 
@@ -103,12 +104,26 @@ class FactoredSecondMoment:
         return torch.from_numpy(rows), torch.from_numpy(columns)
 
     def root(
-        self, rows: torch.Tensor, columns: torch.Tensor, floor: float, sums: list[float] | None = None
+        self,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        floor: float,
+        sums: list[float] | None = None,
+        smallest: float = 0.0,
+        unknown: float = 1.0,
     ) -> torch.Tensor:
-        """Return sqrt(second moment / its mean + ``floor``) / sqrt(``floor``), fp32 ``[numel]``.
+        """Return sqrt((second moment + ``floor`` x mean of its tensor) / mean of all / ``floor``), fp32 ``[numel]``.
 
-        The values are rounded to powers of two and are at least 1. ``rows`` and ``columns`` are results of
-        :meth:`sums`, or averages of such results. ``sums`` is the content of ``rows``, if it is known.
+        The values are rounded to powers of two. The floor limits how much the rows of one tensor differ, and not how
+        much tensors do.
+
+        Args:
+            rows: A result of :meth:`sums`, or an average of such results.
+            columns: See ``rows``.
+            floor: See above.
+            sums: The content of ``rows``, if it is known.
+            smallest: The smallest mean of a tensor. Below it, it counts as this.
+            unknown: Stands for the mean of a tensor without a moment, as a share of the mean of all.
         """
         sums = rows.tolist() if sums is None else sums  # a GPU is read once, not once for each matrix
         mean = math.fsum(sums) / max(self.numel, 1)
@@ -118,13 +133,16 @@ class FactoredSecondMoment:
         for part, cut, start, (row, column) in zip(
             torch.split(out, self.sizes), self.cuts, starts, parts, strict=False
         ):
-            whole = max(math.fsum(sums[start : start + len(row)]) * max(cut[2], 1) * mean, _TINY)
+            total = math.fsum(sums[start : start + len(row)])
+            whole = max(total * max(cut[2], 1) * mean, _TINY)
+            share = max(total / part.numel(), smallest) / mean if total and mean else unknown
+            own = floor * min(max(share, _LEAST), 1 / _LEAST)
             # The exponent of the root is half the binary exponent, rounded down. This is exact on every device.
             shift = _BIAS - (math.frexp(floor)[1] >> 1)
             if out.device.type == "cpu":
-                _write_roots(part.numpy().reshape(cut), (row / whole).numpy(), column.numpy(), floor, shift)
+                _write_roots(part.numpy().reshape(cut), (row / whole).numpy(), column.numpy(), own, shift)
                 continue
-            exponents = torch.frexp((row / whole)[:, None] * column + floor).exponent >> 1
+            exponents = torch.frexp((row / whole)[:, None] * column + own).exponent >> 1
             exponents += shift
             part.view(cut).copy_((exponents << _MANTISSA).view(torch.float32)[:, :, None])
         return out

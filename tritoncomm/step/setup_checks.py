@@ -298,7 +298,8 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
         if parameter.grad is not None:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
+                "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and add "
+                "them later by add_param_group(), or set requires_grad=True before wrap() and freeze them afterwards"
             )
 
 

@@ -3,7 +3,7 @@
 * A bias or the scale of a norm layer has only a few values, and every step should update them. They take so few bytes
   that a selection is not worthwhile. They are the tail of the vector.
 * Adam moves all coordinates by similar amounts, whether their gradients are small or large. A method that compares
-  gradients keeps selecting rows with large gradients, and the other rows wait. The method therefore sees every
+  gradients keeps selecting rows and tensors with large gradients, and the others wait. The method therefore sees every
   coordinate of the head divided by the root of its second moment. The moment is that of the delivered mean. All ranks
   have it, so nothing is sent for it. The scale is rounded to powers of two. Division and multiplication by it are
   therefore exact for values above 1e-32.
@@ -33,8 +33,11 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern, read
 from tritoncomm_kernels import Padded
 
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
-# Added to the second moment, in units of its mean. It limits the gain of a row without gradient to 32.
+# Added to the second moment, in units of the mean of its tensor. It limits the gain of a row without gradient to 32.
 _FLOOR = 2.0**-10
+# A tensor of which nothing was delivered yet may have tiny gradients. With each renewal, its root is taken to be less
+# by this factor.
+_LOOK_DEEPER = 2.0**-3
 # Thresholds are discarded if the scale changes at more than this share of the coordinates.
 _NOTABLE = 0.1
 
@@ -51,6 +54,7 @@ class Staged(WrapperRecipe):
     divided by the root of its second moment, which decays by ``decay`` per step. Every ``renew_every`` steps a new
     scale is computed from it. Until the first time the scale is 1. Residuals stay in gradient units. The scale takes as
     much memory as the vector, and applying it takes two more passes over the vector. None compares by the gradient.
+    Below ``epsilon``, the root for a tensor does not fall: Adam does not enlarge such gradients either.
     """
 
     name: ClassVar[str] = "staged"
@@ -59,6 +63,7 @@ class Staged(WrapperRecipe):
     shapes: tuple[tuple[int, ...], ...] | None = None
     decay: float = 0.99
     renew_every: int = 20
+    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +73,7 @@ class Staged(WrapperRecipe):
         check_number(self, "decay")
         check(self, "decay", 0 <= self.decay < 1, "must be in [0, 1)")
         check_at_least(self, 1, "renew_every", whole=True)
+        check_at_least(self, 0, "epsilon")
         compares = self.shapes is None or self.recipe.compares_entries()
         check(self, "recipe", compares, "must be a method that compares entries with each other, or leave out shapes")
 
@@ -79,7 +85,7 @@ class Staged(WrapperRecipe):
             matrices = FactoredSecondMoment(self.shapes)
             fix = f"have {matrices.numel} elements, but the vector has {numel - tail}: give the shapes of all tensors"
             check(self, "shapes", matrices.numel == numel - tail, fix)
-            scale = Scale(matrices, self.decay, self.renew_every)
+            scale = Scale(matrices, self.decay, self.renew_every, self.epsilon)
         bits = None if self.small == "fp32" or self.delivers_all() else BITS[self.small]
         return StagedAlgorithm(self.recipe.build(numel - tail), tail, bits, scale)
 
@@ -182,7 +188,6 @@ class StagedAlgorithm(WrapperAlgorithm):
             raise NonFiniteError(REJECTED)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
         return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
@@ -255,8 +260,9 @@ class Scale:
         moment: The second moment. It is replaced, never modified.
     """
 
-    def __init__(self, matrices: FactoredSecondMoment, decay: float, renew_every: int) -> None:
+    def __init__(self, matrices: FactoredSecondMoment, decay: float, renew_every: int, epsilon: float) -> None:
         self.matrices = matrices
+        self._epsilon = epsilon
         self._decay = decay
         self._renew_every = renew_every
         self.moment = Moment.of(matrices)
@@ -298,7 +304,9 @@ class Scale:
         """Return the scale. ``sums`` is the content of the rows of the moment, if it is known."""
         assert self.moment.used is not None
         rows, columns = self.moment.used
-        return self.matrices.root(rows.to(device), columns.to(device), _FLOOR, sums)
+        unknown = _LOOK_DEEPER ** (2 * (self.moment.steps // self._renew_every - 1))
+        smallest = self._epsilon**2
+        return self.matrices.root(rows.to(device), columns.to(device), _FLOOR, sums, smallest, unknown)
 
     def _after(self, mean: SparseVector) -> Moment:
         """Return the moment after a step that delivered ``mean``."""

@@ -49,6 +49,7 @@ class ExchangeOptions:
         max_gradient_norm: Maximum norm of the mean of the gradients of all vectors, before they are added to the
             residual. None does not limit it.
         by_update: Whether to select large entries by their update.
+        epsilon: The number that the optimizer adds to the root of a second moment.
         single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
             it delivers every entry.
     """
@@ -61,6 +62,7 @@ class ExchangeOptions:
     flattened: bool | None = None
     max_gradient_norm: float | None = None
     by_update: bool = False
+    epsilon: float = 0.0
     single_worker_selects: bool = False
 
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
@@ -174,8 +176,15 @@ class VectorExchange:
 
     def new_feedback(self) -> ErrorFeedback:
         """Return an error feedback without residual for this vector."""
-        shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if self.options.by_update else None
-        whole = Staged(recipe=self.packing.recipe, tail=self.dense_numel, small=self.options.small, shapes=shapes)
+        options = self.options
+        shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if options.by_update else None
+        whole = Staged(
+            recipe=self.packing.recipe,
+            tail=self.dense_numel,
+            small=options.small,
+            shapes=shapes,
+            epsilon=options.epsilon,
+        )
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
     def add_share(self, shares: Mapping[int, float]) -> None:

@@ -1,18 +1,14 @@
-"""Worker processes of tests/distributed/test_door_laws.py: runs of DDP and FSDP2 with prescribed gradients."""
+"""Worker processes of tests/distributed/test_model_laws.py: runs of DDP and FSDP2 with prescribed gradients."""
 
 from __future__ import annotations
 
 import copy
 import math
-import shutil
-import tempfile
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import tritoncomm
-import tritoncomm.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,26 +16,22 @@ from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import Recipe, SparseVector
 from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.meter import Meter
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step import options
 from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Staged
-from tritoncomm.step.vector_exchange import ExchangeOptions
 
 import laws
 
-# A single worker selects entries and keeps a residual, as in simulation: the laws would say little otherwise.
-ExchangeOptions.__init__.__kwdefaults__["single_worker_selects"] = True
 SHARDS = 2  # of FSDP, if the number of ranks is even
-BUCKET_MEGABYTES = 0.0005  # so that several small parameters need several buckets
 
 
 class Setup(NamedTuple):
-    """One run: a door, a recipe, the shapes of the parameters, and the families of gradients of its steps.
+    """One run: a kind of module, a recipe, the shapes of the parameters, and the families of gradients of its steps.
 
     Each shard of FSDP has the shapes ``shapes[0]`` if there is one shape. Otherwise shards may differ in size.
     """
 
-    door: str
+    kind: str
     recipe: Recipe
     shapes: tuple[tuple[int, ...], ...]
     families: tuple[str, ...]
@@ -48,8 +40,8 @@ class Setup(NamedTuple):
     small: str = "fp32"
 
     @property
-    def is_one_vector(self) -> bool:
-        """Whether a rank exchanges one flat vector in each step."""
+    def is_one_tensor(self) -> bool:
+        """Whether the model has one parameter, so that the recipe alone decides what is sent."""
         return len(self.shapes) == 1
 
     @property
@@ -59,20 +51,20 @@ class Setup(NamedTuple):
 
     def shards(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the parameters."""
-        return SHARDS if self.door == "fsdp" and world_size % SHARDS == 0 else 1
+        return SHARDS if self.kind == "fsdp" and world_size % SHARDS == 0 else 1
 
     def global_shapes(self, world_size: int) -> list[tuple[int, ...]]:
         """Return the shapes of the unsharded parameters."""
-        if not self.is_one_vector:
+        if not self.is_one_tensor:
             return list(self.shapes)
         ((rows, *columns),) = self.shapes
         return [(rows * self.shards(world_size), *columns)]
 
 
 class Seen(NamedTuple):
-    """One step on one rank: the prescribed gradient, and what the door made of it.
+    """One step on one rank: the prescribed gradient, and what ``step()`` made of it.
 
-    With several vectors, they are joined in the order of the parameters, and the fields after ``after`` are None.
+    With several parameters, values are in the order of the parameters, and the fields after ``after`` are None.
     """
 
     gradient: torch.Tensor
@@ -116,7 +108,7 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
 
 
 class Trained:
-    """A model behind a door, and its wrapped optimizer, on one rank."""
+    """A model, and its wrapped optimizer, on one rank."""
 
     def __init__(self, setup: Setup, rank: int, world_size: int) -> None:
         self.setup, self.rank = setup, rank
@@ -129,8 +121,8 @@ class Trained:
             "small": setup.small,
             "warmup_steps": 0,
         }
-        if setup.door == "ddp":
-            self.model: nn.Module = DistributedDataParallel(self.module, bucket_cap_mb=BUCKET_MEGABYTES)
+        if setup.kind == "ddp":
+            self.model: nn.Module = DistributedDataParallel(self.module)
         else:
             mesh = mesh_of(world_size // self.shards, self.shards)
             for part in self.module.parts:
@@ -140,14 +132,20 @@ class Trained:
         kind = getattr(torch.optim, setup.optimizer)
         self.optimizer = tritoncomm.wrap(kind(self.model.parameters(), lr=1.0), model=self.model, **settings)
 
-    def step(self, given: torch.Tensor) -> torch.Tensor:
-        """Take a step with the gradient ``given``, a flat vector. Return the ``.grad`` of this rank's shards."""
+    def step(self, given: torch.Tensor) -> SparseVector:
+        """Take a step with the gradient ``given``, a flat vector. Return the mean of this rank's shards."""
         self.optimizer.zero_grad()
         split = given.split([math.prod(shape) for shape in self.shapes])
         self.model([part.view(shape) for part, shape in zip(split, self.shapes, strict=True)]).backward()
-        gradient = self.flat([p.grad for p in self.model.parameters()])
+        self.optimizer.synchronize()
+        gradient, delivered = self.flat([p.grad for p in self.model.parameters()]), self.optimizer._exchange.delivered
+        mean = sparse(gradient)
+        if self.setup.is_one_tensor and delivered is not None:  # it may have entries of zero
+            mean = delivered[0].mean.trimmed()
+            mean = SparseVector(mean.indices.clone(), mean.values.clone(), mean.numel)
+            assert torch.equal(mean.to_dense(), gradient), self.setup
         self.optimizer.step()
-        return gradient
+        return mean
 
     def flat(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return a copy of this rank's shards of ``tensors`` as a flat vector."""
@@ -158,21 +156,13 @@ class Trained:
         return self.flat(list(self.model.parameters()))
 
     def residual(self) -> torch.Tensor:
-        """Return a copy of this rank's residual in the order of the parameters. It is zero before the first step."""
-        parts: dict[int, torch.Tensor] = {}
-        for vector in self.optimizer._exchange.vectors:
-            parts |= {id(parameter): part for parameter, part in vector.residuals_by_parameter().items()}
-        zeros = [torch.zeros(local(p).numel()) for p in self.model.parameters()]
-        return torch.cat([parts.get(id(p), zero) for p, zero in zip(self.model.parameters(), zeros, strict=True)])
+        """Return a copy of this rank's residual in the order of the parameters."""
+        parts = self.optimizer._vector.residuals_by_parameter()
+        return torch.cat([parts[p] for p in self.model.parameters()])
 
-    def feedback(self) -> ErrorFeedback:
-        """Return the error feedback of the only vector. DDP creates it in its first backward pass."""
-        vectors = self.optimizer._exchange.vectors
-        return vectors[0].feedback if vectors else ErrorFeedback(self.setup.whole.build(self.parameters().numel()))
-
-    def states(self) -> list[Any]:
-        """Return a copy of the state of every vector's method."""
-        return copy.deepcopy([vector.feedback.algorithm.state for vector in self.optimizer._exchange.vectors])
+    def state(self) -> Any:
+        """Return a copy of the state of the method."""
+        return copy.deepcopy(self.optimizer._vector.feedback.algorithm.state)
 
     def prescribed(self, given: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the gradient, from the gradients of all ranks. FSDP averages over the shards."""
@@ -184,6 +174,8 @@ class Trained:
 
 def record(rank: int, world_size: int, send, setups: list[Setup]) -> list[list[Seen]]:
     """Record the runs of ``setups``."""
+    # A single worker selects entries and keeps a residual, as in simulation: the laws would say little otherwise.
+    options.SINGLE_WORKER_SELECTS = True
     return [recorded(rank, world_size, setup) for setup in setups]
 
 
@@ -199,21 +191,17 @@ def recorded(rank: int, world_size: int, setup: Setup) -> list[Seen]:
         if step == resumed:
             trained = resume(trained, rank, world_size)
         before = trained.residual()
-        if not setup.is_one_vector:
-            mean = sparse(trained.step(given[rank]))
+        if not setup.is_one_tensor:
+            mean = trained.step(given[rank])
             seen.append(Seen(trained.prescribed(given), before, mean, trained.residual()))
             continue
-        feedback = trained.feedback()
+        feedback = trained.optimizer._vector.feedback
         saved = copy.deepcopy(feedback.state_dict())
         allowed = feedback.algorithm.predicted_traffic(world_size // trained.shards)
-        gradient = trained.step(given[rank])
-        (vector,) = trained.optimizer._exchange.vectors
-        (delivered,) = trained.optimizer._exchange.delivered
-        mean = delivered.mean.trimmed()
-        mean = SparseVector(mean.indices.clone(), mean.values.clone(), mean.numel)
-        assert torch.equal(mean.to_dense(), gradient), setup
-        state, meter = trained.states()[0], copy.deepcopy(vector.meter)
-        seen.append(Seen(trained.prescribed(given), before, mean, trained.residual(), state, saved, allowed, meter))
+        mean, meter = trained.step(given[rank]), copy.deepcopy(trained.optimizer._vector.meter)
+        seen.append(
+            Seen(trained.prescribed(given), before, mean, trained.residual(), trained.state(), saved, allowed, meter)
+        )
     if setup.optimizer == "SGD":  # with learning rate 1, from zero
         assert torch.equal(trained.parameters(), -sum(step.mean.to_dense() for step in seen)), setup
     return seen
@@ -230,25 +218,20 @@ def rejects_nan(trained: Trained, given: torch.Tensor, bad: int) -> None:
     poisoned = given[trained.rank].clone()
     if trained.rank == bad:
         poisoned[len(poisoned) // 2] = math.nan
-    parameters, residual, states = trained.parameters(), trained.residual(), trained.states()
+    parameters, residual, state = trained.parameters(), trained.residual(), trained.state()
     skipped = trained.optimizer.metrics()["skipped_steps"]
     trained.step(poisoned)
     assert trained.optimizer.metrics()["skipped_steps"] == skipped + 1, trained.setup
     assert laws.same_bits(trained.parameters(), parameters), trained.setup
     assert laws.same_bits(trained.residual(), residual), trained.setup
-    assert trained.states() == states, trained.setup
+    assert trained.state() == state, trained.setup
 
 
 def resume(trained: Trained, rank: int, world_size: int) -> Trained:
-    """Return a new model and a new optimizer with the state that a checkpoint of ``trained`` holds."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    tritoncomm.checkpoint.save(trained.optimizer, folder[0])
+    """Return a new model and a new optimizer with the parameters and the saved state of ``trained``."""
     again = Trained(trained.setup, rank, world_size)
     with torch.no_grad():
         for new, old in zip(again.model.parameters(), trained.model.parameters(), strict=True):
             local(new).copy_(local(old))
-    tritoncomm.checkpoint.load(again.optimizer, folder[0])
-    dist.barrier()  # all ranks have read their files
-    shutil.rmtree(folder[0], ignore_errors=True)
+    again.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
     return again

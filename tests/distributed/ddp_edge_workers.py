@@ -1,0 +1,264 @@
+"""Worker processes of tests/distributed/test_ddp.py: what surrounds a module in DDP, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import tritoncomm
+from ddp_models import SETTINGS, Branches, Pair, ddp, net
+from helpers import adamw, flat, loss_of, residual, same_everywhere, train
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from tritoncomm import ConfigMismatchError, ConfigurationError, PeerLostError
+
+import laws
+
+
+def unwrapped_optimizer(rank: int, world_size: int, send) -> None:
+    """DDP averages nothing once one optimizer is wrapped, so another one that is not wrapped cannot step."""
+    model = ddp(net())
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    bare = torch.optim.SGD(vectors, lr=0.1)
+    optimizer = tritoncomm.wrap(torch.optim.AdamW(matrices, lr=0.01), model=model, **SETTINGS)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    with pytest.raises(ConfigurationError, match=r"SGD steps '0\.bias'.*wrap this one, too.*model="):
+        bare.step()
+    assert flat(model) == before
+    optimizer.step()
+    other = tritoncomm.wrap(bare, model=model, **SETTINGS)
+    for step in range(1, 4):
+        for each in (optimizer, other):
+            each.zero_grad()
+        loss_of(model, rank, step).backward()
+        for each in (optimizer, other):
+            each.step()
+    assert same_everywhere(flat(model))
+    torch.optim.SGD(net().parameters(), lr=0.1).step()  # of another model
+    averaged = ddp(net())
+    loss_of(averaged, rank, 0).backward()
+    torch.optim.SGD(averaged.parameters(), lr=0.1).step()  # of a model that DDP averages
+
+
+def other_hooks(rank: int, world_size: int, send) -> None:
+    """A module that has another communication hook is refused by the name of the hook. Nothing has changed."""
+
+    def own_hook(state, bucket):  # DDP accepts no annotation that is text
+        return allreduce_hook(None, bucket)
+
+    for hook, state in (
+        (fp16_compress_hook, None),
+        (powerSGD_hook, PowerSGDState(None, matrix_approximation_rank=1)),
+        (own_hook, None),
+    ):
+        model = ddp(net())
+        model.register_comm_hook(state, hook)
+        with pytest.raises((ConfigurationError, ConfigMismatchError), match=hook.__name__):
+            tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    halved = DistributedDataParallel(nn.Linear(6, 3), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"mixed_precision"):
+        tritoncomm.wrap(adamw(halved), model=halved)
+    other = nn.Linear(6, 3)
+    other.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match=r"complex64.*view_as_real"):
+        tritoncomm.wrap(adamw(other), model=DistributedDataParallel(other))
+    model = ddp(net())
+    with pytest.raises((ConfigurationError, ConfigMismatchError)):
+        tritoncomm.wrap(adamw(model), model=model, density=7)
+    untouched = ddp(net())
+    for each in (model, untouched):  # a wrap() that failed leaves a module that averages
+        loss_of(each, rank, 0).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), untouched.parameters(), strict=True))
+    adamw(model).step()
+
+
+def copied_model(rank: int, world_size: int, send) -> None:
+    """A copy of a wrapped module, or a pickled one, averages as DDP does, until it is wrapped itself."""
+    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
+        model = ddp(net())
+        optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+        train(model, optimizer, rank, range(2))
+        optimizer.zero_grad()
+        clone, plain = copied(model), copy.deepcopy(model.module)
+        again = tritoncomm.wrap(adamw(clone), model=clone, **SETTINGS)
+        reference = tritoncomm.wrap(adamw(plain), **SETTINGS)
+        for each, stepped in ((clone, again), (plain, reference), (model, optimizer)):
+            train(each, stepped, rank, range(2, 5))
+        assert flat(clone) == flat(plain)
+        assert (again.metrics()["steps"], optimizer.metrics()["steps"]) == (3, 5)
+        assert same_everywhere((flat(model), flat(clone)))
+    inner = adamw(model)  # wrapped again, and a copy of the optimizer
+    for _ in range(2):
+        again = tritoncomm.wrap(inner, model=model, **SETTINGS)
+    train(model, again, rank, range(5, 7))
+    assert same_everywhere(flat(model))
+
+
+def parameters_of_others(rank: int, world_size: int, send) -> None:
+    """Parameters that DDP ignores, that were frozen for it, or that are not its own, are exchanged as all others."""
+    for kind in ("ignored", "unfrozen", "beside"):
+        model, reference = net(), net()
+        extra, other = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+        if kind == "ignored":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+        if kind == "unfrozen":
+            model[0].weight.requires_grad_(requires_grad=False)
+        outer = ddp(model)
+        model[0].weight.requires_grad_(requires_grad=True)
+        parameters = [*model.parameters(), *([extra] if kind == "beside" else [])]
+        plain = [*reference.parameters(), *([other] if kind == "beside" else [])]
+        optimizers = (
+            tritoncomm.wrap(torch.optim.AdamW(parameters, lr=0.01), model=outer, **SETTINGS),
+            tritoncomm.wrap(torch.optim.AdamW(plain, lr=0.01), **SETTINGS),
+        )
+        for step in range(4):
+            for each, added, optimizer in ((outer, extra, optimizers[0]), (reference, other, optimizers[1])):
+                optimizer.zero_grad()
+                (loss_of(each, rank, step) + ((1 + rank) * added).square().sum()).backward()
+                optimizer.step()
+        assert all(map(torch.equal, parameters, plain)), kind
+    table = ddp(nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 3)))
+    optimizer = tritoncomm.wrap(torch.optim.SGD(table.parameters(), lr=0.1), model=table, **SETTINGS)
+    table(torch.tensor([rank, 2])).square().sum().backward()
+    with pytest.raises(ConfigurationError, match=r"Embedding\(sparse=False\)"):
+        optimizer.step()
+
+
+def groups_of_torch() -> int:
+    """Return the number of process groups of this process."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def groups_are_used_again(rank: int, world_size: int, send) -> None:
+    """Wrapping an optimizer again, or that of another model, creates no further process group."""
+    gc.freeze()  # so that a collection does not look through all that is imported
+    counts = []
+    for number in range(6):
+        model = ddp(net())
+        optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+        train(model, optimizer, rank, range(2))
+        optimizer = tritoncomm.wrap(optimizer.optimizer, model=model, **SETTINGS)
+        counts.append(groups_of_torch())
+        del model, optimizer
+        if rank != 1 or number % 2:  # ranks need not collect the garbage at the same time
+            gc.collect()
+    assert counts[2:] == counts[2:3] * 4, counts
+
+
+def early_termination(rank: int, world_size: int, send) -> None:
+    """``join(throw_on_early_termination=True)`` trains until the first rank has no batch, and raises on all ranks."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):
+        train(model, optimizer, rank, range(3 + rank))
+    assert optimizer.metrics()["steps"] == 3
+    assert same_everywhere(flat(model))
+    with model.join():  # as many batches on all ranks
+        train(model, optimizer, rank, range(3, 5))
+    assert same_everywhere(flat(model))
+
+
+def joined(rank: int, world_size: int, send) -> None:
+    """DDP's part of ``join()`` works. A rank that calls ``step()`` less often is named by the error of the others."""
+    model = ddp(net())
+    timeout = timedelta(seconds=3)
+    optimizer = tritoncomm.wrap(adamw(model), model=model, timeout=timeout, **SETTINGS)
+    with model.join():
+        train(model, optimizer, rank, range(2))
+        if rank:
+            optimizer.zero_grad()
+            loss_of(model, rank, 2).backward()  # which the first rank shadows
+            before = flat(model)
+            with pytest.raises(tritoncomm.ExchangeError, match="rank 0") as caught:
+                optimizer.step()
+            assert caught.value.peers == (0,)
+            assert flat(model) == before
+            send((rank, "named"))
+            os._exit(0)
+
+
+def new_module(rank: int, world_size: int, send) -> None:
+    """``reset_process_group`` takes a new DDP module around the same module, in a smaller group, and names another."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, **SETTINGS)
+    train(model, optimizer, rank, range(4))
+    pending = residual(optimizer)
+    survivors = dist.new_group([0, 2])
+    if rank != 1:
+        smaller = ddp(model.module, process_group=survivors)
+        optimizer.reset_process_group(survivors, model=smaller)
+        assert torch.allclose(residual(optimizer), pending * 2 / 3)
+        plain = copy.deepcopy(model.module)
+        for step in range(4, 7):
+            optimizer.zero_grad()
+            loss_of(smaller, rank, step).backward()
+            gradients = [p.grad.clone() for p in smaller.parameters()]
+            plain.load_state_dict(smaller.module.state_dict())
+            plain.zero_grad()
+            loss_of(plain, rank, step).backward()  # the new module does not average either
+            assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), gradients, strict=True))
+            optimizer.step()
+        assert same_everywhere(flat(smaller), survivors)
+        assert optimizer.metrics()["steps"] == 7
+    dist.barrier()
+
+
+def nodes(rank: int, world_size: int, send) -> None:
+    """With ``node_group``, ranks of a node average densely, as with the plain module. The module's group is in use."""
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
+    node = dist.new_group([rank], use_local_synchronization=True)
+    pair = Pair(settings=SETTINGS | {"node_group": node}, process_group=group)
+    for step in range(3):
+        pair.step(lambda model, step=step: loss_of(model, rank, step).backward())
+    assert pair.of_ddp.process_group is group
+    other = dist.new_group(list(range(world_size)))
+    with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
+        tritoncomm.wrap(adamw(pair.ddp), model=pair.ddp, process_group=other)
+
+
+def killed(rank: int, world_size: int, send) -> None:
+    """If a rank dies in an exchange, ``step()`` names it and changes nothing. The others continue in a new module."""
+    model = ddp(net())
+    optimizer = tritoncomm.wrap(adamw(model), model=model, timeout=timedelta(seconds=5), **SETTINGS)
+    train(model, optimizer, rank, range(3))
+    optimizer.zero_grad()
+    loss_of(model, rank, 3).backward()
+    before, pending = flat(model), residual(optimizer)
+    if rank == 1:
+        optimizer._vector.scheduler._perform = lambda op: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match=r"step \d+, round \d+, phase .* of oktopk.*lost rank 1") as caught:
+        optimizer.step()
+    assert caught.value.peers == (1,)
+    assert flat(model) == before
+    assert laws.same_bits(residual(optimizer), pending)
+    send((rank, "named"))
+    group = dist.new_group([0, 2], timeout=timedelta(seconds=20), use_local_synchronization=True)
+    model = DistributedDataParallel(model.module, process_group=group, init_sync=False)
+    optimizer.reset_process_group(group, model=model)
+    assert torch.allclose(residual(optimizer), pending * 2 / 3)
+    train(model, optimizer, rank, range(3, 6))
+    send((rank, "continued" if same_everywhere(flat(model), group) and flat(model) != before else "diverged"))
+    os._exit(0)
+
+
+def averaged_twice(rank: int, world_size: int, send) -> None:
+    """Without ``model=``, a module in DDP that averages is found in the first step, and the error says what to pass."""
+    model = ddp(Branches())
+    optimizer = tritoncomm.wrap(adamw(model), **SETTINGS)
+    loss_of(model, rank, 0).backward()
+    before = flat(model)
+    with pytest.raises(ConfigurationError, match=r"tritoncomm\.wrap\(optimizer, model"):
+        optimizer.step()
+    assert flat(model) == before
