@@ -130,22 +130,6 @@ def load(rank: int, world_size: int, send, folder: str, saved_by: list[str], kin
                 send((f"{saver} to {kind} of {run.replicas}", *found))
 
 
-def same_ranks(rank: int, world_size: int, send, folder: str) -> None:
-    """A plain module and one in DDP continue with each other's state to the bit, whatever ``ResidualState`` is told."""
-    for kind, other in (("plain", "ddp"), ("ddp", "plain")):
-        run = Run(kind)
-        train(run.model, run.optimizer, rank, range(STEPS))
-        path = f"{folder}/{kind}"
-        dcp.save(run.content(), checkpoint_id=path)
-        train(run.model, run.optimizer, rank, range(STEPS, STEPS + 4))
-        for fields in ({}, {"checkpoint_id": path}):
-            again = Run(other, seed=1)
-            again.load(path, **fields)
-            train(again.model, again.optimizer, rank, range(STEPS, STEPS + 4))
-            assert again.values((*ENTRIES, "param_rms")) == run.values((*ENTRIES, "param_rms"))
-            assert laws.same_bits(residual(again.optimizer), residual(run.optimizer))
-
-
 def files(rank: int, world_size: int, send, folder: str, kind: str) -> None:
     """Save with ``checkpoint.save``, and send the pending update."""
     run = Run(kind)

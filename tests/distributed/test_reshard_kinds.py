@@ -59,11 +59,6 @@ def test_files_of_another_number_of_ranks(saver: str, kind: str, tmp_path: Path)
     assert all(any(update) for update in pending[0].values())
 
 
-def test_plain_and_ddp_on_the_same_ranks(tmp_path: Path) -> None:
-    """A run continues to the bit."""
-    assert run_workers(workers.same_ranks, 2, str(tmp_path)) == [None] * 2
-
-
 @pytest.mark.parametrize("situation", [workers.refused, workers.stages])
 def test_what_cannot_be_loaded(situation, tmp_path: Path) -> None:
     """The error names the fix, and nothing changes."""
