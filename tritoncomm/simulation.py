@@ -15,7 +15,7 @@ from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
 from tritoncomm.step import gpu_cost
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.vector import ErrorFeedback
 
 
 class SimulatedWorld:

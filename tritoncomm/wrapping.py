@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import setup_checks
+from tritoncomm.step import agree
 from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
@@ -131,8 +131,8 @@ def wrap(
     model = checked_module(model)
     check_group("process_group", process_group)
     group = group_of(model, process_group)
-    device = setup_checks.device_of(optimizer)
-    with setup_checks.propagate_errors(group, device):
+    device = agree.device_of(optimizer)
+    with agree.propagate_errors(group, device):
         check_optimizer(optimizer, alone=is_alone(group))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
@@ -161,8 +161,8 @@ def wrap(
             )
         chosen.check_optimizer(optimizer)
     if is_distributed():
-        setup_checks.compare({"model": None if model is None else type(model).__name__}, group, device)
-    with setup_checks.propagate_errors(group, device):
+        agree.compare({"model": None if model is None else type(model).__name__}, group, device)
+    with agree.propagate_errors(group, device):
         wrapped = SparseOptimizer(
             optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, names=names_of(model)
         )

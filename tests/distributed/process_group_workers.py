@@ -30,7 +30,7 @@ from tritoncomm.scheduler.cost import Link, Traffic
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.vector import ErrorFeedback
 
 import laws
 

@@ -17,8 +17,8 @@ from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import adam
-from tritoncomm.step.optimizer_step import OptimizerStep
 from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.update import OptimizerStep
 
 from depth import DEEP
 from emulated_cuda import doors, ranks

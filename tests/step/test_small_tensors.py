@@ -9,7 +9,7 @@ from torch import nn
 from tritoncomm import ConfigurationError, OkTopk, SimulatedWorld, Warmup
 from tritoncomm.algorithms import Dense
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD
-from tritoncomm.step.bucket import split_by_size
+from tritoncomm.step.flat import split_by_size
 from tritoncomm.step.stages import Staged
 
 import laws

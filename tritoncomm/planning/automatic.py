@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning.planner import recommend
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import options, setup_checks
+from tritoncomm.step import agree, options
 from tritoncomm.step.options import check_keywords
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
@@ -66,7 +66,7 @@ def automatic_recipe(
         return Dense()
     # Compare before measuring. Otherwise a rank with another configuration would leave the others waiting.
     device = parameters[0].device
-    setup_checks.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group, device)
+    agree.compare({"algorithm": "auto", "density": density, "elements": numel, "values": values}, group, device)
     link = measure_link(group, device)
     chosen = recommend(
         numel, dist.get_world_size(group), link, density, values=values, device=device, buckets=buckets,

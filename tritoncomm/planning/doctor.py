@@ -21,8 +21,8 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.packing import Packing, describe, resolve
+from tritoncomm.step.vector import ErrorFeedback
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
 _REPEATS = 3

@@ -31,7 +31,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import gpu_cost, setup_checks
+from tritoncomm.step import agree, gpu_cost
 from tritoncomm.step.packing import Packing, describe
 from tritoncomm.step.torch_internals import has_hooks, is_flattened
 
@@ -259,7 +259,7 @@ def with_warmup_and_nodes(
             f"node_group has ranks {node} of {group_ranks}: each node must have consecutive ranks, as torchrun numbers "
             "them, all nodes the same number of ranks, and node_group must contain this rank"
         )
-    setup_checks.compare({"node size": len(node)}, group)  # before process groups depend on it
+    agree.compare({"node size": len(node)}, group)  # before process groups depend on it
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import checkpoint_format
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
 
 
@@ -89,7 +89,7 @@ def resharded(
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
     else:  # second moments of rows and columns are those of other shards
         common = [each | {"moment": None} for each in common]
-    return checkpoint_format.taken_over(
+    return exchange_state.taken_over(
         states[0],
         rank=here.replica,
         world_size=here.replicas,
