@@ -32,7 +32,7 @@ OF_ADAM = ENTRIES[:3]
 class Run:
     """A module of some kind with AdamW: plain, in DDP, or sharded with ``shards`` ranks in each replica."""
 
-    def __init__(self, kind: str, shards: int = 1, seed: int = 0) -> None:
+    def __init__(self, kind: str, shards: int = 1, seed: int = 0, *, make=adamw, **fields) -> None:
         self.model: nn.Module = tiny_model(seed)
         self.group, given = None, {}
         if kind == "ddp":
@@ -45,8 +45,9 @@ class Run:
         if kind != "plain":
             given = {"model": self.model, "process_group": self.group}
         self.replicas = dist.get_world_size(self.group)
-        optimizer = adamw(self.model)
-        self.optimizer = tritoncomm.wrap(optimizer, density=0.1, dense_below=0, warmup_steps=2, **given)
+        optimizer = make(self.model)
+        settings = {"density": 0.1, "dense_below": 0, "warmup_steps": 2} | fields
+        self.optimizer = tritoncomm.wrap(optimizer, **settings, **given)
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -128,6 +129,24 @@ def load(rank: int, world_size: int, send, folder: str, saved_by: list[str], kin
             assert delivered == 1 if alone else delivered < 0.6  # the dense steps are not repeated
             if rank == 0:
                 send((f"{saver} to {kind} of {run.replicas}", *found))
+
+
+def momentum(rank: int, world_size: int, send, folder: str) -> None:
+    """A method with a momentum of its own, saved in its dense steps, starts a new one with other shards."""
+
+    def made(kind: str, shards: int) -> Run:
+        return Run(
+            kind, shards, algo="dgc", dense_below=1, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.01)
+        )
+
+    run = made("plain", 1)
+    train(run.model, run.optimizer, rank, range(1))
+    dcp.save(run.content(), checkpoint_id=folder)
+    for kind, shards in (("fsdp", 2), ("fsdp", 1), ("plain", 1)):
+        other = made(kind, shards)
+        other.load(folder, checkpoint_id=folder)
+        train(other.model, other.optimizer, rank, range(1, 4))
+        assert same_everywhere([local(p.detach()).tolist() for p in other.model.parameters()], other.group)
 
 
 def files(rank: int, world_size: int, send, folder: str, kind: str) -> None:

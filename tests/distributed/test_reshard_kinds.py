@@ -63,3 +63,8 @@ def test_files_of_another_number_of_ranks(saver: str, kind: str, tmp_path: Path)
 def test_what_cannot_be_loaded(situation, tmp_path: Path) -> None:
     """The error names the fix, and nothing changes."""
     assert run_workers(situation, 4, str(tmp_path)) == [None] * 4
+
+
+def test_momentum_of_a_method(tmp_path: Path) -> None:
+    """It belongs to the shards of the save."""
+    assert run_workers(workers.momentum, 4, str(tmp_path)) == [None] * 4

@@ -87,8 +87,8 @@ def resharded(
     common, methods = states[0]["algorithm"], []
     if here.is_whole and held_by(states[0]).is_whole:
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
-    else:  # second moments of rows and columns are those of other shards
-        common = [each | {"moment": None} for each in common]
+    else:
+        common = [_without_entries(each) for each in common]
     return exchange_state.taken_over(
         states[0],
         rank=here.replica,
@@ -99,6 +99,17 @@ def resharded(
         methods=methods,
         common=common,
     )
+
+
+def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a method without what belongs to entries of other shards: second moments and momentum."""
+    found: dict[str, Any] = {}
+    for key, value in method.items():
+        if key == "moment" or isinstance(value, torch.Tensor):
+            found[key] = None
+        else:
+            found[key] = _without_entries(value) if isinstance(value, Mapping) else value
+    return found
 
 
 def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
