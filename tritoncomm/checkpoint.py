@@ -311,10 +311,9 @@ class ResidualState:
         with agree.propagate_errors(group, device):
             states = [_unpack(content) for content in state_dict.values() if isinstance(content, bytes)]
             own = next((state for state in states if held_by(state) == here), None)
-        if is_distributed():
-            # All ranks or none, because ranks with the same shards continue with the same state of the method.
-            found = [fields["same"] for fields in agree.gather({"same": own is not None}, group, device)]
-            own = own if all(found) else None
+        # All ranks or none, because ranks with the same shards continue with the same state of the method.
+        if is_distributed() and agree.differences({"has its own state": own is not None}, group, device):
+            own = None
         with agree.propagate_errors(group, device):
             if own is not None:
                 state = joined(own, state_dict[_replica(here.first_rank)])

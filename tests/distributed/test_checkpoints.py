@@ -28,7 +28,7 @@ def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
             recipe="oktopk",
             settings="",
             residuals=[residual[:2], residual[2:]],
-            algorithm={"taken": 3},
+            algorithm=[{"taken": 3}],
             steps=5,
         )
         for rank, residual in enumerate(residuals)

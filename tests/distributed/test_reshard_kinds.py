@@ -59,12 +59,12 @@ def test_files_of_another_number_of_ranks(saver: str, kind: str, tmp_path: Path)
     assert all(any(update) for update in pending[0].values())
 
 
-def test_plain_and_ddp_on_the_same_ranks(tmp_path: Path) -> None:
-    """A run continues to the bit."""
-    assert run_workers(workers.same_ranks, 2, str(tmp_path)) == [None] * 2
-
-
 @pytest.mark.parametrize("situation", [workers.refused, workers.stages])
 def test_what_cannot_be_loaded(situation, tmp_path: Path) -> None:
     """The error names the fix, and nothing changes."""
     assert run_workers(situation, 4, str(tmp_path)) == [None] * 4
+
+
+def test_momentum_of_a_method(tmp_path: Path) -> None:
+    """It belongs to the shards of the save."""
+    assert run_workers(workers.momentum, 4, str(tmp_path)) == [None] * 4

@@ -294,7 +294,7 @@ def test_checkpoint_with_other_shapes() -> None:
     """A second moment of other shapes is rejected by name, and nothing is loaded."""
     optimizer, other = adamw(model()), adamw(model())
     state = exchange_state.saved(optimizer._exchange)
-    state["algorithm"]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
+    state["algorithm"][0]["moment"]["rows"] = torch.zeros(3, dtype=torch.float64)
     state = with_checksum(**{key: value for key, value in state.items() if key not in ("schema", "checksum")})
     with pytest.raises(ConfigurationError, match="second moment has 3 rows and 30 columns, expected 50 and 30"):
         exchange_state.loaded(other._exchange, state)
@@ -308,8 +308,9 @@ def test_moment_survives_changes() -> None:
     before = moment_of(optimizer)
     optimizer.set_density(0.1)
     assert moment_of(optimizer) == before
-    (half, _) = reshard([exchange_state.saved(optimizer._exchange)], 2)
-    optimizer._vector.feedback.algorithm.migrate(**half["migrated"])
+    half = reshard([exchange_state.saved(optimizer._exchange)], 2)[0]["migrated"]
+    ((state,),), (common,) = half["states"], half["common"]
+    optimizer._vector.feedback.algorithm.migrate([state], half["share"], common)
     assert moment_of(optimizer) == before
     optimizer.add_param_group({"params": list(more.parameters())})
     after = moment_of(optimizer)

@@ -133,10 +133,6 @@ class BucketLayout:
         """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
         return tuple(local(parameter).shape)
 
-    def length(self, parameter: torch.Tensor) -> int:
-        """Return the number of values of ``parameter`` in this vector."""
-        return local(parameter).numel()
-
     def gather(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
 

@@ -87,9 +87,8 @@ def resharded(
     common, methods = states[0]["algorithm"], []
     if here.is_whole and held_by(states[0]).is_whole:
         methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
-    else:  # second moments of rows and columns are those of other shards
-        vectors = [each | {"moment": None} for each in common.get("vectors", [common])]
-        common = common | {"vectors": vectors} if "vectors" in common else vectors[0]
+    else:
+        common = [_without_entries(each) for each in common]
     return exchange_state.taken_over(
         states[0],
         rank=here.replica,
@@ -102,5 +101,16 @@ def resharded(
     )
 
 
+def _without_entries(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a method without what belongs to entries of other shards: second moments and momentum."""
+    found: dict[str, Any] = {}
+    for key, value in method.items():
+        if key == "moment" or isinstance(value, torch.Tensor):
+            found[key] = None
+        else:
+            found[key] = _without_entries(value) if isinstance(value, Mapping) else value
+    return found
+
+
 def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [local(residuals[str(number)]).reshape(-1).cpu() for number in range(len(residuals))]
+    return [local(residuals[str(number)]).reshape(-1) for number in range(len(residuals))]

@@ -14,11 +14,14 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.shards import bytes_of
+from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.step.stages import Scale
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
+logger = logging.getLogger("tritoncomm")
+
 SCHEMA = 5
+_Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
@@ -138,8 +141,8 @@ def taken_over(
     saved_by: int,
     residuals: Sequence[Sequence[torch.Tensor]],
     like: Sequence[torch.Tensor],
-    methods: Sequence[Mapping[str, Any]],
-    common: Mapping[str, Any],
+    methods: Sequence[_Methods],
+    common: _Methods,
 ) -> dict[str, Any]:
     """Return the state of ``rank`` of ``world_size``, which takes over the residuals of some of ``saved_by`` ranks.
 
@@ -149,9 +152,9 @@ def taken_over(
         world_size: The new number of ranks.
         saved_by: The number of ranks that exchanged gradients before.
         residuals: The residuals that this rank takes over, those of each old rank in a list. There may be none.
-        like: Residuals of the right lengths.
+        like: Residuals of the right lengths, on the device of the others.
         methods: The states of the methods of these old ranks. None, if they belong to other shards.
-        common: The state of the method of one old rank, the same on all new ranks.
+        common: Those of one old rank, the same on all new ranks.
     """
     share = world_size / saved_by
     return with_checksum(
@@ -160,20 +163,17 @@ def taken_over(
         recipe=first["recipe"],
         settings=first["settings"],
         residuals=[
-            sum(parts, start=torch.zeros(len(own))) * share for own, *parts in zip(like, *residuals, strict=True)
+            sum(parts, start=torch.zeros_like(own)) * share for own, *parts in zip(like, *residuals, strict=True)
         ],
-        algorithm={},
+        algorithm=[],
         migrated={"states": list(methods), "share": share, "common": common},
         steps=first["steps"],
     )
 
 
-logger = logging.getLogger("tritoncomm")
-
-
 def saved(exchange: GradientExchange) -> dict[str, Any]:
     """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method."""
-    first, states = exchange.vectors[0], [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
+    first = exchange.vectors[0]
     residuals: dict[torch.Tensor, torch.Tensor] = {}
     for vector in exchange.vectors:
         residuals |= vector.residuals_by_parameter()
@@ -183,7 +183,7 @@ def saved(exchange: GradientExchange) -> dict[str, Any]:
         recipe=first.recipe.name,
         settings=_settings_of_vectors(exchange),
         residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
-        algorithm=states[0] if len(states) == 1 else {"vectors": states},
+        algorithm=[vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
         steps=exchange.steps,
     )
 
@@ -191,92 +191,50 @@ def saved(exchange: GradientExchange) -> dict[str, Any]:
 def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
     """Return error feedbacks with the content of ``state``, which :func:`saved` returned. Nothing changes.
 
+    The residual never depends on the settings of a method or the world size. The state of the method does.
+
     Raises:
         ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
     """
-    vectors = exchange.vectors
-    first = vectors[0]
+    first = exchange.vectors[0]
     check(state, rank=first.rank, world_size=first.world_size, recipe=first.recipe.name)
-    lengths = {parameter: vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters}
-    if [len(residual) for residual in state["residuals"]] != [lengths[parameter] for parameter in exchange.parameters]:
+    if [len(each) for each in state["residuals"]] != [local(parameter).numel() for parameter in exchange.parameters]:
         raise ConfigurationError("this checkpoint belongs to a model with other parameters")
     residuals = dict(zip(exchange.parameters, state["residuals"], strict=True))
-    same = state["settings"] == _settings_of_vectors(exchange)
-    methods, migrated = _by_vector(state["algorithm"], len(vectors)), state.get("migrated")
-    if migrated is None and methods is None:  # saved by other vectors: only what all vectors have in common fits
-        migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
-    return [
-        restored(
-            vector,
-            {parameter: residuals[parameter] for parameter in vector.parameters},
-            {} if methods is None else methods[number],
-            _migrated_vector(migrated, number, len(vectors)),
-            "" if same else state["settings"],
-        )
-        for number, vector in enumerate(vectors)
-    ]
+    migrated = state.get("migrated")
+    if migrated is None:
+        other_settings = state["settings"] != _settings_of_vectors(exchange)
+        if other_settings:
+            logger.warning(
+                "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
+                "method starts from scratch",
+                state["settings"],
+            )
+        if other_settings or len(state["algorithm"]) != len(exchange.vectors):
+            migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}  # as the warm-up
+    feedbacks = []
+    for number, vector in enumerate(exchange.vectors):
+        feedback = vector.new_feedback()
+        if migrated is None:
+            method = state["algorithm"][number]
+        else:
+            _migrate(feedback, migrated, number, len(exchange.vectors))
+            method = feedback.algorithm.state_dict()
+        parts = [residuals[parameter].to(vector.device) for parameter in vector.layout.parameters]
+        feedback.load_state_dict({"residual": torch.cat([vector.flat[:0], *parts]), "algorithm": method})
+        feedbacks.append(feedback)
+    return feedbacks
 
 
 def _settings_of_vectors(exchange: GradientExchange) -> str:
     return "; ".join(vector.settings for vector in exchange.vectors)
 
 
-def _by_vector(method: Mapping[str, Any], count: int) -> list[Mapping[str, Any]] | None:
-    """Return the saved state of the method of each of ``count`` vectors, or None if there were more or fewer."""
-    states: list[Mapping[str, Any]] = method.get("vectors", [method])
-    return states if len(states) == count else None
-
-
-def _migrated_vector(migrated: Mapping[str, Any] | None, number: int, count: int) -> Mapping[str, Any] | None:
-    """Return what one of ``count`` vectors takes from the states of other ranks. See :func:`restored`."""
-    if migrated is None:
-        return None
-    states = [_by_vector(state, count) for state in migrated["states"]]
-    common = _by_vector(migrated["common"], count)
-    if common is None:
-        common = migrated["common"].get("vectors", [migrated["common"]])[:1] * count
-    return {
-        "states": [state[number] for state in states if state is not None],
-        "share": migrated["share"],
-        "common": common[number],
-    }
-
-
-def restored(
-    vector: VectorExchange,
-    residuals: Mapping[torch.Tensor, torch.Tensor],
-    algorithm: Mapping[str, Any],
-    migrated: Mapping[str, Any] | None = None,
-    other_settings: str = "",
-) -> ErrorFeedback:
-    """Return an error feedback for ``vector`` with a saved content.
-
-    The residual never depends on the settings of a method or the world size. The state of the method does.
-
-    Args:
-        vector: The vector.
-        residuals: Flat residual of each of its parameters.
-        algorithm: The state of the algorithm.
-        migrated: The states from which :func:`~tritoncomm.step.state.reshard` has converted, if any.
-        other_settings: The settings with which the state was saved, if they are not those of ``vector``.
-    """
-    feedback = vector.new_feedback()
-    device = vector.flat.device
-    parts = [residuals[parameter].to(device) for parameter in vector.layout.parameters]
-    residual = torch.cat([vector.flat[:0], *parts])
-    if migrated is not None:
-        feedback.algorithm.migrate(migrated["states"], migrated["share"], migrated["common"])
-    elif other_settings:
-        logger.warning(
-            "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
-            "method starts from scratch",
-            other_settings,
-        )
-        feedback.algorithm.migrate([], 1.0, algorithm)  # what does not depend on settings, as the warm-up
-    if migrated is not None or other_settings:
-        algorithm = feedback.algorithm.state_dict()
-    feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
-    return feedback
+def _migrate(feedback: ErrorFeedback, migrated: Mapping[str, Any], number: int, count: int) -> None:
+    """Let the method of one of ``count`` vectors take over what it can of the states of other ranks or vectors."""
+    states = [methods[number] for methods in migrated["states"] if len(methods) == count]
+    common = migrated["common"]
+    feedback.algorithm.migrate(states, migrated["share"], common[number if len(common) == count else 0])
 
 
 def compare(
@@ -344,13 +302,16 @@ def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bo
     """Return ``state`` as the state of ``rank``, with the part of the method's state that all ranks have in common."""
     if not reset and _has_residual(state):
         check(state, rank=rank, world_size=world_size)
-    residuals = state["residuals"]
-    if reset:
-        residuals = [torch.zeros_like(residual) for residual in residuals]
-    fields = {name: value for name, value in state.items() if name not in ("schema", "checksum")}
-    fields |= {"rank": rank, "world_size": world_size, "residuals": residuals}
-    migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
-    return with_checksum(**fields | {"migrated": migrated})
+    return taken_over(
+        state,
+        rank=rank,
+        world_size=world_size,
+        saved_by=world_size,
+        residuals=[] if reset else [state["residuals"]],
+        like=state["residuals"],
+        methods=[],
+        common=state["algorithm"],
+    )
 
 
 def _has_residual(state: Mapping[str, Any]) -> bool:
