@@ -1,18 +1,16 @@
-"""Train through every front door on real processes and compare with dense DDP: loss, bytes, seconds and overlap.
+"""Train with every kind of module on real processes and compare with dense DDP: loss, bytes and seconds.
 
-Four gloo processes train with AdamW: the task of ``python -m tritoncomm demo``, or the GPT of ``training.py``. The
-doors:
+Four gloo processes train with AdamW: the task of ``python -m tritoncomm demo``, or the GPT of ``training.py``. Ways:
 
-* ``dense``: ``DistributedDataParallel`` without a hook of this library.
-* ``wrap``: ``wrap(optimizer)`` and a plain module. ``step()`` exchanges.
-* ``ddp``: ``wrap(optimizer, model=ddp)``. A thread exchanges each bucket during backward.
-* ``ddp-one-bucket``: the same with ``bucket_cap_mb=1000``, so that DDP has a single bucket.
-* ``fsdp``: ``wrap(optimizer, model=fsdp)`` with two replicas of two shards. The hook exchanges at the end of backward.
+* ``dense``: ``DistributedDataParallel`` without this library.
+* ``wrap``: ``wrap(optimizer)`` and a plain module.
+* ``ddp``: ``wrap(optimizer, model=ddp)``. Losses equal those of ``wrap`` to the bit.
+* ``fsdp``: ``wrap(optimizer, model=fsdp)`` with two replicas of two shards.
 * ``transformers``: the ``Trainer`` of Transformers. Skipped if Transformers is not installed.
 
-All doors see the same batches and learning rates. All sparse doors begin with the same number of dense steps (2 %, as
-in the demo, or ``--warmup``). ``--max-norm`` clips averaged gradients behind all doors, dense too. Times leave the
-dense steps out. Compare times only if nothing else ran on the machine.
+All see the same batches and learning rates. All sparse ones begin with the same number of dense steps (2 %, as in the
+demo, or ``--warmup``). ``--max-norm`` clips averaged gradients, dense too. Times leave the dense steps out. Compare
+times only if nothing else ran on the machine.
 
 Columns:
 
@@ -21,12 +19,8 @@ Columns:
   dense exchange is counted as a ring all-reduce.
 * ``s/step``: median over steps of the seconds from the forward pass to the end of the optimizer's step.
 * ``exchange``: mean seconds per step in which a worker exchanges gradients. Waiting for other workers counts.
-* ``hidden``: share of these seconds in which backward did not wait, ``1 - waited / exchange``. For ``ddp`` and
-  ``transformers``, the exchange is the time in which the exchange thread has a bucket to work on. Backward waits from
-  the moment that DDP hands over the last bucket, when all gradients are computed, until the thread has finished it. For
-  ``fsdp``, the exchange is the end of backward, for ``wrap`` it follows backward, and 0 is hidden. For ``dense``, DDP's
-  own timers measure the time from the first bucket to the end of the last one, and the part of it before the last
-  gradient is computed.
+* ``hidden``: share of these seconds in which backward did not wait, 0 except for ``dense``: DDP's own timers measure
+  the time from the first bucket to the end of the last one, and the part of it before the last gradient is computed.
 
 A run can be cut into pieces. Rows are added to those in the file of ``--json``, and a row that is there already is not
 measured again without ``--again``.
@@ -43,17 +37,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm import ddp
 from tritoncomm.demo import train as demo_run
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.local_workers import Send, run_workers
@@ -64,7 +56,7 @@ import training
 from tasks import Task
 
 WORKERS = 4
-DOORS = ("dense", "wrap", "ddp", "ddp-one-bucket", "fsdp", "transformers")
+DOORS = ("dense", "wrap", "ddp", "fsdp", "transformers")
 BATCHES = demo_run.VALIDATION_BATCHES  # in an evaluation
 LAST = 10  # the reported training loss is the mean of this many last steps
 REPORTS = 10  # progress lines per run
@@ -142,70 +134,16 @@ class Row:
         )  # fmt: skip
 
 
-class Timer(Protocol):
-    """Measures the exchange of each step."""
-
-    def take(self) -> tuple[float, float]:
-        """Return the seconds of the exchange in the step that has ended, and the seconds of waiting for it."""
-
-
-class Waiting:
-    """Backward, or ``optimizer.step()`` without a hook, waits for the whole exchange."""
-
-    def __init__(self, optimizer: tritoncomm.SparseOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def take(self) -> tuple[float, float]:
-        """See :class:`Timer`."""
-        metrics = self.optimizer.metrics()
-        busy = sum(metrics[f"seconds_{part}"] for part in ("select", "exchange", "apply"))
-        return busy, busy
-
-
-class OnThread(ThreadPoolExecutor):
-    """The thread on which the DDP hook exchanges, with a clock."""
-
-    def __init__(self) -> None:
-        super().__init__(1, "tritoncomm")
-        self._busy = self._handed_over = self._ended = 0.0
-        self._last: Future[Any] | None = None
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run ``function`` on the thread, and measure it."""
-        handed_over = self._handed_over = time.perf_counter()
-
-        def timed() -> Any:
-            began = max(handed_over, self._ended)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._ended = time.perf_counter()
-                self._busy += self._ended - began
-
-        self._last = super().submit(timed)
-        return self._last
-
-    def take(self) -> tuple[float, float]:
-        """See :class:`Timer`."""
-        if self._last is not None:
-            self._last.result()  # backward may return while the thread still reads its clock
-        times = self._busy, self._ended - self._handed_over
-        self._busy = self._handed_over = self._ended = 0.0
-        return times
-
-    @classmethod
-    def of(cls, state: ddp.CommState) -> OnThread:
-        """Return the thread of ``state``, which must not have exchanged yet."""
-        assert state._thread is None  # noqa: SLF001 - the hook has no public clock
-        state._thread = cls()  # noqa: SLF001
-        return state._thread  # noqa: SLF001
+def seconds_of(optimizer: tritoncomm.SparseOptimizer) -> float:
+    """Return the seconds of the exchange in the last step."""
+    metrics = optimizer.metrics()
+    return sum(metrics[f"seconds_{part}"] for part in ("select", "exchange", "apply"))
 
 
 class Run:
     """One run on one worker: what it trains, and the losses and times of its steps.
 
-    ``settings`` are the arguments of ``wrap`` that choose the exchange. ``exchanges`` holds pairs of seconds, see
-    :class:`Timer`.
+    ``settings`` are the arguments of ``wrap`` that choose the exchange. ``exchanges`` holds the seconds of each.
     """
 
     def __init__(self, cell: Cell, rank: int, send: Send, batches: int) -> None:
@@ -215,7 +153,7 @@ class Run:
         self.settings: dict[str, Any] = {"density": cell.density, "warmup_steps": cell.warmup_steps}
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.exchanges: list[tuple[float, float]] = []
+        self.exchanges: list[float] = []
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of the task for ``model``."""
@@ -229,12 +167,12 @@ class Run:
         """Return the loss of this worker's batch in ``step``."""
         return self.task.loss(model, self.cell.seed, step, self.rank)
 
-    def add(self, loss: float, seconds: float, timer: Timer | None) -> None:
+    def add(self, loss: float, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         """Record a step. Rank 0 reports progress."""
         self.losses.append(loss)
         self.seconds.append(seconds)
-        if timer is not None:
-            self.exchanges.append(timer.take())
+        if isinstance(optimizer, tritoncomm.SparseOptimizer):
+            self.exchanges.append(seconds_of(optimizer))
         done, steps = len(self.losses), self.task.steps
         if self.rank == 0 and (done % max(1, steps // REPORTS) == 0 or done == steps):
             self._send(f"{self.cell}  step {done}/{steps}  loss {loss:.3f}  {seconds:.2f} s")
@@ -255,12 +193,11 @@ def run_cell(rank: int, world_size: int, send: Send, cell: Cell, batches: int) -
     elif cell.door == "transformers":
         from doors_trainer import train_with_trainer
 
-        sent = train_with_trainer(run, plain, OnThread.of)
+        sent = train_with_trainer(run, plain)
     else:
         sent = train_wrapped(run, plain)
     if run.exchanges:
-        busy, waited = map(statistics.fmean, zip(*run.exchanges[cell.warmup_steps :], strict=True))
-        exchange = busy, 1 - waited / busy
+        exchange = statistics.fmean(run.exchanges[cell.warmup_steps :]), 0.0
     with torch.no_grad():
         loss = run.task.score(plain)
     measured = {
@@ -277,7 +214,7 @@ def run_cell(rank: int, world_size: int, send: Send, cell: Cell, batches: int) -
     return means | {"dense_kilobytes": dense / 1e3}
 
 
-def train_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, timer: Timer | None) -> None:
+def train_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train ``model`` in a plain loop."""
     for step in range(run.task.steps):
         started = time.perf_counter()
@@ -289,14 +226,14 @@ def train_steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ti
         if run.cell.door == "dense" and run.cell.max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), run.cell.max_norm)
         optimizer.step()
-        run.add(loss.item(), time.perf_counter() - started, timer)
+        run.add(loss.item(), time.perf_counter() - started, optimizer)
 
 
 def train_dense(run: Run, plain: nn.Module) -> tuple[float, float]:
     """Train with DDP alone, and return the seconds of its exchange and the share that is hidden, by its own timers."""
     model = DistributedDataParallel(plain)
     model._set_ddp_runtime_logging_sample_rate(1)  # noqa: SLF001 - DDP has no public timers
-    train_steps(run, model, run.optimizer(model), None)
+    train_steps(run, model, run.optimizer(model))
     timers = model._get_ddp_logging_data()  # noqa: SLF001
     busy, overlap = timers["avg_backward_comm_time"], timers["avg_backward_compute_comm_overlap_time"]
     return busy / 1e9, overlap / busy
@@ -304,21 +241,9 @@ def train_dense(run: Run, plain: nn.Module) -> tuple[float, float]:
 
 def train_wrapped(run: Run, plain: nn.Module) -> float:
     """Train with a wrapped optimizer, and return the bytes that this worker has sent."""
-    door, model, arguments = run.cell.door, plain, run.settings
-    if door == "ddp-one-bucket":
-        model = DistributedDataParallel(plain, bucket_cap_mb=1000)
-        arguments = arguments | {"model": model}
-    else:
-        model, arguments = demo_run.opened(door, plain, WORKERS, arguments)
+    model, arguments = demo_run.opened(run.cell.door, plain, WORKERS, run.settings)
     optimizer = tritoncomm.wrap(run.optimizer(model), **arguments, max_grad_norm=run.cell.max_norm or None)
-    timer: Timer
-    if isinstance(model, DistributedDataParallel):
-        state = ddp.state_of(model)
-        assert state is not None
-        timer = OnThread.of(state)
-    else:
-        timer = Waiting(optimizer)
-    train_steps(run, model, optimizer, timer)
+    train_steps(run, model, optimizer)
     return optimizer.metrics()["bytes_sent_total"]
 
 
@@ -436,7 +361,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure rows again that are in the file of --json")
     parser.add_argument("--json", type=Path, help="add the rows to this file")
     parser.add_argument("--plot", type=Path, help="write a PNG of all rows to this file")
-    parser.add_argument("--smoke", action="store_true", help="two steps of each door: only checks that the script runs")
+    parser.add_argument("--smoke", action="store_true", help="two steps of each way: only checks that the script runs")
     options = parser.parse_args()
     if options.smoke:
         options.task, options.steps, options.seeds, options.density = ["gpt"], 2, [0], [0.01]

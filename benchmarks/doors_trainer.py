@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
-from tritoncomm import ddp
 from tritoncomm.integrations.transformers import SparseGradients
 
 if TYPE_CHECKING:
-    from doors import Run, Timer
+    from doors import Run
 
 
 class Batches(Dataset[Tensor]):
-    """One batch per step, the one that the other doors use in this step on this rank."""
+    """One batch per step, the one that the other ways use in this step on this rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -61,39 +58,31 @@ class Trainer(transformers.Trainer):
 
 
 class Watch(transformers.TrainerCallback):
-    """Records every step. Its clock is put on the hook before the first exchange."""
+    """Records every step."""
 
     trainer: Trainer
-    state: ddp.CommState
 
-    def __init__(self, run: Run, timer_of: Callable[[ddp.CommState], Timer]) -> None:
-        self.run = run
-        self._timer_of = timer_of
-        self._timer: Timer | None = None
+    def __init__(self, run: Run, sparse: SparseGradients) -> None:
+        self.run, self.sparse = run, sparse
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
-        if self._timer is None:
-            model = self.trainer.model_wrapped
-            assert isinstance(model, DistributedDataParallel)
-            state = ddp.state_of(model)
-            assert state is not None
-            self.state, self._timer = state, self._timer_of(state)
         self._started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the step."""
-        self.run.add(float(self.trainer.last_loss), time.perf_counter() - self._started, self._timer)
+        self.run.add(float(self.trainer.last_loss), time.perf_counter() - self._started, self.sparse.optimizer)
 
 
-def train_with_trainer(run: Run, plain: nn.Module, timer_of: Callable[[ddp.CommState], Timer]) -> float:
+def train_with_trainer(run: Run, plain: nn.Module) -> float:
     """Train with ``Trainer``, and return the bytes that this worker has sent."""
     # Accelerate finds its place by these variables. The process group exists already.
     rank, size = dist.get_rank(), dist.get_world_size()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    sparse, watch = SparseGradients(**run.settings), Watch(run, timer_of)
+    sparse = SparseGradients(**run.settings)
+    watch = Watch(run, sparse)
     optimizer = run.optimizer(plain)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -107,4 +96,4 @@ def train_with_trainer(run: Run, plain: nn.Module, timer_of: Callable[[ddp.CommS
         )  # fmt: skip
         watch.trainer = trainer
         trainer.train()
-    return watch.state.metrics()["bytes_sent_total"]
+    return sparse.optimizer.metrics()["bytes_sent_total"]

@@ -1,9 +1,9 @@
-"""Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and the doors of tritoncomm, in one run.
+"""Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
 
 Each situation runs on real gloo processes with each library, and the observed behavior is printed. A process that is
 still running after ``LIMIT`` seconds counts as hanging. The behavior is ``good`` if all ranks continue with equal
 parameters, or if all surviving ranks raise an error that says what is wrong. No residual may be lost. A situation that
-does not apply to a door is left out for it.
+does not apply to a kind of module is left out for it.
 """
 
 from __future__ import annotations

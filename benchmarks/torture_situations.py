@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tritoncomm
 import tritoncomm.checkpoint
 import tritoncomm.step.setup_checks
@@ -19,9 +20,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.amp import GradScaler
+from tritoncomm.checkpoint import ResidualState
 from tritoncomm.step.shards import local
 
-from torture_trainer import OURS, TIMEOUT, VICTIM, WORKERS, WRAP_DDP, WRAP_FSDP, Net, Trainer, behind_door
+from torture_trainer import OURS, TIMEOUT, VICTIM, WORKERS, WRAP_DDP, WRAP_FSDP, Net, Trainer, opened
 
 # DDP compares its buckets between the ranks in its second pass. A failure in a later pass meets the exchange itself.
 FIRST_STEPS = 3
@@ -48,7 +50,7 @@ def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
             group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
             if trainer.library == WRAP_DDP:
                 trainer.net = DistributedDataParallel(trainer.model, process_group=group, init_sync=False)
-                trainer.optimizer.reset_process_group(model=trainer.net)
+                trainer.optimizer.reset_process_group(group, model=trainer.net)
             else:
                 trainer.optimizer.reset_process_group(group)
             trainer.step(FIRST_STEPS + 1)
@@ -90,7 +92,6 @@ def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     if trainer.library in OURS:
         scaler = GradScaler("cpu", init_scale=2.0**8)
-        trainer = Trainer(trainer.library, trainer.rank, scaler=scaler)
     for step in range(6):
         trainer.optimizer.zero_grad()
         factor = float("inf") if step == BAD_STEP and trainer.rank == VICTIM else 1.0
@@ -106,8 +107,6 @@ def overflow_under_scaler(trainer: Trainer, send: Callable[[str], None]) -> None
 def scale_halves(trainer: Trainer, send: Callable[[str], None]) -> None:
     """The loss scale halves during a run. Check that the residual keeps its value in gradient units."""
     scaler = GradScaler("cpu", init_scale=1024.0)
-    if trainer.library in OURS:
-        trainer = Trainer(trainer.library, trainer.rank, scaler=scaler)
     for step in range(5):
         scale = 1024.0 if step < BAD_STEP else 512.0
         trainer.optimizer.zero_grad()
@@ -239,7 +238,7 @@ def other_order(trainer: Trainer, send: Callable[[str], None], library: str) -> 
             torch.manual_seed(5)
             for parameter in net.parameters():
                 nn.init.normal_(parameter)
-            outer, arguments = behind_door(net, library)
+            outer, arguments = opened(net, library)
             optimizer: Any = torch.optim.SGD(net.named_parameters(), lr=0.1)
             train(outer, tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT), **arguments))
         else:
@@ -260,7 +259,7 @@ def other_dtype(trainer: Trainer, send: Callable[[str], None], library: str) -> 
     model: nn.Module = Net(64).double() if trainer.rank == VICTIM else Net(64)
     try:
         if library in OURS:
-            model, arguments = behind_door(model, library)
+            model, arguments = opened(model, library)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             tritoncomm.wrap(optimizer, timeout=timedelta(seconds=TIMEOUT), **arguments)
         else:
@@ -300,8 +299,7 @@ def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -
     try:
         if library in OURS:
             if trainer.rank == VICTIM:
-                for module in (tritoncomm.step.setup_checks, tritoncomm.fsdp):
-                    module.__version__ = "0.0.1"
+                tritoncomm.step.setup_checks.__version__ = "0.0.1"
             Trainer(library, trainer.rank)
         else:
             if trainer.rank == VICTIM:
@@ -368,7 +366,11 @@ def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
         trainer.step(step)
     before = trainer.residual()
     path = Path(folder) / "checkpoint"
-    if isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
+    if trainer.library == WRAP_FSDP:
+        fresh = Trainer(trainer.library, trainer.rank)
+        dcp.save({"residuals": ResidualState(trainer.optimizer)}, checkpoint_id=path)
+        dcp.load({"residuals": ResidualState(fresh.optimizer)}, checkpoint_id=path)
+    elif isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
         tritoncomm.checkpoint.save(trainer.optimizer, path)
         fresh = Trainer(trainer.library, trainer.rank)
         tritoncomm.checkpoint.load(fresh.optimizer, path)
@@ -408,8 +410,8 @@ SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
 
 # FSDP cannot change its process groups.
 GOOD_WITH_FSDP = {"a rank is killed": "names the rank, parameters kept, restart from a checkpoint"}
-# Situations that do not apply to a door. All doors send the same messages. DDP rejects another dtype itself, before a
-# door opens, and it needs every parameter in every pass.
+# Situations that do not apply to a kind of module. All send the same messages. DDP rejects another dtype itself, before
+# wrap(), and needs every parameter in every pass. torch.distributed.checkpoint saves shards, in files of its own.
 NOT_APPLICABLE = {
     ("a message is too long", WRAP_DDP),
     ("a message is too long", WRAP_FSDP),
@@ -417,4 +419,5 @@ NOT_APPLICABLE = {
     ("a message is too short", WRAP_FSDP),
     ("another dtype on one rank", WRAP_DDP),
     ("no gradient on one rank", WRAP_DDP),
+    ("a bit of a checkpoint flips", WRAP_FSDP),
 }

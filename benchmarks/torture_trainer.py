@@ -1,4 +1,4 @@
-"""A small model that ``torture.py`` trains with each library, behind each front door."""
+"""A small model that ``torture.py`` trains with each library, and with each kind of module."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from tritoncomm.amp import GradScaler
 from tritoncomm.step.shards import local
 
-# The front doors of this library: a plain module, DDP, and FSDP2 with as many replicas as workers.
+# The modules of this library: a plain one, DDP, and FSDP2 with as many replicas as workers.
 OURS = WRAP, WRAP_DDP, WRAP_FSDP = "tritoncomm", "tritoncomm, DDP", "tritoncomm, FSDP2"
 WORKERS = 3
 VICTIM = 1
@@ -37,8 +36,8 @@ class Net(nn.Module):
         return self.last(x) if whole else x
 
 
-def behind_door(model: nn.Module, library: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return ``model`` as the front door ``library`` trains it, and the arguments of ``wrap`` for it."""
+def opened(model: nn.Module, library: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` as ``library`` trains it, and the arguments of ``wrap`` for it."""
     if library == WRAP_DDP:
         net = DistributedDataParallel(model)
         return net, {"model": net}
@@ -60,20 +59,18 @@ class Trainer:
         numel: int = 64,
         algo: str = "oktopk",
         density: float = 0.1,
-        scaler: GradScaler | None = None,
     ) -> None:
         torch.manual_seed(0)
         self.model = Net(numel)
         self.library = library
         self.rank = rank
         self.state: Any = None
-        self.net, arguments = behind_door(self.model, library)
+        self.net, arguments = opened(self.model, library)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         if library in OURS:
             self.optimizer = tritoncomm.wrap(
-                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT),
-                scaler=scaler, **arguments,
-            )  # fmt: skip
+                self.optimizer, algo, density=density, dense_below=0, timeout=timedelta(seconds=TIMEOUT), **arguments
+            )
         else:
             self.net = DistributedDataParallel(self.model)
             if library == "PowerSGD":
@@ -94,8 +91,7 @@ class Trainer:
     def residual(self) -> torch.Tensor | None:
         """Return the residual as a flat tensor, or None if the library has none."""
         if isinstance(self.optimizer, tritoncomm.SparseOptimizer):
-            residuals = self.optimizer.state_dict()["tritoncomm"]["residuals"]
-            return torch.cat(residuals if self.library == WRAP else list(residuals.values()))
+            return torch.cat(self.optimizer.state_dict()["tritoncomm"]["residuals"])
         if self.state is not None and self.state.error_dict:
             return torch.cat([error.reshape(-1) for error in self.state.error_dict.values()])
         return None
