@@ -62,9 +62,9 @@ def built(way: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     if way.startswith("dense"):
         return DistributedDataParallel(model), optimizer
-    hooked = DistributedDataParallel(model) if way.startswith("ddp") else None
+    ddp = DistributedDataParallel(model) if way.startswith("ddp") else None
     limits = {"max_grad_norm": LIMIT, "clip_by": way.removeprefix("ddp-")} if way != "none" else {}
-    return hooked or model, tritoncomm.wrap(optimizer, model=hooked, **limits)
+    return ddp or model, tritoncomm.wrap(optimizer, model=ddp, **limits)
 
 
 def train(rank: int, world_size: int, send: Send, way: str, seed: int, steps: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Batches(Dataset[Tensor]):
-    """One batch per step, the one that the other ways use in this step on this rank."""
+    """One batch per step, the one that is used otherwise in this step on this rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -58,12 +58,13 @@ class Trainer(transformers.Trainer):
 
 
 class Watch(transformers.TrainerCallback):
-    """Records every step."""
+    """Records every step, and the bytes that were sent until then."""
 
     trainer: Trainer
+    sent = 0.0
 
     def __init__(self, run: Run, sparse: SparseGradients) -> None:
-        self.run, self.sparse = run, sparse
+        self._run, self._sparse = run, sparse
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
@@ -71,7 +72,9 @@ class Watch(transformers.TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the step."""
-        self.run.add(float(self.trainer.last_loss), time.perf_counter() - self._started, self.sparse.optimizer)
+        self._run.add(float(self.trainer.last_loss), self._started)
+        assert self._sparse.optimizer is not None
+        self.sent = self._sparse.optimizer.metrics()["bytes_sent_total"]
 
 
 def train_with_trainer(run: Run, plain: nn.Module) -> float:
@@ -81,14 +84,13 @@ def train_with_trainer(run: Run, plain: nn.Module) -> float:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    sparse = SparseGradients(**run.settings)
-    watch = Watch(run, sparse)
-    optimizer = run.optimizer(plain)
+    sparse = SparseGradients(**run.arguments)
+    watch, optimizer = Watch(run, sparse), run.optimizer(plain)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, max_steps=run.task.steps, use_cpu=True, ddp_backend="gloo",
-            max_grad_norm=run.cell.max_norm, ddp_find_unused_parameters=False, report_to=[], save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, seed=run.cell.seed,
+            output_dir=folder, max_steps=run.task.steps, use_cpu=True, ddp_backend="gloo", max_grad_norm=0.0,
+            ddp_find_unused_parameters=False, report_to=[], save_strategy="no", logging_strategy="no",
+            disable_tqdm=True, seed=run.cell.seed,
         )  # fmt: skip
         trainer = Trainer(
             ReturnsLoss(plain), arguments, train_dataset=Batches(run), callbacks=[sparse, watch],
@@ -96,4 +98,4 @@ def train_with_trainer(run: Run, plain: nn.Module) -> float:
         )  # fmt: skip
         watch.trainer = trainer
         trainer.train()
-    return sparse.optimizer.metrics()["bytes_sent_total"]
+    return watch.sent

@@ -67,9 +67,8 @@ stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #                     synchronizations that torch sees
 #   nodes             subgroups of a default group with device_id, which NCCL makes by ncclCommSplit
 #   wrapped           wrap() trains; seconds in metrics and traces are those of CUDA events
-#   hook-of-ddp       the hook with several buckets, from the first backward pass on, beside SyncBatchNorm, for 30 steps
-#                     without a deadlock
-#   offloaded-shards  FSDP2 with CPUOffloadPolicy
+#   ddp               a module in DDP beside SyncBatchNorm, for 30 steps without a deadlock
+#   offloaded-shards  FSDP2 with CPUOffloadPolicy, which is exchanged over gloo
 #   link              the doctor's latency and bandwidth
 #   raises, raises-in-messages
 #                     a rank raises in the middle of a step, in a collective or between messages: named on all others
@@ -77,9 +76,8 @@ stage speed-compiled 55 "${speed[@]}" --n 25e6 --reps 10 --json "$out/selection-
 #   dies, dies-in-messages
 #                     a rank is killed: named after the time-out, an abort ends the wait of the others
 #   hangs             a rank does something else: named after the time-out, also on itself
-#   raises-behind-ddp, dies-behind-ddp, hangs-behind-ddp
-#                     the same in backward(), with several buckets
-#   dies-behind-fsdp  the same with several groups of FSDP2, which cannot go on without the rank
+#   dies-with-ddp     the same with DDP, whose module is made again for the others
+#   dies-with-fsdp    the same with FSDP2, which cannot go on without the rank
 # A single one: torchrun --nproc-per-node=2 benchmarks/multi_gpu.py --only NAME
 gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ "$gpus" -ge 2 ]; then

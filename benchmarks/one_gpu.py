@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 from torch import nn
-from tritoncomm import RandomK, SimulatedWorld, SparDL, TopkAllgather
+from tritoncomm import RandomBlock, SimulatedWorld, SparDL, TopkAllgather
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import options
@@ -41,7 +41,7 @@ RECIPES = {
 }
 RECIPES |= {
     "topk_allgather 4bit": TopkAllgather(density=DENSITY, static=True, values="4bit"),
-    "random_k 4bit": RandomK(density=DENSITY, static=True, values="4bit"),
+    "random_block 4bit": RandomBlock(density=DENSITY, static=True, values="4bit", reduced_lr=True),
     "spardl 2 teams": SparDL(density=DENSITY, static=True, teams=2),
 }
 

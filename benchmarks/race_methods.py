@@ -1,11 +1,10 @@
-"""The contenders of ``race.py``: dense DDP, its compressing hooks, DiLoCo, and this library's methods and doors."""
+"""The contenders of ``race.py``: dense DDP, its compressing hooks, DiLoCo, and this library's methods."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -224,16 +223,13 @@ class DiLoCo(Trained):
 
 
 class Wrapped(Trained):
-    """Train with a wrapped optimizer and a plain module. ``step()`` exchanges."""
+    """Train with a wrapped optimizer and the kind of module that ``door`` names. ``step()`` exchanges."""
 
     def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
-        self.model, arguments = self._opened(plain, contender)
-        arguments |= {key: value for key, value in contender.settings if key not in ("door", "bucket_mb")}
+        self.model, arguments = demo_run.opened(contender.get("door", "wrap"), plain, dist.get_world_size(), {})
+        arguments |= {key: value for key, value in contender.settings if key != "door"}
         arguments["warmup_steps"] = warmup
         self.optimizer: Any = tritoncomm.wrap(optimizer(plain), contender.name, **arguments)
-
-    def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
-        return plain, {}
 
     def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
         """See :class:`Trained`."""
@@ -250,54 +246,6 @@ class Wrapped(Trained):
         return 0.0
 
 
-class Hooked(Wrapped):
-    """Train with a hook of this library, which exchanges during backward.
-
-    The phases of the timeline say what was hidden. With DDP a thread exchanges: what lies before the last gradient of
-    backward is hidden. With FSDP a phase is hidden if it does not run on the thread of backward.
-    """
-
-    def __init__(self, plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmup: int) -> None:
-        self._door = contender.get("door", "wrap")
-        self._watch = Watch(plain) if self._door == "ddp" else None
-        super().__init__(plain, optimizer, contender, warmup)
-        self._thread = threading.get_ident()
-        self._read, self._busy, self._beside = 0, 0.0, 0.0
-
-    def _opened(self, plain: ByteGPT, contender: Contender) -> tuple[nn.Module, dict[str, Any]]:
-        if self._door == "ddp":
-            model = DistributedDataParallel(plain, bucket_cap_mb=contender.get("bucket_mb", None))
-            return model, {"model": model}
-        return demo_run.opened(self._door, plain, dist.get_world_size(), {})
-
-    def parts(self, began: float, returned: float, ended: float) -> dict[str, float]:
-        """See :class:`Trained`. Selection is a part of compute or of exchange here, as it runs beside backward."""
-        tracer = tracing.current()
-        assert tracer is not None
-        new, self._read = tracer.events[self._read :], len(tracer.events)
-        own_track = tracer._threads.get(self._thread)  # noqa: SLF001 - names of tracks are numbers
-        computed = returned if self._watch is None else min(max(self._watch.last, began), returned)
-        waited = 0.0
-        for event in new:
-            if event["ph"] != "X":
-                continue
-            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            self._busy += seconds
-            if event["tid"] != own_track:
-                self._beside += min(max(0.0, computed - start), seconds)
-            elif start < returned:
-                waited += seconds
-        exchange = returned - computed if self._watch is not None else waited
-        return {
-            "compute": returned - began - exchange, "select": 0.0, "exchange": exchange, "apply": ended - returned,
-        }  # fmt: skip
-
-    @property
-    def hidden(self) -> float | None:
-        """See :class:`Trained`."""
-        return self._beside / self._busy if self._busy else None
-
-
 RIVALS: dict[str, Callable[..., Trained]] = {"dense": dense, "fp16": fp16, "powersgd": powersgd, "diloco": DiLoCo}
 
 
@@ -308,5 +256,4 @@ def trained(plain: ByteGPT, optimizer: NewOptimizer, contender: Contender, warmu
     """
     if not contender.is_ours:
         return RIVALS[contender.name](plain, optimizer, contender, warmup)
-    kind = Wrapped if contender.get("door", "wrap") == "wrap" else Hooked
-    return kind(plain, optimizer, contender, warmup)
+    return Wrapped(plain, optimizer, contender, warmup)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,10 +103,7 @@ class Settings:
 def run_cell(rank: int, _: int, send: Callable[[Any], None], cell: Cell, settings: Settings) -> dict[str, Any]:
     """Train as worker ``rank``. Return the measured columns of a row, equal on all ranks."""
     run = Run(cell, settings, rank, send)
-    if not (settings.trace or isinstance(run.trained, race_methods.Hooked)):
-        run.train()
-        return run.result()
-    with tempfile.TemporaryDirectory() as unkept, tracing.trace(Path(settings.trace or unkept) / f"{_file(cell)}.json"):
+    with tracing.trace(Path(settings.trace) / f"{_file(cell)}.json") if settings.trace else contextlib.nullcontext():
         run.train()
     return run.result()
 

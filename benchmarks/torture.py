@@ -1,9 +1,11 @@
 """Compare the behavior in failures of plain DDP, PyTorch's PowerSGD hook and tritoncomm, in one run.
 
+This library trains a plain module, a module in DDP, and one that FSDP2 has sharded in replicas of one rank.
+
 Each situation runs on real gloo processes with each library, and the observed behavior is printed. A process that is
 still running after ``LIMIT`` seconds counts as hanging. The behavior is ``good`` if all ranks continue with equal
 parameters, or if all surviving ranks raise an error that says what is wrong. No residual may be lost. A situation that
-does not apply to a kind of module is left out for it.
+does not apply is left out.
 """
 
 from __future__ import annotations

@@ -43,14 +43,17 @@ def killed(trainer: Trainer, send: Callable[[str], None]) -> None:
         named = f"rank {VICTIM}" in str(error)
         kept = all(map(torch.equal, before, trainer.parameters()))
         then = ""
-        if trainer.library == WRAP_FSDP and "restart from a checkpoint" in str(error):
-            then = ", the error says to restart from a checkpoint"  # FSDP cannot change its groups
+        if trainer.library == WRAP_FSDP:
+            try:
+                trainer.optimizer.reset_process_group()
+            except tritoncomm.ConfigurationError as refused:
+                then = f", {str(refused).rpartition(': ')[2]}"
         elif isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
             left = [r for r in range(WORKERS) if r != VICTIM]
             group = dist.new_group(left, timeout=timedelta(seconds=TIMEOUT), use_local_synchronization=True)
             if trainer.library == WRAP_DDP:
                 trainer.net = DistributedDataParallel(trainer.model, process_group=group, init_sync=False)
-                trainer.optimizer.reset_process_group(group, model=trainer.net)
+                trainer.optimizer.reset_process_group(model=trainer.net)
             else:
                 trainer.optimizer.reset_process_group(group)
             trainer.step(FIRST_STEPS + 1)
@@ -345,8 +348,10 @@ def damaged(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
         send("not noticed" + ("" if trainer.ranks_agree() else ", ranks differ"))
 
 
-def no_gradient(trainer: Trainer, send: Callable[[str], None]) -> None:
+def no_gradient(trainer: Trainer, send: Callable[[str], None], library: str) -> None:
     """A parameter gets no gradient on one rank."""
+    if library in OURS:
+        trainer = Trainer(library, trainer.rank, unused=True)
     try:
         for step in range(3):
             trainer.optimizer.zero_grad()
@@ -367,8 +372,8 @@ def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     before = trainer.residual()
     path = Path(folder) / "checkpoint"
     if trainer.library == WRAP_FSDP:
-        fresh = Trainer(trainer.library, trainer.rank)
         dcp.save({"residuals": ResidualState(trainer.optimizer)}, checkpoint_id=path)
+        fresh = Trainer(trainer.library, trainer.rank)
         dcp.load({"residuals": ResidualState(fresh.optimizer)}, checkpoint_id=path)
     elif isinstance(trainer.optimizer, tritoncomm.SparseOptimizer):
         tritoncomm.checkpoint.save(trainer.optimizer, path)
@@ -409,15 +414,14 @@ SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 # FSDP cannot change its process groups.
-GOOD_WITH_FSDP = {"a rank is killed": "names the rank, parameters kept, restart from a checkpoint"}
-# Situations that do not apply to a kind of module. All send the same messages. DDP rejects another dtype itself, before
-# wrap(), and needs every parameter in every pass. torch.distributed.checkpoint saves shards, in files of its own.
+GOOD_WITH_FSDP = {"a rank is killed": "names the rank, parameters kept, load a checkpoint in new processes"}
+# Situations that do not apply. The messages are the same for all kinds of modules. DDP rejects another dtype itself,
+# before wrap(). torch.distributed.checkpoint, which saves shards, has no checksums.
 NOT_APPLICABLE = {
     ("a message is too long", WRAP_DDP),
     ("a message is too long", WRAP_FSDP),
     ("a message is too short", WRAP_DDP),
     ("a message is too short", WRAP_FSDP),
     ("another dtype on one rank", WRAP_DDP),
-    ("no gradient on one rank", WRAP_DDP),
     ("a bit of a checkpoint flips", WRAP_FSDP),
 }

@@ -1,4 +1,4 @@
-"""A small model that ``torture.py`` trains with each library, and with each kind of module."""
+"""A small model that ``torture.py`` trains with each library, and with this one in each kind of module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm.step.shards import local
 
-# The modules of this library: a plain one, DDP, and FSDP2 with as many replicas as workers.
+# This library with a plain module, with DDP, and with FSDP2 and as many replicas as workers.
 OURS = WRAP, WRAP_DDP, WRAP_FSDP = "tritoncomm", "tritoncomm, DDP", "tritoncomm, FSDP2"
 WORKERS = 3
 VICTIM = 1
@@ -36,10 +36,13 @@ class Net(nn.Module):
         return self.last(x) if whole else x
 
 
-def opened(model: nn.Module, library: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return ``model`` as ``library`` trains it, and the arguments of ``wrap`` for it."""
+def opened(model: nn.Module, library: str, *, unused: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """Return ``model`` in the kind of module of ``library``, and the arguments of ``wrap`` for it.
+
+    If ``unused`` is set, a pass may leave parameters unused.
+    """
     if library == WRAP_DDP:
-        net = DistributedDataParallel(model)
+        net = DistributedDataParallel(model, find_unused_parameters=unused)
         return net, {"model": net}
     if library == WRAP_FSDP:
         mesh = dist.device_mesh.init_device_mesh("cpu", (WORKERS, 1), mesh_dim_names=("replicate", "shard"))
@@ -59,13 +62,14 @@ class Trainer:
         numel: int = 64,
         algo: str = "oktopk",
         density: float = 0.1,
+        unused: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = Net(numel)
         self.library = library
         self.rank = rank
         self.state: Any = None
-        self.net, arguments = opened(self.model, library)
+        self.net, arguments = opened(self.model, library, unused=unused)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         if library in OURS:
             self.optimizer = tritoncomm.wrap(

@@ -64,12 +64,12 @@ def test_smoke(script: str, launcher: PreparedLauncher, tmp_path: Path) -> None:
 def test_exchange_compares_formats(launcher: PreparedLauncher, tmp_path: Path) -> None:
     """A method has a row in each format that it has. Packed messages are shorter, and no step exceeds its bound."""
     file = tmp_path / "figures.json"
-    arguments = ["--smoke", "--json", str(file), "--algo", "oktopk", "exdyna", "random_k"]
+    arguments = ["--smoke", "--json", str(file), "--algo", "oktopk", "exdyna", "random_block"]
     done = launcher.run(ROOT / "benchmarks" / "exchange.py", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["method"]: row for row in json.loads(file.read_text())["exchange"]}
     own = {"oktopk strict_volume", "oktopk preconditioned"}
-    formats = {"oktopk": ["", " packed", " 4bit"], "exdyna": ["", " packed"], "random_k": ["", " 4bit"]}
+    formats = {"oktopk": ["", " packed", " 4bit"], "exdyna": ["", " packed"], "random_block": ["", " 4bit"]}
     assert set(rows) == {"dense", *own, *(name + label for name, labels in formats.items() for label in labels)}
     for name, labels in formats.items():
         sizes = [rows[name + label]["bytes_mean"] for label in labels]

@@ -191,7 +191,7 @@ def test_metrics_are_flat_floats() -> None:
         ({"warmup_steps": -1}, "steps=-1"),
         ({"staleness": "maybe"}, "staleness='maybe': choose one of 'aware', 'off'"),
         ({"small": "4bit"}, "small='4bit': choose one of 'fp32', '8bit'"),
-        ({"algo": "random_k", "values": "2bit"}, "values='2bit'"),
+        ({"algo": "random_block", "values": "2bit"}, "values='2bit'"),
         ({"on_nonfinite": "pray"}, "on_nonfinite='pray'"),
         ({"algo": tritoncomm.OkTopk(), "bucket_width": 2}, "carries its own bucket_width"),
         ({"algo": tritoncomm.OkTopk(density=0.1), "density": 0.2}, "carries its own density"),
@@ -272,8 +272,15 @@ def test_replaced_gradients_are_rejected() -> None:
     optimizer.zero_grad()
     backward(net)
     optimizer.synchronize()
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: backward(net))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"changed since .* in a closure"):
+            optimizer.step(lambda: backward(net))
+    with pytest.raises(RuntimeError, match=r"changed since .* in a closure"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(net)
+    optimizer.synchronize()
+    assert optimizer.step(lambda: 1.0) == 1.0
 
 
 def test_freezing_after_wrapping() -> None:

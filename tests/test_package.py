@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import inspect
+import pkgutil
 
+import pytest
 import tritoncomm
+
+import tritoncomm_kernels
 
 
 def test_public_names() -> None:
@@ -20,3 +26,23 @@ def test_public_names() -> None:
     assert all(hasattr(tritoncomm, name) for name in tritoncomm.__all__)
     assert all(hasattr(tritoncomm, name) for name in ("amp", "checkpoint"))
     assert importlib.metadata.version("tritoncomm") == tritoncomm.__version__
+
+
+@pytest.mark.parametrize("package", [tritoncomm, tritoncomm_kernels], ids=lambda package: package.__name__)
+def test_public_methods_have_docstrings(package) -> None:
+    """Every public method has a docstring, of its own or of the method that it overrides."""
+    names = [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    missing = []
+    for name in names:
+        if name.endswith(("_triton", "__main__")) or ".integrations." in name:
+            continue  # they need what may not be installed, or run when imported
+        for kind in vars(importlib.import_module(name)).values():
+            if inspect.isclass(kind) and kind.__module__ == name and not kind.__name__.startswith("_"):
+                missing += [
+                    f"{name}.{kind.__name__}.{method}"
+                    for method, value in vars(kind).items()
+                    if not method.startswith("_")
+                    and (inspect.isroutine(value) or isinstance(value, (property, staticmethod, classmethod)))
+                    and not inspect.getdoc(getattr(kind, method))
+                ]
+    assert not missing

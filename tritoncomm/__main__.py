@@ -142,8 +142,8 @@ def _demo(options: argparse.Namespace) -> int:
     if settings.door == "fsdp" and settings.workers % REPLICAS:
         print(f"--door fsdp needs an even number of workers, got {settings.workers}", file=sys.stderr)
         return 2
-    if settings.door != "wrap" and settings.record is not None:
-        print("--record needs --door wrap: a hook exchanges several vectors", file=sys.stderr)
+    if settings.door == "fsdp" and settings.record is not None:
+        print("--record needs whole gradients, and --door fsdp shards them: choose wrap or ddp", file=sys.stderr)
         return 2
     try:
         with report.progress(settings) as show:

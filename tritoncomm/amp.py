@@ -69,6 +69,15 @@ class GradScaler(torch.amp.GradScaler):
         return flag
 
 
+def with_equal_scales(scaler: torch.amp.GradScaler, device: torch.device) -> GradScaler:
+    """Return a :class:`GradScaler` for ``device`` that continues from the ``scaler`` of a trainer."""
+    if isinstance(scaler, GradScaler):
+        return scaler
+    found = GradScaler(device.type, enabled=scaler.is_enabled())
+    found.load_state_dict(scaler.state_dict())
+    return found
+
+
 def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: torch.optim.Optimizer) -> None:
     """Set ``flag`` to its maximum over the ranks of ``group``, or of a wrapped ``optimizer``.
 

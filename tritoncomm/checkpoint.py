@@ -27,7 +27,7 @@ from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import checkpoint_format, setup_checks
 from tritoncomm.step.checkpoint_format import reshard
-from tritoncomm.step.sharded_state import Place, belongs, joined, place_of, resharded, split
+from tritoncomm.step.portable_state import ShardOfReplica, held_by, joined, resharded, split
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
@@ -265,10 +265,12 @@ class ResidualState:
 
         dcp.load({"model": ..., "residuals": ResidualState(optimizer, checkpoint_id=path)}, checkpoint_id=path)
 
+    A plain module, a module in DDP and one that FSDP2 has sharded load each other's checkpoints. On the same ranks with
+    the same sharding, training continues to the bit. Otherwise the pending update, ``sum(residual) / replicas``, is
+    kept, and methods determine thresholds and partitions from scratch. Without sharding, every rank is a replica.
+
     ``torch.distributed.checkpoint`` would treat the tensors of one rank as those of all ranks. The state of each rank
-    is therefore stored under its rank, and the residuals of a sharded model under the number of the replica, as
-    DTensors. On the same ranks with the same sharding, training continues to the bit. Otherwise the pending update,
-    ``sum(residual) / replicas``, is kept, and methods determine thresholds and partitions from scratch.
+    is therefore stored under its rank, and the residuals of a replica under its first rank.
 
     Args:
         optimizer: The optimizer that :func:`tritoncomm.wrap` returned, or a trainer's wrapper of it.
@@ -294,79 +296,52 @@ class ResidualState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. ``dcp.save`` writes it, and ``dcp.load`` replaces its content."""
-        state, here = self.optimizer.state_dict()["tritoncomm"], self._place()
+        here, parameters = self._here, self.optimizer._exchange.parameters  # noqa: SLF001 - no setting
+        rest, residuals = split(self.optimizer.state_dict()["tritoncomm"], parameters, here)
         rank, size = _rank()
-        if here is None:
-            if self._saved is None:
-                return {f"rank {rank} of {size} ({_HINT})": _pack(state)}
-            return dict.fromkeys(self._saved.keys_for(rank, size), b"")
-        rest, residuals = split(state, self._sharded_parameters(), here)
         if self._saved is None:
             key = f"rank {rank} of {size}, replica {here.replica} of {here.replicas} ({_HINT})"
-            return {key: _pack(rest), _replica(here.replica, here.replicas): residuals}
-        return dict.fromkeys(self._saved.first_and_own(rank, size), b"") | {
-            key: {name: torch.zeros_like(part) for name, part in residuals.items()}
+            return {key: _pack(rest), _replica(here.first_rank): residuals}
+        return dict.fromkeys(self._saved.ranks_for(here, rank, size), b"") | {
+            key: {number: torch.zeros_like(own) for number, own in residuals.items()}
             for key in self._saved.replicas_for(here)
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
-        optimizer, here = self.optimizer, self._place()
+        optimizer, here = self.optimizer, self._here
         group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-        states: list[dict[str, Any]] = []
         with setup_checks.propagate_errors(group, device):
             states = [_unpack(content) for content in state_dict.values() if isinstance(content, bytes)]
-            if here is None:
-                state = self._of_rank(states)
-        if here is not None:
-            same = {"same": belongs(states[-1], here)}
+            own = next((state for state in states if held_by(state) == here), None)
+        if is_distributed():
             # All ranks or none, because ranks with the same shards continue with the same state of the method.
-            all_same = all(fields["same"] for fields in setup_checks.gather(same, group, device))
-            with setup_checks.propagate_errors(group, device):
-                state = self._of_shards(states, state_dict, here, same=all_same)
+            found = [fields["same"] for fields in setup_checks.gather({"same": own is not None}, group, device)]
+            own = own if all(found) else None
+        with setup_checks.propagate_errors(group, device):
+            if own is not None:
+                state = joined(own, state_dict[_replica(here.first_rank)])
+            elif self._saved is not None:
+                replicas = [state_dict[key] for key in self._saved.replicas_for(here)]
+                state = resharded(states, replicas, here, optimizer.state_dict()["tritoncomm"])
+            else:
+                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
         # set_optimizer_state_dict loads the state of the original optimizer, before or after this.
         optimizer.load_state_dict(optimizer.optimizer.state_dict() | {"tritoncomm": state})
 
     def _check_step(self) -> None:
         """Raise if a single worker, which takes the optimizer's own steps, has saved what this optimizer needs."""
         assert self._saved
-        if (self._saved.replicas or len(self._saved.ranks)) == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001
+        if self._saved.replicas == 1 and self.optimizer._optimizer_step.takes_aware_step:  # noqa: SLF001 - no setting
             raise ConfigurationError(
                 "a single worker or replica has saved this checkpoint, so it has no residuals, and no state of the "
                 "staleness-aware step: load it into model and optimizer before wrap(), without ResidualState"
             )
 
-    def _place(self) -> Place | None:
-        """Return which replica and which shards this rank has. None if the model is not sharded."""
-        parameters = self._sharded_parameters()
-        if not parameters:
-            return None
-        group = self.optimizer._exchange.options.group  # noqa: SLF001 - the replicas
-        return place_of(parameters, dist.get_rank(group), dist.get_world_size(group))
-
-    def _sharded_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose shards are exchanged, in the order of a state. Empty if nothing is sharded."""
-        return self.optimizer._exchange.parameters if self.optimizer.has_shards else []  # noqa: SLF001 - no setting
-
-    def _of_rank(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of this rank from those of all ranks, or from its own."""
-        rank, size = _rank()
-        if self._saved is None or len(self._saved.ranks) == size:
-            return states[0]
-        return reshard(states, size)[rank]
-
-    def _of_shards(
-        self, states: list[dict[str, Any]], content: Mapping[str, Any], here: Place, *, same: bool
-    ) -> dict[str, Any]:
-        """Return the state of this rank from those of the first rank and of its own, and the residuals of replicas."""
-        if self._saved is None or same:
-            if not same:
-                raise ConfigurationError(f"this checkpoint was saved with another sharding: {_HINT}")
-            return joined(states[-1], content[_replica(here.replica, here.replicas)])
-        replicas = [content[key] for key in self._saved.replicas_for(here)]
-        assert self._saved.replicas
-        share = here.replicas / self._saved.replicas
-        return resharded(states[0], replicas, share, self.optimizer.state_dict()["tritoncomm"])
+    @property
+    def _here(self) -> ShardOfReplica:
+        exchange = self.optimizer._exchange  # noqa: SLF001 - of the exchange, no setting
+        return ShardOfReplica.here(exchange.parameters, exchange.options.group)
 
 
 # Part of the keys, because torch.distributed.checkpoint names a key that it does not find. Part of the format, too.
@@ -374,10 +349,17 @@ _HINT = "for other ranks, replicas or shards than those of the save: ResidualSta
 
 
 class _Saved(NamedTuple):
-    """The keys of a checkpoint: of the state of each rank, and the number of replicas of a sharded model."""
+    """The keys of a checkpoint: of the state of each rank, and of the residuals of each replica.
+
+    Attributes:
+        ranks: The key of each rank.
+        first_ranks: The first rank of each replica, in ascending order.
+        replicas: The number of replicas.
+    """
 
     ranks: list[str]
-    replicas: int | None
+    first_ranks: list[int]
+    replicas: int
 
     @classmethod
     def by(cls, reader: Any, where: object) -> _Saved:
@@ -386,34 +368,32 @@ class _Saved(NamedTuple):
             names = list(reader.read_metadata().state_dict_metadata)
         except Exception as error:  # each storage has its own
             raise ConfigurationError(f"checkpoint_id={where}: no checkpoint can be read: {error}") from error
-        ranks = {int(found[2]): found[1] for name in names if (found := re.search(r"\.(rank (\d+) of .*)$", name))}
-        replicas = {int(found[1]) for name in names if (found := re.search(r"\.replica \d+ of (\d+)\.", name))}
-        if sorted(ranks) != list(range(len(ranks))) or not ranks or len(replicas) > 1:
+        pattern = re.compile(r"\.(rank (\d+) of \d+, replica \d+ of (\d+) .*)$")
+        states = [found for name in names if (found := pattern.search(name))]
+        ranks = {int(found[2]): found[1] for found in states}
+        replicas = {int(found[3]) for found in states}
+        first = {int(found[1]) for name in names if (found := re.search(r"\.replica at rank (\d+)\.\d+$", name))}
+        if sorted(ranks) != list(range(len(ranks))) or len(replicas) != 1 or len(first) > max(replicas):
             raise ConfigurationError(
-                f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs: pass a folder "
-                "into which dcp.save() has written one"
+                f"checkpoint_id={where}: this checkpoint has no ResidualState, or those of several runs or stages of a "
+                "pipeline: pass a folder into which dcp.save() has written one"
             )
-        return cls([ranks[rank] for rank in sorted(ranks)], next(iter(replicas), None))
+        return cls([ranks[rank] for rank in sorted(ranks)], sorted(first), replicas.pop())
 
-    def keys_for(self, rank: int, size: int) -> list[str]:
-        """Return the keys of the states from which that of ``rank`` of ``size`` is made, of a model without shards."""
-        if self.replicas is not None:
-            raise ConfigurationError("this checkpoint was saved by a sharded model: load it into one")
-        return [self.ranks[rank]] if len(self.ranks) == size else self.ranks
+    def ranks_for(self, here: ShardOfReplica, rank: int, size: int) -> list[str]:
+        """Return the keys of the states that ``rank`` of ``size`` reads: of rank 0, and what may be its own."""
+        wanted = [0, *([rank] if len(self.ranks) == size else [])]
+        if len(self.ranks) == self.replicas:  # each rank held a whole replica
+            wanted += range(here.replica, self.replicas, here.replicas)
+        return [self.ranks[each] for each in dict.fromkeys(wanted)]
 
-    def first_and_own(self, rank: int, size: int) -> list[str]:
-        """Return the keys of the states that ``rank`` of ``size`` reads, of a sharded model."""
-        return [self.ranks[0], *([self.ranks[rank]] if len(self.ranks) == size else [])]
-
-    def replicas_for(self, here: Place) -> list[str]:
-        """Return the keys of the replicas whose residuals the replica of ``here`` takes over."""
-        if self.replicas is None:
-            raise ConfigurationError("this checkpoint was saved by a model that is not sharded: load it into one")
-        return [_replica(replica, self.replicas) for replica in range(here.replica, self.replicas, here.replicas)]
+    def replicas_for(self, here: ShardOfReplica) -> list[str]:
+        """Return the keys of the residuals that this rank takes over."""
+        return [_replica(first_rank) for first_rank in self.first_ranks[here.replica :: here.replicas]]
 
 
-def _replica(number: int, count: int) -> str:
-    return f"replica {number} of {count}"
+def _replica(first_rank: int) -> str:
+    return f"replica at rank {first_rank}"
 
 
 def _rank() -> tuple[int, int]:
@@ -429,4 +409,5 @@ def _pack(state: Mapping[str, Any]) -> bytes:
 
 def _unpack(content: bytes) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    checkpoint_format.check_schema(state)
     return state

@@ -257,7 +257,7 @@ class SparseOptimizer(OptimizerProxy):
         pre-hook of the original optimizer raises, call this again: it does not exchange again, and takes the step.
 
         Raises:
-            RuntimeError: After :meth:`synchronize`, a closure was passed or the averaged gradients were replaced.
+            RuntimeError: After :meth:`synchronize`, ``closure`` changed the averaged gradients, or they were replaced.
             ConfigurationError: The original optimizer has parameters that are not exchanged. Nothing has changed.
             ProtocolMismatchError: Ranks differ in frozen parameters, learning rates or completed updates, or an error
                 or a signal has stopped an update before: load a checkpoint. Nothing has changed. All ranks raise it.
@@ -274,11 +274,8 @@ class SparseOptimizer(OptimizerProxy):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         step_state, loss = self._step_state, None
         if closure is not None:
-            if self.is_synchronized:
-                raise RuntimeError(
-                    "step(closure) was called after synchronize(), but a closure computes new gradients: "
-                    "call step(closure) without synchronize()"
-                )
+            if self.is_synchronized:  # the closure may not change them
+                step_state.note_versions(self._exchange.gradients)
             with torch.enable_grad():
                 loss = closure()
         if self._optimizer_step.is_synthetic():
@@ -321,7 +318,7 @@ class SparseOptimizer(OptimizerProxy):
         if not isinstance(error, Exception):
             self._exchange.stop()
         elif self.is_synchronized:
-            self._step_state.note_failure(self._exchange.gradients)
+            self._step_state.note_versions(self._exchange.gradients)
 
     def note_unscaled(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a scaler that has unscaled the gradients. Nonzero ``found`` skips the step."""
@@ -405,7 +402,7 @@ class SparseOptimizer(OptimizerProxy):
         self._run_hooks_before_saving()
         self._check_no_pending_step("state_dict()")
         own = exchange_state.saved(self._exchange)
-        return self._after_saving(self.optimizer.state_dict() | {"tritoncomm": own})
+        return self._after_saving(self._optimizer_step.saved() | {"tritoncomm": own})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, residuals: str = "restore") -> None:

@@ -10,8 +10,8 @@ from statistics import fmean
 
 import pytest
 import torch
-from tritoncomm import OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, algorithms, recipe
-from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe
+from tritoncomm import GTopk, OkTopk, Recipe, SimulatedWorld, SparDL, TopkAllgather, TopkDSA, algorithms, recipe
+from tritoncomm.algorithms.base import EntryRecipe, IndexRecipe, StaticRecipe
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.cost import HEADER_WORDS, WORD, Traffic
 
@@ -30,11 +30,11 @@ def recipes() -> Iterator[Recipe]:
         method = recipe(name) if name != "random_block" else None
         if isinstance(method, IndexRecipe):
             yield from (method, replace(method, packed=True))
-            if method.has_static_form:
-                yield replace(method, static=True)
+        if isinstance(method, IndexRecipe) and isinstance(method, StaticRecipe):
+            yield replace(method, static=True)
         if isinstance(method, EntryRecipe):
             yield from (replace(method, values=values) for values in ("4bit", "8bit"))
-    yield OkTopk(strict_volume=True, values="4bit")
+    yield from (GTopk(), TopkDSA(), OkTopk(strict_volume=True, values="4bit"))
     yield SparDL(teams=2, values="4bit")
 
 
@@ -74,7 +74,7 @@ def test_forecasts_of_ordinary_steps(chosen: Recipe) -> None:
         if world_size == 3 and isinstance(method, SparDL) and method.teams == 2:
             continue
         sent, received, entries = busiest(method, world_size, numel)
-        if method.name in FLOATING and method.static is not True:
+        if method.name in FLOATING and getattr(method, "static", False) is not True:
             method = replace(method, density=entries / numel)
         forecast = method.build(numel).ordinary_traffic(world_size)
         for measured, expected in ((sent, forecast.sent), (received, forecast.received)):

@@ -12,13 +12,15 @@ import pytest
 import torch
 from tritoncomm import (
     ExchangeTimeoutError,
+    GTopk,
     NonFiniteError,
     ProtocolMismatchError,
     Recipe,
     SimulatedWorld,
+    TopkDSA,
     algorithms,
 )
-from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.primitives import quantized_mean
 from tritoncomm.primitives.collectives import Regions, gather_regions, share_counts, share_rows
 from tritoncomm.scheduler import wire
@@ -35,13 +37,13 @@ from tritoncomm_kernels.section_layout import VALUE_BITS
 NAMES = [
     name
     for name, recipe in under_test(0.1).items()
-    if isinstance(recipe, IndexRecipe) and not name.startswith("spardl-auto")
+    if isinstance(recipe, IndexRecipe | GTopk | TopkDSA) and not name.startswith("spardl-auto")
 ]
 
 # Wrappers, and methods whose indices do not travel. A deep run has all of them.
 OTHERS = [
     "warmup-8bit", "warmup-8bit-hierarchical", "dense-tail-8bit", "dense-tail-8bit-static", "hierarchical-2-4bit",
-    "preconditioned-warmup-8bit", "random-k-8bit", "random-k-4bit", "random-block-8bit", "random-block-4bit",
+    "preconditioned-warmup-8bit", "random-block-8bit", "random-block-4bit",
 ]  # fmt: skip
 if DEEP:
     OTHERS = [name for name in under_test(0.1) if name not in NAMES and not name.startswith(("dense", "spardl-auto"))]
@@ -106,7 +108,7 @@ def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:
         for values in formats if hasattr(plain, "values") else ["fp32"]:
             more = {"values": values} if hasattr(plain, "values") else {}
             found[f"{name}-{values}-packed"] = chosen = replace(plain, packed="always", **more)
-            if DEEP and chosen.can_be_static():
+            if DEEP and isinstance(chosen, StaticRecipe) and chosen.can_be_static():
                 found[f"{name}-static-{values}-packed"] = replace(chosen, static=True)
     return found
 
@@ -149,7 +151,7 @@ def test_replays_find_a_missing_check(name: str, monkeypatch: pytest.MonkeyPatch
 def test_replays_find_a_mean_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays count the NaN of a receiver that does not look for them in a mean of few bits."""
     monkeypatch.setattr(quantized_mean, "_checked", lambda mean, verdict: mean)
-    assert replay.fuzz(under_test(0.2)["random-k-4bit"], 80)["not finite"] > 0
+    assert replay.fuzz(under_test(0.2)["random-block-4bit"], 80)["not finite"] > 0
 
 
 def answer(pattern: object, reply: torch.Tensor) -> None:

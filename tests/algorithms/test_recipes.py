@@ -10,13 +10,13 @@ from tritoncomm import ConfigurationError, OkTopk
 
 
 def test_recipes_by_name() -> None:
-    """Recipes are listed and found by name, and an unknown name or field raises an error that lists the known ones."""
+    """Recipes are listed, baselines last, and found by name. The error for an unknown name or field lists the known."""
     assert tritoncomm.algorithms() == [
-        "dense", "dgc", "exdyna", "gaussiank", "gtopk", "hard_threshold", "micro", "oktopk", "random_block", "random_k",
-        "sidco", "spardl", "topk_allgather", "topk_dsa",
+        "dense", "exdyna", "micro", "oktopk", "random_block", "spardl", "topk_allgather",
+        "dgc", "gaussiank", "gtopk", "hard_threshold", "random_k", "sidco", "topk_dsa",
     ]  # fmt: skip
     assert tritoncomm.recipe("oktopk", density=0.02) == OkTopk(density=0.02)
-    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, dgc.*topk_allgather"):
+    with pytest.raises(ConfigurationError, match=r"unknown algorithm 'okaytopk'.*dense, exdyna.*topk_dsa"):
         tritoncomm.recipe("okaytopk")
     with pytest.raises(ConfigurationError, match=r"no field 'tau'.*repartition_every"):
         tritoncomm.recipe("oktopk", tau=3)

@@ -81,13 +81,14 @@ def equal_to_shards(rank: int, world_size: int, send) -> None:
             for name in ("exp_avg", "exp_avg_sq", "last_delivered", *(["max_exp_avg_sq"] if options else [])):
                 assert state[name].placements == parameter.placements
                 assert not shard.numel() or bits(state[name]) == bits(expected[name])
-            rms = state["param_rms"].to_local() if isinstance(state["param_rms"], DTensor) else state["param_rms"]
-            assert all(value == bits(expected["param_rms"])[0] for value in bits(rms) if shard.numel())
-    sharded = ours.state[model.weight1]["param_rms"]
-    assert sharded.shape == (5,)
-    assert sharded.placements == model.weight1.placements
-    assert ours.state[model.weight4]["param_rms"].shape == (8,)
-    assert ours.state[model.weight3]["param_rms"].shape == ()
+            assert not shard.numel() or bits(state["param_rms"]) == bits(expected["param_rms"])
+        saved = StalenessAwareAdam.saved(ours, ours.state_dict())["state"]
+        for number, (parameter, shape) in enumerate(
+            zip(model.parameters(), ((6,), (5,), (1,), (9,), (8,)), strict=True)
+        ):
+            rms = saved[number]["param_rms"]
+            assert rms.shape == shape
+            assert all(value == bits(ours.state[parameter]["param_rms"])[0] for value in bits(rms))
 
 
 def trained(mesh, steps: int) -> tuple[Model, torch.optim.AdamW]:
@@ -109,11 +110,13 @@ def train(model: Model, optimizer: torch.optim.AdamW, mesh, steps: range) -> Non
 def save(model: Model, optimizer: torch.optim.AdamW, folder: str) -> None:
     """Save model and optimizer with torch.distributed.checkpoint."""
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    states = StalenessAwareAdam.saved(optimizer, optimizer.state_dict())["state"]
+    state["optimizer"]["state"] = dict(zip(NAMES, states.values(), strict=True))
     dcp.save(state, checkpoint_id=Path(folder))
 
 
-def loaded(mesh, folder: str) -> tuple[Model, torch.optim.AdamW]:
-    """Return a model and its optimizer with the saved state."""
+def loaded(mesh, folder: str) -> tuple[Model, torch.optim.AdamW, dict]:
+    """Return a model and its optimizer with the saved state, and this state."""
     model = Model(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -125,7 +128,7 @@ def loaded(mesh, folder: str) -> tuple[Model, torch.optim.AdamW]:
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     by_number = {number: entries[name] for number, name in enumerate(NAMES)}
     StalenessAwareAdam.restore(optimizer, optimizer.state_dict() | {"state": by_number})
-    return model, optimizer
+    return model, optimizer, entries
 
 
 def checkpoints(rank: int, world_size: int, send) -> None:
@@ -136,7 +139,7 @@ def checkpoints(rank: int, world_size: int, send) -> None:
     model, optimizer = trained(mesh, 3)
     save(model, optimizer, folder[0])
     found = []
-    for each, its_optimizer in ((model, optimizer), loaded(mesh, folder[0])):
+    for each, its_optimizer in ((model, optimizer), loaded(mesh, folder[0])[:2]):
         train(each, its_optimizer, mesh, range(3, 6))
         states = [its_optimizer.state[parameter] for parameter in each.parameters()]
         found.append([bits(parameter) for parameter in each.parameters()])
@@ -148,15 +151,16 @@ def save_for_others(rank: int, world_size: int, send, folder: str) -> None:
     """Save after three steps. Send the root mean squares of this rank's rows."""
     model, optimizer = trained(init_device_mesh("cpu", (world_size,)), 3)
     save(model, optimizer, folder)
-    send((rank, optimizer.state[model.weight1]["param_rms"].to_local().tolist()))
+    send((rank, [float(optimizer.state[model.weight1]["param_rms"])] * len(model.weight1.to_local())))
 
 
 def load_of_others(rank: int, world_size: int, send, folder: str) -> None:
     """Load the state of another number of ranks, and take a step."""
     mesh = init_device_mesh("cpu", (world_size,))
-    model, optimizer = loaded(mesh, folder)
-    state = optimizer.state[model.weight1]
-    send((state["param_rms"].to_local().tolist(), state["last_delivered"].full_tensor().tolist()))
+    model, optimizer, entries = loaded(mesh, folder)
+    state, rows = optimizer.state[model.weight1], entries["weight1"]["param_rms"].to_local().tolist()
+    assert float(state["param_rms"]) == rows[0]
+    send((rows, state["last_delivered"].full_tensor().tolist()))
     train(model, optimizer, mesh, range(3, 4))
     assert float(state["last_aware"]) == 4
 
@@ -167,4 +171,5 @@ def template(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     copy.grad = torch.zeros_like(copy)
     optimizer = torch.optim.AdamW([copy])
     StalenessAwareAdam(optimizer).step([copy], [None])
-    return {name: optimizer.state[copy][name] for name in StalenessAwareAdam.owned_entries}
+    (saved,) = StalenessAwareAdam.saved(optimizer, optimizer.state_dict())["state"].values()
+    return {name: saved[name] for name in StalenessAwareAdam.owned_entries}

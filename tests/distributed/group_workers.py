@@ -31,7 +31,7 @@ def scaler_of_a_group(rank: int, world_size: int, send) -> None:
 
 
 def inherited_time_outs(rank: int, world_size: int, send) -> None:
-    """The groups of the exchange, and of its nodes, have the time-out of the group of DDP, and not torch's default."""
+    """The groups of the exchange, and of nodes in it, have the time-out of the group of DDP, not of torch."""
     expected = timedelta(seconds=77)
     group, node = dist.new_group(timeout=expected), dist.new_subgroups(2)[0]
     model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)

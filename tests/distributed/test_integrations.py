@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import integration_edge_workers
 import integration_workers
 import pytest
 import torch
@@ -38,6 +39,27 @@ def test_trains_like_by_hand_and_resumes(framework: str, tmp_path: Path) -> None
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: tox -e trainers has it")
     run_workers(getattr(integration_workers, f"{framework}_worker"), 2, str(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "accelerate_gan",
+        "accelerate_gradient",
+        "accelerate_fp16",
+        "lightning_gan",
+        "lightning_fp16",
+        "lightning_fine_tuning",
+        "fabric",
+        "refusals",
+        "alone",
+    ],
+)
+def test_special_cases(case: str, tmp_path: Path) -> None:
+    """Several optimizers, a scaler, and parameters that train later are as by hand, or refused with a fix."""
+    if importlib.util.find_spec("accelerate") is None or importlib.util.find_spec("lightning") is None:
+        pytest.skip("accelerate or lightning is not installed: tox -e trainers has both")
+    run_workers(getattr(integration_edge_workers, case), 1 if case == "alone" else 2, str(tmp_path / "checkpoints"))
 
 
 def test_trainer_with_one_worker(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import tritoncomm
 from torch import nn
 from tritoncomm import NonFiniteError, SimulatedWorld, algorithms, checkpoint
+from tritoncomm.algorithms import field_names
 from tritoncomm.planning.doctor import diagnose
 from tritoncomm.step.shards import local
 
@@ -46,10 +47,13 @@ METHODS = {
 }
 # Every method in the form that it has on GPUs. On every commit, FSDP2 runs with the two newest ones of them.
 EVERY = {
-    name: {"algo": name, "static": True, **({"reduced_lr": True} if name == "random_block" else {})}
+    name: {
+        "algo": name,
+        **({"static": True} if "static" in field_names(name) else {}),
+        **({"reduced_lr": True} if name == "random_block" else {}),
+    }
     for name in algorithms()
-    if name != "dense"
-} | {"dense": {"algo": "dense"}}
+}
 WITH_SHARDS = list(EVERY) if DEEP else ["topk_dsa", "random_k"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import OkTopk, RandomK, Recipe, SparDL, Warmup, algorithms
+from tritoncomm import OkTopk, RandomBlock, Recipe, SparDL, Warmup, algorithms
 from tritoncomm.algorithms import Dense, Hierarchical
 from tritoncomm.algorithms.base import IndexRecipe, StaticRecipe
 from tritoncomm.errors import ConfigurationError
@@ -79,7 +79,9 @@ def test_growth_holds_for_more_workers(recipe: StaticRecipe) -> None:
         _check(counted(recipe, world_size), gpu_cost.counts(recipe, world_size))
 
 
-@pytest.mark.parametrize("inner", [OkTopk(density=DENSITY), RandomK(density=DENSITY, values="4bit")], ids=repr)
+@pytest.mark.parametrize(
+    "inner", [OkTopk(density=DENSITY), RandomBlock(density=DENSITY, values="4bit", reduced_lr=True)], ids=repr
+)
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
 def test_nodes_are_counted(world_size: int, node_size: int, inner: Recipe) -> None:
     """A hierarchical exchange is counted as the method between nodes, and the sums within a node."""

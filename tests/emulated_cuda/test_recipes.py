@@ -15,8 +15,8 @@ STEPS, NUMEL = trials(3, 4), 90
 # Every method with 2 and 3 ranks. Each other setting of it with one of them, and in a deep run with both.
 SHARES = shared_out({size: recipes.under_test(0.1) for size in (2, 3)})
 # Further world sizes on every commit, one for each kind of pattern. A deep run has all recipes at all of them.
-FEW = ("oktopk-short-periods", "spardl-3-teams-4bit", "exdyna", "topk_allgather-4bit", "hierarchical-2", "gtopk-bf16")
-FEW += ("oktopk-static-4bit", "spardl-static", "topk-dsa-static-4bit")
+FEW = ("oktopk-short-periods", "spardl-3-teams-4bit", "exdyna", "topk_allgather-4bit", "hierarchical-2", "gtopk")
+FEW += ("oktopk-static-4bit", "spardl-static", "topk_dsa")
 
 
 def _cases() -> list[tuple[str, int]]:

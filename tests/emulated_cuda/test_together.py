@@ -23,17 +23,17 @@ STEPS, BAD_STEP = trials(4, 8), 2
 # Vectors of one method that read the host alike, and others that read it at other times. A deep run has all recipes.
 BRIEF = {
     "dense-tail-oktopk-static",
-    "dgc-static-4bit",
+    "dgc-4bit",
     "exdyna",
     "exdyna-static-packed",
-    "gtopk-static",
+    "gtopk",
     "micro-static",
     "oktopk-short-periods",
     "oktopk-static-4bit",
-    "random-k-static-8bit",
-    "sidco-static",
+    "random-block-static-4bit",
+    "sidco",
     "spardl-static-3-teams-4bit",
-    "topk-dsa-static",
+    "topk_dsa",
 }
 NAMES = [
     name

@@ -24,9 +24,8 @@ STATIC = [
     (tritoncomm.ExDyna(density=0.05, static=True), 3),
     (tritoncomm.OkTopk(density=0.05, static=True, repartition_every=3), 3),
     (tritoncomm.OkTopk(density=0.05, static=True, values="4bit", global_cap=2.0, reevaluate_every=64), 3),
-    (tritoncomm.TopkDSA(density=0.05, static=True, values="4bit", dense_switch=1.0), 3),
-    (tritoncomm.TopkDSA(density=0.05, static=True), 4),
-    (tritoncomm.RandomK(density=0.2, static=True, values="4bit"), 3),
+    (tritoncomm.TopkAllgather(density=0.05, static=True, values="4bit"), 3),
+    (tritoncomm.RandomBlock(density=0.2, static=True, values="4bit", reduced_lr=True, alignment=4), 3),
 ]
 
 
@@ -41,9 +40,8 @@ STATIC = [
         "exdyna",
         "oktopk",
         "oktopk 4bit",
-        "topk_dsa",
-        "topk_dsa dense",
-        "random_k",
+        "topk_allgather 4bit",
+        "random_block 4bit",
     ],
 )
 def test_same_static_form(recipe: tritoncomm.Recipe, world_size: int, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Recipes by name. A new method needs one file and one entry in ``_RECIPES``."""
+"""Recipes by name. A new method needs one file and one entry in ``_RECIPES`` or ``_BASELINES``."""
 
 from __future__ import annotations
 
@@ -8,38 +8,24 @@ from collections.abc import Iterable
 from typing import Any
 
 from tritoncomm.algorithms.base import Algorithm, Recipe
+from tritoncomm.algorithms.baselines.dgc import DGC
+from tritoncomm.algorithms.baselines.gtopk import GTopk
+from tritoncomm.algorithms.baselines.random_k import RandomK
+from tritoncomm.algorithms.baselines.threshold_allgather import GaussianK, HardThreshold, SIDCo
+from tritoncomm.algorithms.baselines.topk_dsa import TopkDSA
 from tritoncomm.algorithms.dense import Dense
-from tritoncomm.algorithms.dgc import DGC
 from tritoncomm.algorithms.exdyna import ExDyna, MiCRO
-from tritoncomm.algorithms.gtopk import GTopk
 from tritoncomm.algorithms.hierarchical import Hierarchical
 from tritoncomm.algorithms.ok_topk import OkTopk
 from tritoncomm.algorithms.random_block import RandomBlock
-from tritoncomm.algorithms.random_k import RandomK
 from tritoncomm.algorithms.spardl import SparDL
-from tritoncomm.algorithms.threshold_allgather import GaussianK, HardThreshold, SIDCo
 from tritoncomm.algorithms.topk_allgather import TopkAllgather
-from tritoncomm.algorithms.topk_dsa import TopkDSA
 from tritoncomm.algorithms.warmup import Warmup
 from tritoncomm.errors import ConfigurationError
 
-_RECIPES: tuple[type[Recipe], ...] = (
-    Dense,
-    DGC,
-    ExDyna,
-    GaussianK,
-    GTopk,
-    HardThreshold,
-    MiCRO,
-    OkTopk,
-    RandomBlock,
-    RandomK,
-    SIDCo,
-    SparDL,
-    TopkAllgather,
-    TopkDSA,
-)
-_BY_NAME = {kind.name: kind for kind in _RECIPES}
+_RECIPES: tuple[type[Recipe], ...] = (Dense, ExDyna, MiCRO, OkTopk, RandomBlock, SparDL, TopkAllgather)
+_BASELINES: tuple[type[Recipe], ...] = (DGC, GaussianK, GTopk, HardThreshold, RandomK, SIDCo, TopkDSA)
+_BY_NAME = {kind.name: kind for kind in (*_RECIPES, *_BASELINES)}
 
 __all__ = [
     "DGC",
@@ -66,8 +52,8 @@ __all__ = [
 
 
 def algorithms() -> list[str]:
-    """Return the names that ``algo=`` and :func:`recipe` accept, sorted."""
-    return sorted(_BY_NAME)
+    """Return the names that ``algo=`` and :func:`recipe` accept: methods to train with, then those to compare with."""
+    return list(_BY_NAME)
 
 
 def recipe(name: str, **fields: Any) -> Recipe:

@@ -151,7 +151,6 @@ class BudgetedAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
         return self.k >= self.numel
 
 
@@ -218,15 +217,14 @@ class Recipe(ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticRecipe(Recipe):
-    """A method that may have the static form.
+    """A method that has the static form, at least with some settings.
 
     ``static`` says whether messages have a fixed length that does not depend on the data. The host then waits for a GPU
     twice in most steps, whatever the world size, and messages may be longer. Entries above a fixed length stay in the
-    residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the method
-    has this form (:meth:`can_be_static`).
+    residual. ``"auto"`` means False. For vectors on a GPU, :func:`tritoncomm.wrap` resolves it to True if the settings
+    have this form (:meth:`can_be_static`).
     """
 
-    has_static_form: ClassVar[bool] = False
     static: bool | str = "auto"
 
     def __post_init__(self) -> None:
@@ -237,11 +235,11 @@ class StaticRecipe(Recipe):
 
     def can_be_static(self) -> bool:
         """Return True if the method has the static form with these settings."""
-        return self.has_static_form
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexRecipe(StaticRecipe):
+class IndexRecipe(Recipe):
     """A method that sends indices.
 
     ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.

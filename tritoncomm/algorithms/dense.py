@@ -35,11 +35,9 @@ class Dense(Recipe):
         return False
 
     def delivers_all(self) -> bool:
-        """See :meth:`Recipe.delivers_all`."""
         return True
 
     def build(self, numel: int) -> DenseAlgorithm:
-        """See :meth:`Recipe.build`."""
         return DenseAlgorithm(numel)
 
 
@@ -52,13 +50,10 @@ class DenseAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         return dense_exchange(acc, world_size)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
         return cost.dense(self.numel, world_size)

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.exdyna_static import Counts, Messages, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
@@ -53,7 +53,7 @@ _MANY = 16  # smallest k for which the logarithm of a count is close to the loga
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExDyna(IndexRecipe):
+class ExDyna(IndexRecipe, StaticRecipe):
     """Settings of ExDyna.
 
     * ``mode``: ``"paper"`` reproduces the authors' code bit for bit. Block sizes are multiples of 32 elements, and
@@ -86,7 +86,6 @@ class ExDyna(IndexRecipe):
 
     name: ClassVar[str] = "exdyna"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     mode: str = "robust"
     layout: str = "auto"
     rebalance: str = "auto"
@@ -121,7 +120,6 @@ class ExDyna(IndexRecipe):
         return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
-        """See :meth:`Recipe.build`."""
         return ExDynaAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:
@@ -195,7 +193,6 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         self.state = ExDynaState()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         # Block-based gradient vector partitioning.

@@ -48,7 +48,6 @@ class Hierarchical(WrapperRecipe):
         check(self, "recipe", exact, "has static=True, but a hierarchical exchange has no static form: leave it out")
 
     def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`."""
         if world_size == 1:
             return
         if world_size % self.node_size:
@@ -66,7 +65,6 @@ class Hierarchical(WrapperRecipe):
         return nodes + [tuple(range(local, world_size, size)) for local in range(size)]
 
     def build(self, numel: int) -> HierarchicalAlgorithm:
-        """See :meth:`Recipe.build`."""
         return HierarchicalAlgorithm(self, numel)
 
 
@@ -92,7 +90,6 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         return self._inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if world_size == 1:
             return (yield from dense_exchange(acc, world_size))
         size = self.recipe.node_size
@@ -134,11 +131,9 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
         return self._forecast(self.inner.predicted_traffic(max(1, world_size // self.recipe.node_size)))
 
     def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`."""
         return self._forecast(self.inner.ordinary_traffic(max(1, world_size // self.recipe.node_size)))
 
     def _forecast(self, between: Forecast) -> Forecast:

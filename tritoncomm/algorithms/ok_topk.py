@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
 from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
 from tritoncomm.algorithms.ok_topk_traffic import Caps
@@ -42,7 +42,7 @@ _STRICT_OWNER_SHARE = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class OkTopk(EntryRecipe):
+class OkTopk(EntryRecipe, StaticRecipe):
     """Settings of Ok-Topk. The defaults are the paper's values where it gives one.
 
     * ``repartition_every``: tau, the period of space repartition in sparse steps (section "space repartition").
@@ -73,7 +73,6 @@ class OkTopk(EntryRecipe):
 
     name: ClassVar[str] = "oktopk"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     repartition_every: int = 64
     reevaluate_every: int = 32
     bucket_width: int = 4
@@ -117,7 +116,6 @@ class OkTopk(EntryRecipe):
         return self.static_room, self.static_room
 
     def build(self, numel: int) -> OkTopkAlgorithm:
-        """See :meth:`Recipe.build`."""
         return OkTopkAlgorithm(self, numel)
 
 
@@ -180,7 +178,6 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         return self.numel == 0 or (super().goes_dense and not self.recipe.force_sparse)
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from collectives.dense_exchange(acc, world_size))
         state = self._state_for(world_size)

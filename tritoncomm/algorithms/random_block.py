@@ -52,7 +52,6 @@ class RandomBlock(StaticRecipe):
 
     name: ClassVar[str] = "random_block"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     mode: str = "perm"
     seed: int = 0
     alignment: int = 128
@@ -75,7 +74,6 @@ class RandomBlock(StaticRecipe):
             )
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         if self.values != "fp32":
             return super().formula(numel, world_size)
         words = 2 * self.block_size(numel) * (world_size - 1) / world_size
@@ -92,7 +90,6 @@ class RandomBlock(StaticRecipe):
         return False
 
     def build(self, numel: int) -> RandomBlockAlgorithm:
-        """See :meth:`Recipe.build`."""
         return RandomBlockAlgorithm(self, numel)
 
 
@@ -117,16 +114,13 @@ class RandomBlockAlgorithm(Algorithm):
 
     @property
     def goes_dense(self) -> bool:
-        """See :attr:`Algorithm.goes_dense`."""
         return self.size >= self.numel
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         ranges = self.ranges(self.state.step)

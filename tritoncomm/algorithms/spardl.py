@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, check, check_at_least
+from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
 from tritoncomm.algorithms.spardl_static import StaticStep, static_forecast
 from tritoncomm.algorithms.spardl_teams import (
     Place,
@@ -44,7 +44,7 @@ from tritoncomm_kernels.compact import SparseList
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparDL(EntryRecipe):
+class SparDL(EntryRecipe, StaticRecipe):
     """Settings of SparDL.
 
     * ``teams``: d, the number of teams. It must divide the world size. More teams need fewer rounds, but three or
@@ -63,7 +63,6 @@ class SparDL(EntryRecipe):
 
     name: ClassVar[str] = "spardl"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     teams: int | str = 1
     sag: str = "auto"
     residuals: str = "global"
@@ -97,7 +96,6 @@ class SparDL(EntryRecipe):
         return Formula(latencies, within + 2 * k / world_size * (d - 1), within + 2 * k / size * (d - 1))
 
     def build(self, numel: int) -> SparDLAlgorithm:
-        """See :meth:`Recipe.build`."""
         return SparDLAlgorithm(self, numel)
 
     def check_world_size(self, world_size: int) -> None:

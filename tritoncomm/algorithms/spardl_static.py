@@ -16,13 +16,12 @@ import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.spardl_teams import Place, SparDLState, fewest, reduce_scatter_schedule
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather
-from tritoncomm.primitives.edits import add_rest, add_truncated
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Rows
-from tritoncomm_kernels import Padded
+from tritoncomm_kernels import Padded, Workspace
 
 
 class StaticStep:
@@ -89,7 +88,7 @@ class StaticStep:
             union = kernels.merge_rows(pair, self.acc.numel, workspace=self.workspace)
             own = self._largest(union)
             if s + 1 < rounds:  # entries truncated in the last round are in no result
-                add_truncated(self.values, union, own, share=1 / (2 << s), workspace=self.workspace)
+                _add_truncated(self.values, union, own, 1 / (2 << s), self.workspace)
         return own
 
     def _merge_by_bruck(self, state: SparDLState) -> Pattern[tuple[Padded, torch.Tensor]]:
@@ -181,7 +180,7 @@ class StaticStep:
         """
         message, sent = rows.pack(entries, workspace=self.workspace)
         if rows.rounds:
-            add_rest(self.values, entries, sent, share=share, workspace=self.workspace)
+            _add_rest(self.values, entries, sent, share, self.workspace)
         return message, sent
 
     def _largest(self, union: Padded) -> Padded:
@@ -229,3 +228,20 @@ def static_forecast(place: Place, h: int, recursive: bool) -> Forecast:
         phases["merge"] = both(cost.bruck(words(first_room(place, h)), teams))
     bruck = teams > 1 and not recursive
     return with_verdict(Forecast(phases), world_size, 1 + bruck)
+
+
+def _add_rest(values: torch.Tensor, entries: Padded, sent: Padded, share: float, workspace: Workspace) -> None:
+    """Add ``share`` times ``entries`` less what was ``sent`` of them, rounded, to ``values`` (fp32 ``[n]``)."""
+    held = kernels.values_at(values, entries.indices)
+    kernels.set_at(values, entries)
+    kernels.add_rows(values, sent, scale=-1.0, workspace=workspace)
+    rest = kernels.values_at(values, entries.indices)
+    left = held + (rest if share == 1.0 else share * rest)
+    kernels.set_at(values, entries._replace(values=left))
+
+
+def _add_truncated(values: torch.Tensor, union: Padded, kept: Padded, share: float, workspace: Workspace) -> None:
+    """Add ``share`` times the entries of ``union``, but those that were ``kept``, to ``values`` (fp32 ``[n]``)."""
+    before = kernels.values_at(values, kept.indices)
+    kernels.add_rows(values, union, scale=share, workspace=workspace)
+    kernels.set_at(values, kept._replace(values=before))

@@ -55,7 +55,6 @@ class Warmup(WrapperRecipe):
         object.__setattr__(self, "name", self.recipe.name)  # checkpoints and errors name the method
 
     def build(self, numel: int) -> WarmupAlgorithm:
-        """See :meth:`Recipe.build`."""
         return WarmupAlgorithm(self, numel)
 
     def densities(self) -> list[float]:
@@ -114,7 +113,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
 
     @property
     def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
         if self.quantizes:  # messages have a fixed length, and so they may travel by collectives
             return getattr(self.recipe.recipe, "static", False) is True
         return self.inner.is_static
@@ -132,7 +130,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         self.inner.state = inner
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         before = self.inner
         if self.quantizes:
             bits, collective = BITS[self.recipe.values], self.is_static
@@ -148,7 +145,6 @@ class WarmupAlgorithm(WrapperAlgorithm):
         return mean
 
     def prepare(self, acc: Accumulator, world_size: int) -> None:
-        """See :meth:`Algorithm.prepare`."""
         self.inner.prepare(acc, world_size)
 
     def dense_update(self, mean: torch.Tensor) -> torch.Tensor:
@@ -191,15 +187,12 @@ class WarmupAlgorithm(WrapperAlgorithm):
         self.inner.migrate([state["inner"] for state in states], share, common["inner"])
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`."""
         return {"taken": self._taken, "inner": self.inner.common_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.state_dict`."""
         return {"taken": self._taken, "inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`."""
         if set(state) != {"taken", "inner"}:
             raise ConfigurationError(f"not a state of a warm-up: expected keys 'inner', 'taken', got {sorted(state)}")
         taken = int(state["taken"])

@@ -25,31 +25,24 @@ class WrapperRecipe(Recipe):
 
     @property
     def layers(self) -> tuple[Recipe, ...]:
-        """See :attr:`Recipe.layers`."""
         return self, *self.recipe.layers
 
     def with_method(self, change: Callable[[Recipe], Recipe]) -> Recipe:
-        """See :meth:`Recipe.with_method`."""
         return replace(self, recipe=self.recipe.with_method(change))
 
     def check_world_size(self, world_size: int) -> None:
-        """See :meth:`Recipe.check_world_size`."""
         self.recipe.check_world_size(world_size)
 
     def subgroups(self, world_size: int) -> list[tuple[int, ...]]:
-        """See :meth:`Recipe.subgroups`."""
         return self.recipe.subgroups(world_size)
 
     def compares_entries(self) -> bool:
-        """See :meth:`Recipe.compares_entries`."""
         return self.recipe.compares_entries()
 
     def delivers_all(self) -> bool:
-        """See :meth:`Recipe.delivers_all`."""
         return self.recipe.delivers_all()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`Recipe.check_optimizer`."""
         self.recipe.check_optimizer(optimizer)
 
 
@@ -72,34 +65,27 @@ class WrapperAlgorithm(Algorithm):
 
     @property
     def is_static(self) -> bool:
-        """See :attr:`Algorithm.is_static`."""
         return self.inner.is_static
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`."""
         return self.inner.has_shared_verdict
 
     def invalidate_thresholds(self) -> None:
-        """See :meth:`Algorithm.invalidate_thresholds`."""
         self.inner.invalidate_thresholds()
 
     def adopt_across_layout(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_layout`."""
         assert isinstance(other, WrapperAlgorithm)
         self.inner.adopt_across_layout(other.inner)
 
     def adopt_across_density(self, other: Algorithm) -> None:
-        """See :meth:`Algorithm.adopt_across_density`."""
         assert isinstance(other, WrapperAlgorithm)
         self.inner.adopt_across_density(other.inner)
 
     def migrate(self, states: Sequence[Mapping[str, Any]], share: float, common: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.migrate`."""
         self.inner.migrate(states, share, common)
 
     def common_state(self) -> dict[str, Any]:
-        """See :meth:`Algorithm.common_state`."""
         return self.inner.common_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,5 +93,4 @@ class WrapperAlgorithm(Algorithm):
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Algorithm.load_state_dict`."""
         self.inner.load_state_dict(state)

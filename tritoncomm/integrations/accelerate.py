@@ -27,12 +27,15 @@ def wrap(
     residuals: str = "restore",
     **settings: Any,
 ) -> SparseOptimizer:
-    """Exchange the gradients of a prepared ``model`` sparsely, and let ``optimizer`` step over what is delivered.
+    """Exchange the gradients of a prepared ``model`` sparsely when ``optimizer`` steps.
 
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
-    object to step and to save. ``accelerator.save_state()`` then also writes the residual of each rank, into the folder
-    ``tritoncomm`` of the checkpoint, and ``accelerator.load_state()`` restores it. A second prepared
-    optimizer has the folder ``tritoncomm_1``, as Accelerate numbers its own files.
+    object to step and to save. ``accelerator.clip_grad_norm_()`` and ``clip_grad_value_()`` exchange gradients before
+    they clip them. With ``clip_by="gradient"``, the exchange clips, and ``clip_grad_norm_()`` only returns the norm.
+
+    ``accelerator.save_state()`` then also writes the residual of each rank, into the folder ``tritoncomm`` of the
+    checkpoint, and ``accelerator.load_state()`` restores it. A second prepared optimizer has the folder
+    ``tritoncomm_1``, as Accelerate numbers its own files.
 
     Args:
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.
@@ -51,8 +54,9 @@ def wrap(
         ConfigMismatchError: Ranks are configured differently.
     """
     restore = beside.check(residuals)
-    sparse = connect(model, optimizer, algo, **settings)
-    name = beside.name_of(optimizer, accelerator._optimizers)  # noqa: SLF001 - no public attribute has them
+    sparse = connect(accelerator, model, optimizer, algo, **settings)
+    prepared = accelerator._optimizers  # noqa: SLF001 - no public attribute has them
+    name = beside.name_of(next((number for number, each in enumerate(prepared) if each is optimizer), 0))
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
 
     def save(_models: Any, _weights: Any, folder: str) -> None:

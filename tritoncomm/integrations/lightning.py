@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import inspect
 import shutil
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 import tritoncomm
 from tritoncomm import checkpoint as checkpoints
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.amp import with_equal_scales
 from tritoncomm.integrations import residuals as beside
-from tritoncomm.optimizer import SparseOptimizer
 
 __all__ = ["SparseDDPStrategy"]
 
-# The rest is chosen here, and the time-out is the one of the process group.
-_SETTINGS = set(inspect.signature(tritoncomm.wrap).parameters) - {"algo", "optimizer", "model", "scaler", "timeout"}
+# The rest is chosen here, or given to DDPStrategy, whose process group and time-out are used.
+_SETTINGS = set(inspect.signature(tritoncomm.wrap).parameters) - {
+    "algo", "optimizer", "model", "process_group", "timeout"
+}  # fmt: skip
 
 
 class SparseDDPStrategy(DDPStrategy):
     """Lightning's DDP strategy, with a sparse exchange: ``Trainer(strategy=SparseDDPStrategy(density=0.01))``.
 
-    A checkpoint ``x.ckpt`` gets a folder ``x.ckpt.tritoncomm`` with the residual of each rank.
+    Each optimizer of ``configure_optimizers()`` is wrapped. They are ``trainer.optimizers``, for example for their
+    ``metrics()``. Gradients are exchanged after the backward pass of a step, before ``on_before_optimizer_step()`` and
+    before Lightning clips them. With manual optimization, ``clip_gradients()`` and ``step()`` exchange them.
+
+    A checkpoint ``x.ckpt`` gets a folder ``x.ckpt.tritoncomm`` with the residual of each rank. The folder of a second
+    optimizer is ``x.ckpt.tritoncomm_1``.
 
     Args:
         algo: Name of a method, or a recipe, which has the fields of the method. Default: ``"oktopk"``.
         residuals: ``"restore"``: a resumed run needs the residual of each rank. ``"reset"``: residuals start at zero,
             for a checkpoint that has none. Default: ``"restore"``.
         **settings: Further arguments of :func:`tritoncomm.wrap`, for example ``density``, and of ``DDPStrategy``.
-
-    Attributes:
-        sparse_optimizer: The wrapped optimizer, for example for its ``metrics()``. None before training.
     """
 
     optimizers: list[Any]  # a property of the strategy
@@ -43,16 +50,47 @@ class SparseDDPStrategy(DDPStrategy):
         self._restore = beside.check(residuals)
         self._settings = {name: settings.pop(name) for name in _SETTINGS & set(settings)} | {"algo": algo}
         super().__init__(**settings)
-        self.sparse_optimizer: SparseOptimizer | None = None
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create optimizer and schedule, and wrap the optimizer."""
+        """Create optimizers and schedules, and wrap the optimizers."""
         super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(f"configure_optimizers() returned {len(self.optimizers)} optimizers: return one")
+        self._wrap(self.optimizers)
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
+            plugin.scaler = with_equal_scales(plugin.scaler, self.root_device)
+
+        def clip_gradients(optimizer: Any, clip_val: float = 0.0, *algorithm: Any, **named: Any) -> None:
+            if clip_val > 0:
+                self._average(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+            # Not the method of MixedPrecision, which refuses an optimizer that can unscale by itself.
+            Precision.clip_gradients(plugin, optimizer, clip_val, *algorithm, **named)
+
+        plugin.clip_gradients = clip_gradients
+
+    def _wrap(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.optimizers = [tritoncomm.wrap(each, model=self.model, **self._settings) for each in optimizers]
+
+    def _average(self, optimizer: Any) -> None:
+        """Exchange the gradients of ``optimizer``, unless that was done."""
+        if optimizer.is_synchronized:
+            return
         scaler = getattr(self.precision_plugin, "scaler", None)
-        self.sparse_optimizer = tritoncomm.wrap(self.optimizers[0], model=self.model, scaler=scaler, **self._settings)
-        self.optimizers = [self.sparse_optimizer]
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        optimizer.synchronize()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run ``closure``, exchange the gradients, let Lightning clip them, and take the step."""
+        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+
+        def closure_and_exchange() -> Any:
+            loss = closure()
+            is_skipped = loss is None and has_scaler and self.lightning_module.automatic_optimization
+            if not is_skipped:  # else the training step returned None, and Lightning takes no step
+                self._average(optimizer)
+            return loss
+
+        return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of the original optimizer. Lightning writes the one of the first rank."""
@@ -61,19 +99,37 @@ class SparseDDPStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the checkpoint on the first rank, and a residual on each rank."""
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if "optimizer_states" in checkpoint and self.sparse_optimizer is not None:
-            checkpoints.save(self.sparse_optimizer, beside.folder_of(filepath))
+        if "optimizer_states" in checkpoint:
+            for number, optimizer in enumerate(self.optimizers):
+                checkpoints.save(optimizer, beside.folder_of(filepath, number))
+
+    def _wrap_again(self) -> None:
+        """Wrap the optimizers again if they got further parameters. A fine-tuning callback will train them."""
+        new = [parameter for each in self.optimizers for parameter in each._parameters.new]  # noqa: SLF001
+        if not new:
+            return
+        before = [(parameter, parameter.requires_grad) for parameter in new]
+        for parameter in new:
+            parameter.requires_grad = True
+        for optimizer in self.optimizers:
+            optimizer.release()
+        self._wrap([optimizer.optimizer for optimizer in self.optimizers])
+        for parameter, requires_grad in before:
+            parameter.requires_grad = requires_grad
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore the optimizer, with the residual of this rank."""
-        if self._restore:
-            with beside.name_the_fix("SparseDDPStrategy()"):
-                checkpoints.load(self.optimizers[0], beside.folder_of(self.lightning_module.trainer.ckpt_path))
-        else:
+        """Restore the optimizers, with the residuals of this rank."""
+        self._wrap_again()
+        if not self._restore:
             super().load_optimizer_state_dict(checkpoint)
+            return
+        for number, optimizer in enumerate(self.optimizers):
+            with beside.name_the_fix("SparseDDPStrategy()"):
+                checkpoints.load(optimizer, beside.folder_of(self.lightning_module.trainer.ckpt_path, number))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove the checkpoint and its residuals."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(beside.folder_of(filepath), ignore_errors=True)
+            for number in range(len(self.optimizers)):
+                shutil.rmtree(beside.folder_of(filepath, number), ignore_errors=True)

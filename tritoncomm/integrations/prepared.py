@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tritoncomm
 from tritoncomm.algorithms import Recipe
+from tritoncomm.amp import with_equal_scales
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
@@ -22,8 +25,10 @@ def has_peers() -> bool:
     return is_distributed() and dist.get_world_size() > 1
 
 
-def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe, **settings: Any) -> SparseOptimizer:
-    """Wrap the optimizer inside ``prepared``, whose gradients are then exchanged by a hook of ``model``.
+def connect(
+    accelerator: Accelerator, model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe, **settings: Any
+) -> SparseOptimizer:
+    """Wrap the optimizer inside ``prepared``, and let ``accelerator`` clip averaged gradients.
 
     Raises:
         ConfigurationError: ``model`` or ``prepared`` is not prepared, or another argument is invalid.
@@ -37,35 +42,95 @@ def connect(model: nn.Module, prepared: AcceleratedOptimizer, algo: str | Recipe
             f"model is a {type(model).__name__}, not a DistributedDataParallel module: pass the one that "
             "accelerator.prepare() returned, in a run without FSDP, DeepSpeed and torch.compile"
         )
-    sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, scaler=prepared.scaler, **settings)
+    sparse = tritoncomm.wrap(prepared.optimizer, algo, model=model, **settings)
+    if prepared.scaler is not None:
+        accelerator.scaler = with_equal_scales(accelerator.scaler, accelerator.device)
+        for each in accelerator._optimizers:  # noqa: SLF001 - no public attribute has them
+            each.scaler = accelerator.scaler
     replace_inner(prepared, sparse)
+    _average_before_clipping(accelerator)
     return sparse
-
-
-def check_trainer(trainer: Any) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a ``trainer`` of Transformers cannot exchange sparsely."""
-    if getattr(trainer.args, "enable_jit_checkpoint", False):
-        raise ConfigurationError(
-            "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
-            "step; leave it out, and save every few steps with save_steps="
-        )
-    model = trainer.model_wrapped
-    if not has_peers():
-        return
-    if model is trainer.model:
-        raise ConfigurationError(
-            "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
-            "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
-            "is used; call train() first, or use a Trainer of its own to evaluate"
-        )
-    if getattr(model, "find_unused_parameters", False) and trainer.args.ddp_find_unused_parameters is None:
-        raise ConfigurationError(
-            "SparseGradients came by add_callback(), when the Trainer had chosen find_unused_parameters=True: pass "
-            "callbacks=[SparseGradients()] to the Trainer, or ddp_find_unused_parameters=False to TrainingArguments"
-        )
 
 
 def replace_inner(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
     """Let ``prepared`` step ``optimizer``."""
     # As if it were unpickled, because with a scaler it keeps methods of its optimizer.
     prepared.__setstate__(prepared.__getstate__() | {"optimizer": optimizer})
+    if prepared.scaler is None or not isinstance(optimizer, SparseOptimizer):
+        return
+    step = optimizer.step
+
+    def reveal_skipped(*args: Any, **kwargs: Any) -> Any:
+        """Take the step. It is always called, so only now is it known whether an overflow has skipped it."""
+        steps = optimizer._exchange.steps  # noqa: SLF001 - of this library
+        result = step(*args, **kwargs)
+        prepared._accelerate_step_called = optimizer._exchange.steps > steps  # noqa: SLF001
+        return result
+
+    prepared._optimizer_patched_step_method = reveal_skipped  # noqa: SLF001
+
+
+def _average_before_clipping(accelerator: Accelerator) -> None:
+    """Let ``accelerator`` exchange the gradients of wrapped optimizers before it clips them, and others as before."""
+    clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+    if hasattr(clip_norm, "averages"):
+        return
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        chosen = _listed(parameters)
+        averaged = _average(accelerator, chosen)
+        if not averaged:
+            return clip_norm(chosen, max_norm, norm_type)
+        if all(each._options.gradient_limit is not None for each in averaged):  # noqa: SLF001 - of this library
+            return _norm_of_means(averaged)
+        return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(parameters: Any, value: float) -> None:
+        chosen = _listed(parameters)
+        if _average(accelerator, chosen):
+            nn.utils.clip_grad_value_(chosen, value)
+        else:
+            clip_value(chosen, value)
+
+    clip_grad_norm_.averages = True  # type: ignore[attr-defined]
+    accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _average(accelerator: Accelerator, parameters: Iterable[torch.Tensor]) -> list[SparseOptimizer]:
+    """Exchange the gradients of the wrapped optimizers that have some of ``parameters``, and return these optimizers.
+
+    In a micro-batch before the last one of a step, nothing is exchanged, and none is returned.
+    """
+    if not accelerator.sync_gradients:
+        return []
+    clipped = {id(parameter) for parameter in parameters}
+    found = [
+        prepared
+        for prepared in accelerator._optimizers  # noqa: SLF001 - no public attribute has them
+        if any(id(parameter) in clipped for group in prepared.param_groups for parameter in group["params"])
+    ]
+    averaged = [prepared.optimizer for prepared in found if isinstance(prepared.optimizer, SparseOptimizer)]
+    if averaged:
+        accelerator.unscale_gradients(found)
+    for optimizer in averaged:
+        if not optimizer.is_synchronized:
+            optimizer.synchronize()
+    return averaged
+
+
+def _norm_of_means(optimizers: Iterable[SparseOptimizer]) -> torch.Tensor:
+    """Return the norm of the mean of the gradients of this step, which the exchange has clipped.
+
+    A single worker clips when it steps.
+    """
+    norms = []
+    for optimizer in optimizers:
+        found = optimizer._exchange.gradient_norm  # noqa: SLF001 - of this library
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        norms.append(nn.utils.get_total_norm(gradients) if found is None else found.float())
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

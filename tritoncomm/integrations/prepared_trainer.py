@@ -1,39 +1,43 @@
-"""The optimizer and the gradient clipping of a Trainer of Transformers, while its gradients are exchanged sparsely."""
+"""The optimizer of a Trainer of Transformers, while its gradients are exchanged sparsely."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-
 from tritoncomm.algorithms import Recipe
-from tritoncomm.integrations.prepared import check_trainer, connect, has_peers, replace_inner
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.integrations.prepared import connect, has_peers, replace_inner
 from tritoncomm.optimizer import SparseOptimizer
 
 
 def connect_trainer(trainer: Any, algo: str | Recipe, settings: dict[str, Any]) -> SparseOptimizer:
     """Wrap the optimizer of ``trainer``, see :func:`~tritoncomm.integrations.prepared.connect`."""
-    check_trainer(trainer)
+    _check(trainer)
     limited = _with_limit(settings, trainer)
-    sparse = connect(trainer.model_wrapped, trainer.optimizer, algo, **limited)
-    if limited.get("clip_by") == "gradient":
-        _only_measure(trainer.accelerator)
-    return sparse
+    return connect(trainer.accelerator, trainer.model_wrapped, trainer.optimizer, algo, **limited)
 
 
 def disconnect_trainer(trainer: Any) -> None:
-    """Let the optimizer of ``trainer`` step, and its accelerator clip, as before. Without effect if they do."""
+    """Let the optimizer of ``trainer`` step as before. Without effect if it does."""
     sparse = trainer.optimizer.optimizer
-    if not isinstance(sparse, SparseOptimizer):
-        return
-    replace_inner(trainer.optimizer, sparse.optimizer)
-    sparse.release()
-    replaced = vars(trainer.accelerator).get("clip_grad_norm_")
-    if hasattr(replaced, "original"):
-        del trainer.accelerator.clip_grad_norm_
-        if replaced.original is not None:
-            trainer.accelerator.clip_grad_norm_ = replaced.original
+    if isinstance(sparse, SparseOptimizer):
+        replace_inner(trainer.optimizer, sparse.optimizer)
+        sparse.release()
+
+
+def _check(trainer: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``trainer`` cannot exchange sparsely."""
+    if getattr(trainer.args, "enable_jit_checkpoint", False):
+        raise ConfigurationError(
+            "enable_jit_checkpoint=True: such a checkpoint has no residuals, and may fall between the exchange and the "
+            "step; leave it out, and save every few steps with save_steps="
+        )
+    if has_peers() and trainer.model_wrapped is trainer.model:
+        raise ConfigurationError(
+            "the Trainer has not wrapped the model in DistributedDataParallel: evaluate() or predict() was called "
+            "before train(), after which Transformers trains each replica alone, or FSDP, DeepSpeed or torch_compile "
+            "is used; call train() first, or use a Trainer of its own to evaluate"
+        )
 
 
 def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
@@ -51,14 +55,3 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     if chosen == "delivered" or limit is None or limit <= 0:
         return settings
     return settings | {"max_grad_norm": limit, "clip_by": "gradient"}
-
-
-def _only_measure(accelerator: Accelerator) -> None:
-    """Let ``accelerator`` return norms without clipping, until :func:`disconnect_trainer`."""
-    clip = accelerator.clip_grad_norm_
-
-    def norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # noqa: ARG001
-        return clip(parameters, torch.finfo(torch.float32).max, norm_type)  # an infinite norm over infinity is a NaN
-
-    norm.original = vars(accelerator).get("clip_grad_norm_")  # type: ignore[attr-defined]
-    accelerator.clip_grad_norm_ = norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from tritoncomm.step.options import one_of
 FOLDER = "tritoncomm"
 
 
-def name_of(optimizer: object, prepared: Sequence[object]) -> str:
-    """Return the name of the folder for one of the ``prepared`` optimizers. All but the first get a number."""
-    number = next((number for number, each in enumerate(prepared) if each is optimizer), 0)
+def name_of(number: int) -> str:
+    """Return the name of the folder for the optimizer with this ``number``, counted from 0."""
     return f"{FOLDER}_{number}" if number else FOLDER
 
 
@@ -29,15 +28,17 @@ def check(residuals: str) -> bool:
     return residuals == "restore"
 
 
-def folder_of(file: str | Path) -> Path:
-    """Return the folder of the residuals of a checkpoint that is one ``file``, or a link to one.
+def folder_of(file: str | Path, number: int) -> Path:
+    """Return the folder of an optimizer's residuals beside a checkpoint that is one ``file``, or a link to one.
+
+    Optimizers are counted from 0.
 
     Raises:
         ConfigurationError: ``file`` is a URL.
     """
     if "://" in str(file):
         raise ConfigurationError(f"{file} is a URL, and residuals are saved to files: use a local or shared disk")
-    return Path(f"{Path(file).resolve()}.{FOLDER}")
+    return Path(f"{Path(file).resolve()}.{name_of(number)}")
 
 
 @contextmanager

@@ -23,7 +23,6 @@ class SparseGradients(TrainerCallback):
 
     Optimizer, schedule and accumulation stay as they are. ``max_grad_norm`` limits gradients as in a dense run, by
     ``clip_by="gradient"`` of ``wrap``. A checkpoint gets a folder ``tritoncomm`` with the residual of each rank.
-    ``ddp_find_unused_parameters`` is False unless it is set.
 
     Args:
         algo: Name of a method, or a recipe. See :func:`tritoncomm.wrap`. Default: ``"oktopk"``.
@@ -39,11 +38,6 @@ class SparseGradients(TrainerCallback):
         self._restore = beside.check(residuals)
         self._algo, self._settings = algo, settings
         self.optimizer: SparseOptimizer | None = None
-
-    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
-        """Let DDP assume that every parameter is used. Otherwise it discards what is delivered to an unused one."""
-        if args.ddp_find_unused_parameters is None and (options := _trainer_frame()["self"].accelerator.ddp_handler):
-            options.find_unused_parameters = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Wrap the optimizer, and load the residuals of the checkpoint from which the Trainer resumes."""
@@ -69,7 +63,10 @@ class SparseGradients(TrainerCallback):
 
 
 def _trainer_frame() -> Any:
-    """Return the variables of the Trainer's method that called. It passes neither itself nor its checkpoint."""
+    """Return the variables of the Trainer's method that called.
+
+    Up to Transformers 5.24, it passes neither itself nor its checkpoint to callbacks.
+    """
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.primitives.edits import add_rest, add_truncated
 from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.span import Span
@@ -222,16 +221,6 @@ class Accumulator:
             self._timed(lambda: kernels.add_rows(self._scratch, delivered, scale=-1.0, workspace=self.workspace))
         else:
             self._timed(lambda: kernels.set_at(self._scratch, delivered.indices))
-
-    def add_rest_padded(self, entries: Padded, sent: Padded) -> torch.Tensor:
-        """Add what rounding takes away from ``entries``. See :func:`~tritoncomm.primitives.edits.add_rest`."""
-        self._add()
-        return self._timed(lambda: add_rest(self._scratch, entries, sent, workspace=self.workspace))
-
-    def add_truncated_padded(self, union: Padded, kept: Padded) -> None:
-        """Add ``union`` without ``kept`` to the sum, see :func:`~tritoncomm.primitives.edits.add_truncated`."""
-        self._add()
-        self._timed(lambda: add_truncated(self._scratch, union, kept, workspace=self.workspace))
 
     def replace_padded(self, entries: Padded) -> None:
         """Do the same as :meth:`replace` for entries with padding. Nothing waits for a GPU."""

@@ -21,7 +21,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.bucket import FlatDelivery
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.shards import local, local_gradient, local_shards, one_per_shard
+from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard, one_per_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers
 from tritoncomm_kernels import AdamControl, AdamFlat, AdamMany, AdamStates, root_mean_squares
 
@@ -46,12 +46,12 @@ class StalenessAwareAdam:
 
     The optimizer keeps its state (``step``, ``exp_avg``, ``exp_avg_sq``). The state of each parameter gains three
     entries. ``last_delivered`` (int32, shaped like the parameter) is the step of each coordinate's last delivery.
-    ``last_aware`` is the last step that this class took. ``param_rms`` (fp32) is the root mean square of the parameter,
-    updated every 20 steps.
+    ``last_aware`` is the last step that this class took. ``param_rms`` (fp32 ``[]``) is the root mean square of the
+    parameter, updated every 20 steps.
 
-    A DTensor is updated as its local shard, which counts as a tensor of its own. Nothing is communicated. Its entries
-    are DTensors of the same placements. Its ``param_rms`` has one value per index of each sharded dimension, which can
-    be sharded again when a checkpoint is loaded with other ranks. All values in a shard are equal, until then.
+    A DTensor is updated as its local shard, which counts as a tensor of its own. Nothing is communicated. Its moments
+    and ``last_delivered`` are DTensors of the same placements. A saved ``param_rms`` has one value per row, or per
+    index of each sharded dimension, so that it can be loaded with another sharding. See :meth:`saved`.
 
     A delivery after tau steps counts for up to tau dense steps: it catches up. Three limits shorten this, but never to
     less than one dense step. If every coordinate is delivered in every step, the result is torch's own up to rounding.
@@ -241,21 +241,17 @@ class StalenessAwareAdam:
     def _renew_rms(self, parameters: list[torch.Tensor], states: list[dict[str, Any]], step: int) -> None:
         """Compute ``param_rms`` where it is missing, and everywhere if it is due after ``step`` steps."""
         due = step < _UPDATE_RMS_EVERY or step % _UPDATE_RMS_EVERY == 0
-        found = [
-            (parameter, state)
-            for parameter, state in zip(parameters, states, strict=True)
-            if due or "param_rms" not in state
-        ]
-        shards = local_shards([parameter for parameter, _ in found])
+        found = [i for i, state in enumerate(states) if due or "param_rms" not in state]
+        shards = local_shards([parameters[i] for i in found])
         measured = iter(root_mean_squares([shard for shard in shards if shard.numel()]))
         held, renewed = [], []
-        for (parameter, state), shard in zip(found, shards, strict=True):
+        for i, shard in zip(found, shards, strict=True):
             value = next(measured) if shard.numel() else torch.zeros((), dtype=torch.float32, device=shard.device)
-            if "param_rms" in state:
-                held.append(local(state["param_rms"]))
+            if "param_rms" in states[i]:
+                held.append(states[i]["param_rms"])
                 renewed.append(value)
             else:
-                state["param_rms"] = one_per_shard(parameter, value)
+                states[i]["param_rms"] = value.clone()
         if held:
             torch._foreach_copy_(held, renewed)
 
@@ -291,6 +287,8 @@ class StalenessAwareAdam:
         for name in ("step", "last_aware"):  # a loaded state may have them on a GPU, where reading them takes a wait
             if name in state and state[name].device.type != "cpu":
                 state[name] = state[name].cpu()
+        if "param_rms" in state and state["param_rms"].dim():  # the original optimizer has loaded it
+            state["param_rms"] = one_of_shard(state["param_rms"]).clone()
         last: torch.Tensor | None = state.get("last_delivered")
         if last is None or last.dtype != torch.int32 or not _same(state["last_aware"], state["step"]):
             self._repair(group, parameter, state)
@@ -318,6 +316,17 @@ class StalenessAwareAdam:
         state["last_aware"] = state["step"].clone()
 
     @staticmethod
+    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state_dict`` of ``optimizer`` with a ``param_rms`` that any sharding can load."""
+        states = dict(state_dict["state"])
+        for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+            for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+                state = states.get(key, {})
+                if "param_rms" in state:
+                    states[key] = state | {"param_rms": one_per_shard(parameter, one_of_shard(state["param_rms"]))}
+        return state_dict | {"state": states}
+
+    @staticmethod
     def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``.
 
@@ -331,7 +340,8 @@ class StalenessAwareAdam:
                     state["last_delivered"] = saved["last_delivered"].to(parameter.device, torch.int32, copy=True)
                     state["last_aware"] = saved["last_aware"].clone()
                     if "param_rms" in saved:
-                        state["param_rms"] = saved["param_rms"].to(parameter.device, torch.float32, copy=True)
+                        rms = one_of_shard(saved["param_rms"])
+                        state["param_rms"] = rms.to(parameter.device, torch.float32, copy=True)
 
 
 def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:
@@ -340,8 +350,7 @@ def _columns(states: list[dict[str, Any]], *, amsgrad: bool) -> AdamStates:
         local_shards([state["exp_avg"] for state in states]),
         local_shards([state["exp_avg_sq"] for state in states]),
         local_shards([state["last_delivered"] for state in states]),
-        # The values of a shard may differ after resharding: its first is used.
-        [held if held.dim() == 0 else held[:1] for held in local_shards([state["param_rms"] for state in states])],
+        [state["param_rms"] for state in states],
         local_shards([state["max_exp_avg_sq"] for state in states]) if amsgrad else None,
     )
 

@@ -76,6 +76,10 @@ class AwareStep(Protocol):
         """
 
     @staticmethod
+    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the ``state_dict`` of ``optimizer`` with owned entries that any sharding can load."""
+
+    @staticmethod
     def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
 

@@ -11,7 +11,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.step.shards import bytes_of
 
-SCHEMA = 4
+SCHEMA = 5
 _FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
 
 
@@ -44,8 +44,8 @@ def checksum(state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def check(state: Mapping[str, Any], **here: Any) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is intact and its fields equal those ``here``."""
+def check_schema(state: Mapping[str, Any]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless this version reads the schema of ``state``."""
     if not isinstance(state, Mapping):
         raise ConfigurationError(f"not a state of a gradient exchange: expected a dict, got {type(state).__name__}")
     if state.get("schema") != SCHEMA:
@@ -53,6 +53,11 @@ def check(state: Mapping[str, Any], **here: Any) -> None:
             f"this checkpoint has schema={state.get('schema')!r}, this version of tritoncomm reads schema={SCHEMA}: "
             "load it with the version that has written it"
         )
+
+
+def check(state: Mapping[str, Any], **here: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is intact and its fields equal those ``here``."""
+    check_schema(state)
     missing = [field for field in _FIELDS if field not in state]
     if missing:
         raise ConfigurationError(f"this checkpoint is truncated: it has no {', '.join(missing)}")
@@ -100,25 +105,57 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
             raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
         if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
             raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
-    share = world_size / size
     resharded = []
     for rank in range(world_size):
         own = states[rank::world_size]
-        residuals = [
-            sum(parts, start=torch.zeros_like(first)) * share
-            for first, *parts in zip(states[0]["residuals"], *(state["residuals"] for state in own), strict=True)
-        ]
-        migrated = {"states": [state["algorithm"] for state in own], "share": share, "common": states[0]["algorithm"]}
         resharded.append(
-            with_checksum(
+            taken_over(
+                states[0],
                 rank=rank,
                 world_size=world_size,
-                recipe=states[0]["recipe"],
-                settings=states[0]["settings"],
-                residuals=residuals,
-                algorithm={},
-                migrated=migrated,
-                steps=states[0]["steps"],
+                saved_by=size,
+                residuals=[state["residuals"] for state in own],
+                like=states[0]["residuals"],
+                methods=[state["algorithm"] for state in own],
+                common=states[0]["algorithm"],
             )
         )
     return resharded
+
+
+def taken_over(
+    first: Mapping[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    saved_by: int,
+    residuals: Sequence[Sequence[torch.Tensor]],
+    like: Sequence[torch.Tensor],
+    methods: Sequence[Mapping[str, Any]],
+    common: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state of ``rank`` of ``world_size``, which takes over the residuals of some of ``saved_by`` ranks.
+
+    Args:
+        first: The state of one of these ranks, the same on all new ranks. Its residuals are not read.
+        rank: The new rank.
+        world_size: The new number of ranks.
+        saved_by: The number of ranks that exchanged gradients before.
+        residuals: The residuals that this rank takes over, those of each old rank in a list. There may be none.
+        like: Residuals of the right lengths.
+        methods: The states of the methods of these old ranks. None, if they belong to other shards.
+        common: The state of the method of one old rank, the same on all new ranks.
+    """
+    share = world_size / saved_by
+    return with_checksum(
+        rank=rank,
+        world_size=world_size,
+        recipe=first["recipe"],
+        settings=first["settings"],
+        residuals=[
+            sum(parts, start=torch.zeros(len(own))) * share for own, *parts in zip(like, *residuals, strict=True)
+        ],
+        algorithm={},
+        migrated={"states": list(methods), "share": share, "common": common},
+        steps=first["steps"],
+    )

@@ -32,16 +32,16 @@ TABLE = {
     "dgc": Work(6.9e-9, 21e-9),
     "exdyna": Work(1.8e-9, 8e-9),
     "gaussiank": Work(8.3e-9, 40e-9),
-    "gtopk": Work(2.4e-9, 31e-9),
+    "gtopk": Work(2.1e-9, 30e-9),
     "hard_threshold": Work(3.9e-9, 69e-9),
     "micro": Work(2.1e-9, 0.0),
     "oktopk": Work(2.5e-9, 40e-9),
     "random_block": Work(1.4e-9, 4e-9),
-    "random_k": Work(1.0e-9, 84e-9),
+    "random_k": Work(0.8e-9, 63e-9),
     "sidco": Work(27.0e-9, 47e-9),
     "spardl": Work(1.7e-9, 105e-9),
     "topk_allgather": Work(1.9e-9, 50e-9),
-    "topk_dsa": Work(2.2e-9, 9e-9),
+    "topk_dsa": Work(2.8e-9, 4.9e-9),
 }
 OTHER = Work(2e-9, 45e-9)  # a method that is not in the table: about that of the top-k methods
 # What the hook of DDP adds to a step, and to the exchange of each of its buckets: handing gradients over between

@@ -57,10 +57,15 @@ class KnownParameters:
         groups = self._optimizer.param_groups
         return any(each.requires_grad and id(each) not in trained for group in groups for each in group["params"])
 
+    @property
+    def new(self) -> list[torch.Tensor]:
+        """Those that somebody has added to the original optimizer since."""
+        groups = self._optimizer.param_groups
+        return [each for group in groups for each in group["params"] if id(each) not in self._known]
+
     def check(self) -> None:
         """Raise if the user has added parameters to the original optimizer, or replaced some."""
-        groups = self._optimizer.param_groups
-        new = [each for group in groups for each in group["params"] if id(each) not in self._known]
+        new = self.new
         if new:
             raise ConfigurationError(
                 f"the original optimizer has {len(new)} parameters that it did not have at wrap(), the first of shape "

@@ -25,11 +25,12 @@ logger = logging.getLogger("tritoncomm")
 
 
 def checked_module(model: Any) -> nn.Module | None:
-    """Return ``model``, without what torch.compile has put around it.
+    """Return ``model``, without what torch.compile or Fabric has put around it.
 
     Raises:
         ConfigurationError: It is neither a module nor None.
     """
+    model = getattr(model, "_forward_module", model)  # of Fabric, which is a module itself
     model = getattr(model, "_orig_mod", model)
     if not (model is None or isinstance(model, nn.Module)):
         raise ConfigurationError(f"model is a {type(model).__name__}: pass the torch.nn.Module that optimizer trains")

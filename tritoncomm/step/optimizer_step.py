@@ -44,7 +44,8 @@ class StepState:
         scale: Loss scale by which the averaged gradients were divided. None without a scaler that has not unscaled.
         found_in_unscale: Overflow flag of ``tritoncomm.amp.GradScaler`` after ``unscale_``, equal on all ranks. None
             without such a call.
-        versions: Version of each ``.grad`` when a step failed before its update, to detect a further backward pass.
+        versions: Version of each ``.grad`` when a step began after the exchange, or failed before its update, to detect
+            a further backward pass.
         scale_warning_logged: Whether the warning about different loss scales has been logged.
     """
 
@@ -58,9 +59,9 @@ class StepState:
         """Forget the last exchange, which has been used or is not needed."""
         self.written, self.scale, self.found_in_unscale, self.versions = [], None, None, []
 
-    def note_failure(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Note what ``gradients`` hold, because a step has failed before its update."""
-        self.versions = [_version(gradient) for gradient in gradients]
+    def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
+        self.versions = self.versions or [_version(gradient) for gradient in gradients]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
@@ -68,8 +69,8 @@ class StepState:
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self.versions and self.versions != [_version(gradient) for gradient in gradients]:
             raise RuntimeError(
-                "gradients have changed since step() failed: repeat step() before the next backward pass, or call "
-                "optimizer.zero_grad() on all ranks, which discards what was averaged"
+                "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
+                "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
             )
 
     def warn_about_scale(self, found: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
@@ -311,6 +312,11 @@ class OptimizerStep:
             finally:
                 _stepping.discard(key)
         _run(after, self.optimizer)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the state of the optimizer, which any sharding can load."""
+        rule, state = find_rule(self.optimizer), self.optimizer.state_dict()
+        return state if rule is None else rule.saved(self.optimizer, state)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
         """Restore the entries of the staleness-aware step after ``optimizer.load_state_dict(state_dict)``.

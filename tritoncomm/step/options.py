@@ -33,7 +33,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import gpu_cost, setup_checks
 from tritoncomm.step.packing import Packing, describe
-from tritoncomm.step.torch_internals import is_flattened
+from tritoncomm.step.torch_internals import has_hooks, is_flattened
 
 logger = logging.getLogger("tritoncomm")
 
@@ -306,6 +306,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
+    if not has_hooks(optimizer):
+        _refuse_prepared(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
@@ -321,6 +323,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, which is not "
                 "supported: use fully_shard() and pass the model to wrap(..., model=model)"
             )
+
+
+# What to call instead of wrap() for an optimizer that a trainer has prepared, by a part of the name of its module.
+_INSTEAD = {
+    "accelerate": "call tritoncomm.integrations.accelerate.wrap(accelerator, model, optimizer)",
+    "fabric": "wrap it before: model = fabric.setup_module(model), then optimizer = "
+    "fabric.setup_optimizers(tritoncomm.wrap(optimizer, model=model))",
+    "lightning": "pass Trainer(strategy=SparseDDPStrategy()) of tritoncomm.integrations.lightning",
+}
+
+
+def _refuse_prepared(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` about an ``optimizer`` that stands for another one."""
+    module = type(optimizer).__module__
+    instead = next((call for name, call in _INSTEAD.items() if name in module), "pass the optimizer that it stands for")
+    raise ConfigurationError(
+        f"optimizer is a {type(optimizer).__name__} of {module}, which stands for another optimizer: {instead}"
+    )
 
 
 def log_choice(

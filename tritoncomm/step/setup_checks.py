@@ -17,7 +17,7 @@ from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
 from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.shards import bytes_of, local
+from tritoncomm.step.shards import bytes_of, local, mesh_ranks
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -298,7 +298,8 @@ def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
         if parameter.grad is not None:
             raise ConfigurationError(
                 f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                "set requires_grad=True before wrap(), and freeze the parameter afterwards if needed"
+                "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and add "
+                "them later by add_param_group(), or set requires_grad=True before wrap() and freeze them afterwards"
             )
 
 
@@ -310,7 +311,7 @@ def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | 
     """
     sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
     for parameter in sharded:
-        mesh = set(parameter.device_mesh.mesh.flatten().tolist())
+        mesh = mesh_ranks(parameter)
         ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
         if mesh & ranks != {dist.get_rank()}:
             raise ConfigurationError(

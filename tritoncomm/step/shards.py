@@ -83,6 +83,11 @@ def like_parameter(parameter: Any, values: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **layout)
 
 
+def mesh_ranks(parameter: Any) -> set[int]:
+    """Return the ranks over which a DTensor is distributed. Empty for a plain tensor."""
+    return set(parameter.device_mesh.mesh.flatten().tolist()) if hasattr(parameter, "device_mesh") else set()
+
+
 def place(parameter: Any) -> str:
     """Return which shard of ``parameter`` this rank has, as text that can be compared."""
     if not hasattr(parameter, "device_mesh"):
@@ -94,22 +99,31 @@ def place(parameter: Any) -> str:
 def one_per_shard(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     """Return ``value`` (``[]``) of the local shard of ``parameter``, in a form that a checkpoint can reshard.
 
-    If no dimension is sharded, this is ``value``. Otherwise it is a DTensor with the sharded dimensions of
-    ``parameter``, in the dtype of ``value``. All local elements are ``value``. One number per rank would belong to the
-    number of ranks. One per index of a sharded dimension exists for any number of ranks.
+    It has the sharded dimensions of ``parameter``, or the first one if none is sharded, and the dtype of ``value``. Of
+    a DTensor it is one, too. All local elements are ``value``. One number per rank would belong to the number of ranks.
+    One per index of a dimension exists for any number of ranks.
     """
     sharded = sorted({placement.dim for placement in getattr(parameter, "placements", ()) if hasattr(placement, "dim")})
-    if not sharded:
-        return value.clone()
+    sharded = sharded or [0][: parameter.dim()]
+    own = value.expand([local(parameter).shape[dim] for dim in sharded]).clone()
+    if not hasattr(parameter, "device_mesh"):
+        return own
     # Imported with the first DTensor: importing it takes as long as the rest of this package.
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     placements = [_renumbered(placement, sharded) for placement in parameter.placements]
     shape = torch.Size(parameter.shape[dim] for dim in sharded)
-    # Not by zeros() for DTensors, which allocates on the current GPU instead of that of the parameter.
-    own = value.expand([local(parameter).shape[dim] for dim in sharded]).clone()
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, parameter.device_mesh, placements, shape=shape, stride=stride)
+
+
+def one_of_shard(values: Any) -> torch.Tensor:
+    """Return the value (``[]``) of this rank's shard of what :func:`one_per_shard` returned, or 0 of an empty shard.
+
+    Values may differ if they were saved by other shards. The first is returned.
+    """
+    own = local(values).reshape(-1)
+    return own[0] if own.numel() else own.new_zeros(())
 
 
 def _renumbered(placement: Any, sharded: list[int]) -> Any:

@@ -35,7 +35,7 @@ from tritoncomm_kernels import Padded
 _PHASE, _QUANTIZED_PHASE = "small tensors", "small"
 # Added to the second moment, in units of the mean of its tensor. It limits the gain of a row without gradient to 32.
 _FLOOR = 2.0**-10
-# A tensor of which nothing was delivered yet may have tiny gradients: with each renewal, its root is taken to be smaller
+# A tensor of which nothing was delivered yet may have tiny gradients. With each renewal, its root is taken to be less
 # by this factor.
 _LOOK_DEEPER = 2.0**-3
 # Thresholds are discarded if the scale changes at more than this share of the coordinates.
@@ -188,7 +188,6 @@ class StagedAlgorithm(WrapperAlgorithm):
             raise NonFiniteError(REJECTED)
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`."""
         return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
 
     def ordinary_traffic(self, world_size: int) -> Forecast:

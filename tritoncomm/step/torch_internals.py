@@ -80,6 +80,15 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
     return list(before.values()), list(after.values())
 
 
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` has hooks of its own.
+
+    Every optimizer gets them from its base class. An object that trainers put in front of one is an instance of the
+    base class that was never initialized, so that ``isinstance`` is true.
+    """
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if somebody has replaced ``step`` of this one object by another method.
 

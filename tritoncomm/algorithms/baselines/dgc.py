@@ -21,8 +21,6 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
-from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import Pattern
@@ -41,7 +39,6 @@ class DGC(EntryRecipe):
     """
 
     name: ClassVar[str] = "dgc"
-    has_static_form: ClassVar[bool] = True
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
@@ -57,7 +54,6 @@ class DGC(EntryRecipe):
             check_at_least(self, 0, "clip_norm")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
         return self.all_gather_formula(numel, world_size)
 
     def compares_entries(self) -> bool:
@@ -65,7 +61,6 @@ class DGC(EntryRecipe):
         return False
 
     def build(self, numel: int) -> DGCAlgorithm:
-        """See :meth:`Recipe.build`."""
         return DGCAlgorithm(self, numel)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,20 +99,17 @@ class DGCAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: DGC, numel: int) -> None:
         super().__init__(numel)
-        self.recipe, self.static = recipe, recipe.static is True
+        self.recipe = recipe
         self.k = entries_to_keep(numel, recipe.density)
         self.state = DGCState()
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         self.prepare(acc, world_size)
         if self.goes_dense:
             return (yield from self._dense(acc, world_size))
         gradient = acc.gradient.float()
         velocity, update = self._with_momentum(self.state.velocity, gradient)
         acc.replace_gradient(update)
-        if acc.verdict is not None:
-            return (yield from self._reduce_static(acc, acc.verdict, velocity, world_size))
         own = acc.top_k(self.k)
         encoding = self.recipe.encoding
         mean, sent = yield from all_gather_mean(own, [self.k] * world_size, encoding, acc, rank, world_size)
@@ -125,20 +117,6 @@ class DGCAlgorithm(BudgetedAlgorithm):
         self.report = rounding_figures(own, sent) if encoding.rounds else {}
         if self.recipe.masking:
             velocity = velocity.index_fill(0, sent.indices.long(), 0.0)
-        self.state = replace(self.state, velocity=velocity)
-        return mean
-
-    def _reduce_static(
-        self, acc: Accumulator, verdict: Verdict, velocity: torch.Tensor, world_size: int
-    ) -> Pattern[SparseVector]:
-        """Do the rest of :meth:`reduce` without waiting for a GPU before the verdict."""
-        rows = rows_of(self.recipe.encoding, self.numel, self.k, world_size, acc.device)
-        mean, sent = yield from all_gather_mean_static(acc.top_k_padded(self.k), rows, acc, verdict, world_size)
-        acc.subtract_padded(sent, rounded=rows.rounds)
-        if self.recipe.masking:
-            velocity = velocity.clone()  # it may be the update
-            kernels.set_at(velocity, sent.indices)
-        yield from verdict.settle(world_size)
         self.state = replace(self.state, velocity=velocity)
         return mean
 
@@ -184,10 +162,7 @@ class DGCAlgorithm(BudgetedAlgorithm):
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         # A gradient that is not finite stays unchanged, so that the exchange rejects it.
         clips = torch.isfinite(norm) & (norm > limit)
-        if acc.verdict is not None:  # the host does not wait to see whether it clips
-            acc.replace_gradient(gradient * torch.where(clips, limit / norm, 1.0))
-        elif clips:
-            acc.replace_gradient(gradient * (limit / norm))
+        acc.replace_gradient(gradient * torch.where(clips, limit / norm, 1.0))
 
     def adopt_across_layout(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_layout`.
@@ -214,6 +189,4 @@ class DGCAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
-        if self.is_static:
-            return static_traffic(self.recipe.encoding, self.numel, self.k, world_size)
         return Forecast({"all-gather": both(cost.bruck(self.recipe.encoding.words(self.numel, self.k), world_size))})

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 import tritoncomm_kernels as kernels
-from tritoncomm.algorithms.base import BudgetedAlgorithm, StaticRecipe, check, check_number
+from tritoncomm.algorithms.base import BudgetedAlgorithm, Recipe, check_number
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange, shared_mean
-from tritoncomm.primitives.quantized_mean import BITS, FORMATS, deliver_quantized, traffic
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import all_below, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
@@ -28,31 +27,18 @@ _PHASE = "values"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(StaticRecipe):
-    """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers.
-
-    ``values`` is the format in which values travel: ``"fp32"``, ``"8bit"`` or ``"4bit"``. What quantization cuts off
-    stays in the residuals. A coordinate whose mean is rounded to zero is not delivered. Choose 8 bits rather than 4:
-    coordinates drawn at random differ in magnitude, and at 4 bits the small ones wait. In the static form, quantized
-    values travel by two collectives. It delivers the same bits, and the number of launches on a GPU does not grow with
-    the number of workers.
-    """
+class RandomK(Recipe):
+    """Deliver k random coordinates per step. They are drawn from ``seed``, which must be the same on all workers."""
 
     name: ClassVar[str] = "random_k"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     seed: int = 0
-    values: str = "fp32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "seed", whole=True)
-        check(self, "values", self.values in FORMATS, "must be 'fp32', '8bit' or '4bit'")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`."""
-        if self.values != "fp32":
-            return super().formula(numel, world_size)
         words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
         return Formula(2 * cost.log2(world_size), words, words)
 
@@ -61,7 +47,6 @@ class RandomK(StaticRecipe):
         return False
 
     def build(self, numel: int) -> RandomKAlgorithm:
-        """See :meth:`Recipe.build`."""
         return RandomKAlgorithm(self, numel)
 
 
@@ -79,35 +64,22 @@ class RandomKAlgorithm(BudgetedAlgorithm):
 
     def __init__(self, recipe: RandomK, numel: int) -> None:
         super().__init__(numel)
-        self.recipe, self.static = recipe, recipe.static is True
+        self.seed = recipe.seed
         self.k = entries_to_keep(numel, recipe.density)
         self.state = RandomKState()
 
     @property
     def has_shared_verdict(self) -> bool:
-        """See :attr:`Algorithm.has_shared_verdict`."""
         return True
 
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
         indices = kernels.copied_to(self.indices(self.state.step), acc.device)
-        if self.recipe.values == "fp32":
-            finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
-            own = acc.dense()[indices.long()]
-            mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
-            acc.clear(indices)
-        else:
-            mean = yield from deliver_quantized(
-                acc,
-                indices,
-                rank,
-                world_size,
-                bits=BITS[self.recipe.values],
-                phase=_PHASE,
-                collective=self.is_static,
-            )
+        finite = acc.finite_flag()  # before dense(): on a CPU, the same pass adds and checks
+        own = acc.dense()[indices.long()]
+        mean = yield from shared_mean(own, indices, finite, acc, world_size, phase=_PHASE)
+        acc.clear(indices)
         acc.selected = self.k
         self.state = replace(self.state, step=self.state.step + 1)
         return mean
@@ -115,14 +87,11 @@ class RandomKAlgorithm(BudgetedAlgorithm):
     def indices(self, step: int) -> torch.Tensor:
         """Return the coordinates of ``step``, ascending int32 ``[k]``."""
         edges = np.arange(self.k + 1, dtype=np.int64) * self.numel // self.k
-        drawn = edges[:-1] + all_below(draws(self.recipe.seed, step, 0, self.k), np.diff(edges))
+        drawn = edges[:-1] + all_below(draws(self.seed, step, 0, self.k), np.diff(edges))
         return torch.from_numpy(drawn.astype(np.int32))
 
     def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P values, and what quantization adds."""
+        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P values."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
-        if self.recipe.values != "fp32":
-            bits, collective = BITS[self.recipe.values], self.is_static
-            return Forecast(traffic(self.k, world_size, bits=bits, phase=_PHASE, collective=collective))
         return Forecast({_PHASE: both(cost.all_reduce(self.k, cost.WORD, world_size))})

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import torch
@@ -24,23 +24,20 @@ from tritoncomm.algorithms.base import (
 )
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, share_rows
-from tritoncomm.primitives.selection import (
-    GAUSSIAN_MARGIN,
-    entries_to_keep,
-    gaussian_padded,
-    gaussian_selection,
-    rounding_figures,
-    sidco_padded,
-    sidco_selection,
-)
+from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.primitives.static_gather import all_gather_mean_static, rows_of, static_traffic
-from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, Formula, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
-from tritoncomm_kernels import Padded, Selection
+from tritoncomm_kernels import Selection
 
+# As in the GaussianK code released with Ok-Topk: up to 20 corrections of 2 %, until the count is within 25 % of k.
+_GAUSSIAN_TRIES, _GAUSSIAN_STEP, _GAUSSIAN_MARGIN = 20, 1.02, 1.25
+# The thresholds that are tried, as multiples of the first one, which is in the middle.
+_GAUSSIAN_SCALES = [_GAUSSIAN_STEP**power for power in range(-_GAUSSIAN_TRIES, _GAUSSIAN_TRIES + 1)]
+# SIDCo: the share that passes the first of several stages, the smallest k that is fitted, and the largest shape of a
+# Pareto distribution that is treated as exponential.
+_FIRST_STAGE, _FEWEST, _EXPONENTIAL = 0.25, 4, 1e-9
 # SIDCo averages the relative count over a window of steps. It changes the number of stages if this mean differs from 1
 # by more than the tolerance.
 _WINDOW, _TOLERANCE, _STAGES = 5, 0.2, 3
@@ -55,28 +52,21 @@ class HardThreshold(EntryRecipe):
     A. Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization", NeurIPS 2021: a constant threshold
     is the optimum over a whole run for a given volume. The volume of a single step is not bounded. With
     ``threshold=None`` the first step sets the threshold. It is then the mean over workers of the k-th largest
-    magnitude, where k follows from ``density``. In the static form a rank has room for ``static_room`` times k entries,
-    its largest ones. The others stay in the residual.
+    magnitude, where k follows from ``density``.
     """
 
     name: ClassVar[str] = "hard_threshold"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     threshold: float | None = None
-    static_room: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.threshold is not None:
             check_number(self, "threshold")
             check(self, "threshold", 0 < self.threshold < math.inf, "must be a finite magnitude above 0, or None")
-        check_at_least(self, 1, "static_room")
-        check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of k")
 
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
-        if self.static is True:
-            return super().formula(numel, world_size)
+        """Return the method's row, assuming that exactly k entries pass."""
         return self.all_gather_formula(numel, world_size, gathers=2)
 
     def compares_entries(self) -> bool:
@@ -84,7 +74,6 @@ class HardThreshold(EntryRecipe):
         return False
 
     def build(self, numel: int) -> HardThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return HardThresholdAlgorithm(self, numel)
 
 
@@ -97,7 +86,6 @@ class GaussianK(EntryRecipe):
 
     name: ClassVar[str] = "gaussiank"
     averages_when_dense: ClassVar[bool] = True
-    has_static_form: ClassVar[bool] = True
     max_ratio: float = 1.5
 
     def __post_init__(self) -> None:
@@ -105,18 +93,11 @@ class GaussianK(EntryRecipe):
         check_at_least(self, 1, "max_ratio")
         check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
 
-    def can_be_static(self) -> bool:
-        """See :meth:`StaticRecipe.can_be_static`. The fit must see more entries than it accepts."""
-        return self.max_ratio > GAUSSIAN_MARGIN
-
     def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes that exactly k entries pass. The static form has its own fixed length."""
-        if self.static is True:
-            return super().formula(numel, world_size)
+        """Return the method's row, assuming that exactly k entries pass."""
         return self.all_gather_formula(numel, world_size, gathers=2)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return GaussianKAlgorithm(self, numel)
 
 
@@ -130,55 +111,29 @@ class SIDCo(GaussianK):
 
     name: ClassVar[str] = "sidco"
 
-    def can_be_static(self) -> bool:
-        """See :meth:`StaticRecipe.can_be_static`. The fits see the whole vector."""
-        return True
-
     def build(self, numel: int) -> ThresholdAlgorithm:
-        """See :meth:`Recipe.build`."""
         return SIDCoAlgorithm(self, numel)
 
 
 class ThresholdAlgorithm(BudgetedAlgorithm):
     """Base class of the three methods. It exchanges the counts first, then exactly the selected entries.
 
-    ``room`` is the largest number of entries that a rank sends, and ``static_room`` that of the static form, in which
-    the host reads that number of ``figures`` of each rank.
+    A rank sends at most ``ratio`` times k entries, the largest ones.
     """
 
-    figures: ClassVar[int] = 1
-
-    def __init__(self, recipe: EntryRecipe, numel: int, *, ratio: float = math.inf, static_ratio: float) -> None:
+    def __init__(self, recipe: EntryRecipe, numel: int, *, ratio: float = math.inf) -> None:
         super().__init__(numel)
         self.encoding = recipe.encoding
         self.k = entries_to_keep(numel, recipe.density)
-        self.room, self.static_room = (self._room(each) for each in (ratio, static_ratio))
-        self.static = recipe.static is True
-
-    def _room(self, ratio: float) -> int:
-        return math.ceil(min(self.numel, self.k * ratio))
+        self.room = math.ceil(min(numel, self.k * ratio))
 
     @abstractmethod
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         """Return the entries of this rank, and the state after a successful step."""
 
-    @abstractmethod
-    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
-        """Return the entries of this rank, :attr:`figures` about them (int32 ``[1]``), and the next state.
-
-        The first figure is the number of entries that have passed. Nothing waits for a GPU after the first step.
-        """
-
-    def _adapted_to(self, state: Any, figures: Sequence[int]) -> Any:
-        """Return the state after a step with these :attr:`figures`. ``state`` is what the selection returned."""
-        return state
-
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """See :meth:`Algorithm.reduce`."""
         if self.goes_dense:
             return (yield from dense_exchange(acc, world_size))
-        if acc.verdict is not None:
-            return (yield from self._reduce_static(acc, acc.verdict, rank, world_size))
         finite = acc.is_finite()
         passed, state = yield from self._select(acc, finite, world_size)
         own = kernels.largest(passed, self.room, workspace=self.workspace)
@@ -195,19 +150,6 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.state = state
         return mean
 
-    def _reduce_static(self, acc: Accumulator, verdict: Verdict, rank: int, world_size: int) -> Pattern[SparseVector]:
-        """Do the same as :meth:`reduce` with ``static_room``, without waiting for a GPU before the verdict."""
-        own, counted, state = yield from self._select_padded(acc, world_size)
-        rows = rows_of(self.encoding, self.numel, self.static_room, world_size, acc.device)
-        mean, sent = yield from all_gather_mean_static(own, rows, acc, verdict, world_size)
-        acc.subtract_padded(sent, rounded=rows.rounds)
-        everybody = yield from verdict.settle(world_size, counted)
-        figures = everybody[rank]
-        acc.selected = min(figures[0], self.static_room)
-        self.report = {"passed": float(figures[0])}
-        self.state = self._adapted_to(state, figures)
-        return mean
-
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
         return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
@@ -219,8 +161,6 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
     def _forecast(self, words: int, world_size: int) -> Forecast:
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
-        if self.is_static:
-            return static_traffic(self.encoding, self.numel, self.static_room, world_size, figures=self.figures)
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
@@ -242,7 +182,7 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
     state: HardThresholdState
 
     def __init__(self, recipe: HardThreshold, numel: int) -> None:
-        super().__init__(recipe, numel, static_ratio=recipe.static_room)
+        super().__init__(recipe, numel)
         self.state = HardThresholdState(recipe.threshold or 0.0)
 
     def _calibrated(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[HardThresholdState]:
@@ -261,13 +201,6 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
         state = yield from self._calibrated(acc, finite, world_size)
         return acc.at_least(state.threshold), state
 
-    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
-        entries = acc.top_k_padded(self.static_room)
-        # From a NaN or Inf follows a threshold that only NaN and Inf reach. The verdict then rejects the step.
-        state = yield from self._calibrated(acc, True, world_size)
-        own = kernels.reaching(entries, state.threshold, workspace=self.workspace)
-        return own, [kernels.count_reaching(acc.dense(), state.threshold)], state
-
     def predicted_traffic(self, world_size: int) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
         forecast = super().predicted_traffic(world_size)
@@ -280,19 +213,13 @@ class GaussianKAlgorithm(ThresholdAlgorithm):
     """Fit the threshold from scratch in every step."""
 
     def __init__(self, recipe: GaussianK, numel: int) -> None:
-        super().__init__(recipe, numel, ratio=recipe.max_ratio, static_ratio=recipe.max_ratio)
+        super().__init__(recipe, numel, ratio=recipe.max_ratio)
         self.state = Stateless()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
         yield from ()
         passed = gaussian_selection(acc.dense(), self.k) if finite else acc.at_least(math.inf)
         return passed, self.state
-
-    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
-        yield from ()
-        entries = acc.top_k_padded(self.static_room)
-        own, passed = gaussian_padded(acc.dense(), entries, self.k, workspace=self.workspace)
-        return own, [passed], self.state
 
 
 @dataclass(frozen=True)
@@ -306,11 +233,10 @@ class SIDCoState:
 class SIDCoAlgorithm(ThresholdAlgorithm):
     """Select by Pareto fits, or by exact top-k if there is no tail to fit."""
 
-    figures: ClassVar[int] = 2
     state: SIDCoState
 
     def __init__(self, recipe: SIDCo, numel: int) -> None:
-        super().__init__(recipe, numel, ratio=recipe.max_ratio, static_ratio=recipe.max_ratio)
+        super().__init__(recipe, numel, ratio=recipe.max_ratio)
         self.state = SIDCoState()
 
     def _select(self, acc: Accumulator, finite: bool, world_size: int) -> Pattern[tuple[Selection, Any]]:
@@ -321,16 +247,6 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
         if fitted is None:
             return acc.top_k(self.k), self.state
         return fitted, self._adapted(fitted.found / self.k)
-
-    def _select_padded(self, acc: Accumulator, world_size: int) -> Pattern[tuple[Padded, list[torch.Tensor], Any]]:
-        yield from ()
-        entries = acc.top_k_padded(self.static_room)
-        own, *figures = sidco_padded(acc.dense(), entries, self.k, self.state.stages, workspace=self.workspace)
-        return own, figures, self.state
-
-    def _adapted_to(self, state: Any, figures: Sequence[int]) -> Any:
-        passed, has_tail = figures
-        return self._adapted(passed / self.k) if has_tail else state
 
     def _adapted(self, ratio: float) -> SIDCoState:
         """Return the next state: one stage fewer if too many entries pass on average, one more if too few pass."""
@@ -345,3 +261,75 @@ class SIDCoAlgorithm(ThresholdAlgorithm):
     def common_state(self) -> dict[str, Any]:
         """See :meth:`Algorithm.common_state`. It is empty, because every rank fits its own accumulator."""
         return {}
+
+
+def gaussian_selection(values: torch.Tensor, k: int) -> Selection:
+    """Return about the ``k`` largest entries of fp32 ``values``, by a normal fit.
+
+    The threshold is mean + z sigma, corrected by counting. With tails heavier than normal more entries pass than
+    requested. At low density it can be several times as many. S. Shi et al., "Understanding Top-k Sparsification in
+    Distributed Deep Learning", 2019.
+    """
+    double = values.double()
+    sigma = double.std() if values.numel() > 1 else 0.0
+    first = float(double.mean() + NormalDist().inv_cdf(1 - k / values.numel() / 2) * sigma)
+    candidates = kernels.select(values, first * _GAUSSIAN_SCALES[0])
+    keys = kernels.magnitude_keys(candidates.values)
+
+    def passed(place: int) -> torch.Tensor:
+        return keys >= kernels.threshold_key(first * _GAUSSIAN_SCALES[place])
+
+    def count(place: int) -> int:
+        return int(torch.count_nonzero(passed(place)))
+
+    place = _GAUSSIAN_TRIES
+    while place > 0 and count(place) < k * (2 - _GAUSSIAN_MARGIN):
+        place -= 1
+    if place == _GAUSSIAN_TRIES:
+        while place < 2 * _GAUSSIAN_TRIES and count(place) > k * _GAUSSIAN_MARGIN:
+            place += 1
+    chosen = passed(place)
+    if not chosen.any():  # the values have no tail
+        return kernels.top_k(values, k)
+    return Selection.of(candidates.indices[chosen], candidates.values[chosen])
+
+
+def sidco_selection(values: torch.Tensor, k: int, stages: int) -> Selection | None:
+    """Return about the ``k`` largest entries of fp32 ``values``, by generalized Pareto fits in ``stages`` stages.
+
+    Each stage fits the tail above the threshold of the previous one. The result is None if there is no tail to fit: too
+    few values, or values without spread. A. Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression
+    Technique for Distributed Training Systems" (SIDCo), MLSys 2021, variant P.
+    """
+    if k < _FEWEST:
+        return None
+    tail = Selection.of(torch.arange(values.numel(), dtype=torch.int32, device=values.device), values)
+    shift = 0.0
+    for share in _sidco_shares(k, values.numel(), stages):
+        excess = tail.values.abs().double() - shift
+        mean, variance = excess.mean(), excess.var() if tail.found > 1 else excess.new_zeros(())
+        if not (variance > 0 and mean > 0):
+            return None
+        threshold = shift + float(_pareto_excess(mean, variance, share))
+        passed = kernels.magnitude_keys(tail.values) >= kernels.threshold_key(threshold)
+        tail = Selection.of(tail.indices[passed], tail.values[passed])
+        if tail.found == 0:
+            return None
+        shift = kernels.smallest_magnitude(tail.values)
+    return tail
+
+
+def _sidco_shares(k: int, numel: int, stages: int) -> list[float]:
+    """Return the share of the entries of the previous stage that passes each stage."""
+    density = k / numel
+    if stages == 1 or density >= _FIRST_STAGE:
+        return [density]
+    return [_FIRST_STAGE, *[(density / _FIRST_STAGE) ** (1 / (stages - 1))] * (stages - 1)]
+
+
+def _pareto_excess(mean: torch.Tensor, variance: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the value that a ``share`` of a generalized Pareto distribution with this mean and variance exceeds."""
+    ratio = mean * mean / variance
+    shape, scale = (ratio - 1) / 2, mean * (ratio + 1) / 2
+    exponential = -scale * math.log(share)
+    return torch.where(shape.abs() < _EXPONENTIAL, exponential, scale * (1 - share**shape) / shape)

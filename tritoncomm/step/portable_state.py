@@ -1,0 +1,106 @@
+"""The state of one rank in a checkpoint of ``torch.distributed.checkpoint``, in parts that any model can load.
+
+Every replica of the model has residuals of its own. They are stored as tensors with the shapes of the whole parameters:
+as DTensors by a sharded model, else as plain tensors. ``torch.distributed.checkpoint`` reads either into either. The
+rest of the state belongs to one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import checkpoint_format
+from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
+
+
+class ShardOfReplica(NamedTuple):
+    """What a rank holds of the model.
+
+    Attributes:
+        replica: Number of its replica.
+        replicas: Number of replicas.
+        first_rank: The lowest rank that holds a part of this replica.
+        shards: The rank's shards of the parameters, as texts that can be compared. A whole parameter has the text "".
+    """
+
+    replica: int
+    replicas: int
+    first_rank: int
+    shards: list[str]
+
+    @classmethod
+    def here(cls, parameters: Sequence[torch.Tensor], replicas: dist.ProcessGroup | None) -> ShardOfReplica:
+        """Return what this rank holds. ``replicas`` are the ranks with the same shards of ``parameters``."""
+        shards = sorted({place(parameter) for parameter in parameters})
+        if not is_distributed():
+            return cls(0, 1, 0, shards)
+        first_rank = min({dist.get_rank()}.union(*map(mesh_ranks, parameters)))
+        return cls(dist.get_rank(replicas), dist.get_world_size(replicas), first_rank, shards)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank holds whole parameters."""
+        return not any(self.shards)
+
+
+def split(
+    state: Mapping[str, Any], parameters: Sequence[torch.Tensor], here: ShardOfReplica
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the ``state`` of this rank without its residuals, and these by number, shaped like ``parameters``."""
+    pairs = zip(state["residuals"], parameters, strict=True)
+    residuals = {str(number): like_parameter(parameter, own) for number, (own, parameter) in enumerate(pairs)}
+    rest = {key: value for key, value in state.items() if key != "residuals"}
+    return rest | {"held": list(here)}, residuals
+
+
+def held_by(rest: Mapping[str, Any]) -> ShardOfReplica:
+    """Return what the rank held whose state has the first part ``rest``."""
+    return ShardOfReplica(*rest["held"])
+
+
+def joined(rest: Mapping[str, Any], residuals: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state of which :func:`split` returned the parts."""
+    state = {key: value for key, value in rest.items() if key != "held"}
+    return state | {"residuals": _flat(residuals)}
+
+
+def resharded(
+    states: Sequence[Mapping[str, Any]],
+    replicas: Sequence[Mapping[str, torch.Tensor]],
+    here: ShardOfReplica,
+    present: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state of a rank that takes over the residuals of other ranks.
+
+    Args:
+        states: First parts that :func:`split` returned: that of the first rank, and, if every rank held a whole
+            replica, those of the ranks whose residuals this rank takes over.
+        replicas: The residuals of the replicas that this rank takes over. The list may be empty.
+        here: What this rank holds.
+        present: The present state of this rank.
+    """
+    common, methods = states[0]["algorithm"], []
+    if here.is_whole and held_by(states[0]).is_whole:
+        methods = [state["algorithm"] for state in states if held_by(state).replica % here.replicas == here.replica]
+    else:  # second moments of rows and columns are those of other shards
+        vectors = [each | {"moment": None} for each in common.get("vectors", [common])]
+        common = common | {"vectors": vectors} if "vectors" in common else vectors[0]
+    return checkpoint_format.taken_over(
+        states[0],
+        rank=here.replica,
+        world_size=here.replicas,
+        saved_by=held_by(states[0]).replicas,
+        residuals=[_flat(each) for each in replicas],
+        like=present["residuals"],
+        methods=methods,
+        common=common,
+    )
+
+
+def _flat(residuals: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [local(residuals[str(number)]).reshape(-1).cpu() for number in range(len(residuals))]
