@@ -33,8 +33,8 @@ from tritoncomm.planning.synthetic_gradients import LayeredGradients
 from tritoncomm.scheduler.local_workers import Send, run_workers
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
-from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.stages import Staged
+from tritoncomm.step.vector import ErrorFeedback
 
 COLUMNS = 1000
 MESSAGE_WORDS = 100
@@ -129,7 +129,7 @@ def measure(
     for step in range(steps):
         forecast = algorithm.predicted_traffic(world_size)
         predicted = max(forecast.sent.bytes, forecast.received.bytes)
-        forecast = algorithm.ordinary_traffic(world_size)
+        forecast = algorithm.predicted_traffic(world_size, ordinary=True)
         ordinary = max(forecast.sent.bytes, forecast.received.bytes)
         # In the same memory each time, as gradients are. Memory that was new would be freed in the exchange.
         gradient.copy_(gradients.at(step))

@@ -172,12 +172,18 @@ def _copy(p: Problem) -> Route:
     return Route("copy", 8 * p.n, target.copy_, lambda found, left: torch.equal(found, p.residual))
 
 
+def _cleared(residual: torch.Tensor, found: Found) -> Found:
+    """Set the ``found`` entries of ``residual`` to 0, as an exchange does when they have been delivered."""
+    residual.index_fill_(0, found[0].long(), 0.0)
+    return found
+
+
 def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
     workspace = kernels.Workspace()
     if p.residual.device.type == "cpu":
 
         def run(residual: torch.Tensor) -> Found:
-            return kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold, clear=True)[:2]
+            return _cleared(residual, kernels.accumulate_and_select(residual, p.gradient, residual, p.threshold)[:2])
 
         return run
     # As in a captured step: fixed capacity, threshold in device memory, no synchronization with the host.
@@ -188,8 +194,8 @@ def _fused(p: Problem) -> Callable[[torch.Tensor], Found]:
 
     def launch(residual: torch.Tensor) -> Found:
         kernels.mark(residual, p.gradient, residual, limit, marks)
-        kernels.expand(residual, marks, indices, values, found, clear=True, workspace=workspace)
-        return indices, values, found
+        kernels.expand(residual, marks, indices, values, found, workspace=workspace)
+        return _cleared(residual, (indices, values, found))
 
     return launch
 
@@ -215,7 +221,7 @@ def _two_steps(p: Problem) -> Callable[[torch.Tensor], Found]:
 
     def run(residual: torch.Tensor) -> Found:
         kernels.accumulate(residual, p.gradient, residual)
-        return kernels.select(residual, p.threshold, clear=True, workspace=workspace)[:2]
+        return _cleared(residual, kernels.select(residual, p.threshold, workspace=workspace)[:2])
 
     return run
 
@@ -236,10 +242,8 @@ def _exact(p: Problem) -> Callable[[torch.Tensor], Found]:
     taken = torch.zeros(1, dtype=torch.int64, device=p.residual.device)
 
     def run(residual: torch.Tensor) -> Found:
-        kernels.top_k_into(
-            residual, p.gradient, residual, indices, values, taken, workspace=workspace, warm=True, clear=True
-        )
-        return indices, values
+        kernels.top_k_into(residual, p.gradient, residual, indices, values, taken, workspace=workspace)
+        return _cleared(residual, (indices, values))
 
     return run
 
@@ -305,10 +309,9 @@ def parts(p: Problem) -> list[Route]:
     dense[p.largest[0].long()] = p.largest[1]
     out = torch.empty_like(dense)
     rows = tuple(t.expand(LISTS, -1).contiguous() for t in p.largest)
-    counts = torch.full((LISTS,), p.k, dtype=torch.int32, device=device)
     lists = list(zip(*rows, strict=True))
     with forced("torch"):
-        summed = kernels.sum_lists(*rows, counts, torch.empty_like(dense))
+        merged = kernels.merge(lists, p.n)
     marks, limit = kernels.Marks.empty(p.n, device), torch.tensor([p.threshold], device=device)
     made = [
         Route(
@@ -320,18 +323,13 @@ def parts(p: Problem) -> list[Route]:
             lambda found, left: all(map(torch.equal, found, p.largest)),
         ),
         Route(
-            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest, workspace=workspace),
+            "decompress", 4 * p.n + 8 * p.k, lambda r: kernels.decompress(out, *p.largest),
             lambda found, left: torch.equal(found, dense),
-        ),
-        Route(
-            f"sum of {LISTS} lists, dense", 4 * p.n + 8 * LISTS * p.k,
-            lambda r: kernels.sum_lists(*rows, counts, out, workspace=workspace),
-            lambda found, left: torch.equal(found, summed),
         ),
         Route(
             f"merge of {LISTS} lists", 8 * LISTS * p.k + 8 * p.k,
             lambda r: kernels.merge(lists, p.n, workspace=workspace),
-            lambda found, left: all(map(torch.equal, found, (p.largest[0], summed[p.largest[0].long()]))),
+            lambda found, left: all(map(torch.equal, found, merged)),
         ),
     ]  # fmt: skip
     if device.type != "cpu":
@@ -396,12 +394,11 @@ def _rebalance(p: Problem) -> Route:
     device = p.residual.device
     fresh = torch.full((64,), 16, dtype=torch.int32, device=device)
     counts = torch.full((64,), 100, dtype=torch.int32, device=device)
-    blocks, first, span = fresh.clone(), fresh.clone(), fresh[:2].clone()
-    step = torch.zeros(1, dtype=torch.int32, device=device)
-    numbers = {"rank": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
+    blocks, bounds = fresh.clone(), fresh.new_zeros(65)
+    numbers = {"iteration": 0, "block": 1024, "numel": 1 << 20, "min_blocks": 1, "rule": "paper"}
 
     def run(_: torch.Tensor) -> torch.Tensor:
-        kernels.rebalance(blocks, first, counts, step, span, **numbers)
+        kernels.rebalance(blocks, bounds, counts, **numbers)
         return blocks
 
     return Route("rebalance 64", 64 * 16, run, lambda found, left: torch.equal(found, fresh))

@@ -23,7 +23,7 @@ import tritoncomm
 from tritoncomm.demo.model import ByteGPT, Shape
 from tritoncomm.demo.text import Text, batch, standard_library, validation_batches
 from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.flat import BucketLayout
 
 WORKERS = 4
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tritoncomm
 import tritoncomm.checkpoint
-import tritoncomm.step.setup_checks
+import tritoncomm.step.agree
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -302,7 +302,7 @@ def other_version(trainer: Trainer, send: Callable[[str], None], library: str) -
     try:
         if library in OURS:
             if trainer.rank == VICTIM:
-                tritoncomm.step.setup_checks.__version__ = "0.0.1"
+                tritoncomm.step.agree.__version__ = "0.0.1"
             Trainer(library, trainer.rank)
         else:
             if trainer.rank == VICTIM:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import tritoncomm
 import tritoncomm.checkpoint
-import tritoncomm.step.setup_checks
+import tritoncomm.step.agree
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard

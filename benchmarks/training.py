@@ -32,7 +32,7 @@ from tritoncomm.algorithms import field_names
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import wire
 from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.bucket import BucketLayout, split_by_size
+from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.stages import Staged
 
 import training_results

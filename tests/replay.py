@@ -28,7 +28,7 @@ from tritoncomm.scheduler.rounds import (
     Ticket,
     Wait,
 )
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.vector import ErrorFeedback
 
 import laws
 

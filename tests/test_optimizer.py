@@ -10,7 +10,7 @@ import torch
 import tritoncomm
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError
-from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.flat import BucketLayout
 
 from small_model import backward, model, sgd, sparse_wrap
 

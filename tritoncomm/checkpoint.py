@@ -2,7 +2,7 @@
 
 Residuals differ between ranks. A checkpoint of the optimizer on rank 0 alone loses the residuals of all other ranks.
 :func:`save` and :func:`load` use a file per rank, and support a change of the world size. :class:`ResidualState` is a
-part of a checkpoint of ``torch.distributed.checkpoint``. :mod:`tritoncomm.step.checkpoint_format` defines the state of
+part of a checkpoint of ``torch.distributed.checkpoint``. :mod:`tritoncomm.step.state` defines the state of
 one rank.
 """
 
@@ -25,9 +25,10 @@ import torch.distributed as dist
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import checkpoint_format, setup_checks
-from tritoncomm.step.checkpoint_format import reshard
+from tritoncomm.step import agree
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.portable_state import ShardOfReplica, held_by, joined, resharded, split
+from tritoncomm.step.state import reshard
 
 __all__ = ["ResidualState", "load", "reshard", "save"]
 
@@ -58,22 +59,22 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     optimizer = _one_group(_sparse(optimizer))
     folder = Path(folder)
     group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-    with setup_checks.propagate_errors(group, device):
+    with agree.propagate_errors(group, device):
         state = optimizer.state_dict()
-        checksum = checkpoint_format.checksum(_original_state(state))
+        checksum = exchange_state.checksum(_original_state(state))
     if is_distributed():
-        setup_checks.compare({setup_checks.UPDATES: optimizer._exchange.updates}, group, device)  # noqa: SLF001
+        agree.compare({agree.UPDATES: optimizer._exchange.updates}, group, device)  # noqa: SLF001
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
-        mark["id"] = setup_checks.gather(mark, group, device)[0]["id"]
+        mark["id"] = agree.gather(mark, group, device)[0]["id"]
     mark["checksum"] = checksum
     file = _file(folder, rank, size)
-    with setup_checks.propagate_errors(group, device):
+    with agree.propagate_errors(group, device):
         _check_owner(optimizer, folder, file)
     if is_distributed():
-        setup_checks.compare({"folder": "is free"}, group, device)  # before a rank writes
-    with setup_checks.propagate_errors(group, device):
+        agree.compare({"folder": "is free"}, group, device)  # before a rank writes
+    with agree.propagate_errors(group, device):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
@@ -83,7 +84,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         except Exception as error:  # torch.save raises RuntimeError when the disk is full
             raise ConfigurationError(f"{file} cannot be written: {error}") from error
     if is_distributed():
-        setup_checks.compare({"checkpoint": mark["id"]}, group, device)
+        agree.compare({"checkpoint": mark["id"]}, group, device)
     if rank == 0:  # remove older files of another world size
         for other in folder.glob("rank-*-of-*.pt"):
             if other.stem.rpartition("-of-")[2] != str(size):
@@ -105,11 +106,7 @@ def _check_owner(optimizer: SparseOptimizer, folder: Path, file: Path) -> None:
     """
     reference = _saved_into.get(folder.resolve())
     other = None if reference is None else reference()
-    if (
-        other is not None
-        and file.exists()
-        and not (setup_checks.parameter_ids(other) & setup_checks.parameter_ids(optimizer))
-    ):
+    if other is not None and file.exists() and not (agree.parameter_ids(other) & agree.parameter_ids(optimizer)):
         logger.warning(
             "%s held the state of another optimizer of this process, which is overwritten: save each optimizer into a "
             "folder of its own",
@@ -161,7 +158,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
     """Return the state that :func:`load` loads on this rank, after all ranks have checked theirs. Nothing changes."""
     group, device = optimizer.process_group, optimizer._device  # noqa: SLF001 - of the exchange, no setting
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
-    with setup_checks.propagate_errors(group, device):
+    with agree.propagate_errors(group, device):
         saved_by = _saved_by(folder)
         if saved_by == size:
             file = _file(folder, rank, size)
@@ -175,7 +172,7 @@ def state_of_rank(optimizer: SparseOptimizer, folder: Path) -> dict[str, Any]:
                 raise ConfigurationError(f"it was written for {mark['optimizer']}, this optimizer is {name}")
             optimizer.loadable(state)
     if is_distributed():
-        setup_checks.compare({"id of the checkpoint": mark["id"]}, group, device)
+        agree.compare({"id of the checkpoint": mark["id"]}, group, device)
     return state
 
 
@@ -249,8 +246,8 @@ def _read(file: Path) -> dict[str, Any]:
 def _check(state: Any) -> None:
     if not (isinstance(state, dict) and isinstance(state.get("tritoncomm"), dict)):
         raise ConfigurationError("it is not the state of a wrapped optimizer")
-    checkpoint_format.check(state["tritoncomm"])
-    if checkpoint_format.checksum(_original_state(state)) != state["saved"]["checksum"]:
+    exchange_state.check(state["tritoncomm"])
+    if exchange_state.checksum(_original_state(state)) != state["saved"]["checksum"]:
         raise ConfigurationError("it is corrupt: the checksum of the optimizer's state does not match")
 
 
@@ -311,14 +308,14 @@ class ResidualState:
         """Load this rank's state, for ``dcp.load``. If a rank cannot load its state, nothing changes on any rank."""
         optimizer, here = self.optimizer, self._here
         group, device = optimizer._everybody, optimizer._device  # noqa: SLF001 - of the exchange, no setting
-        with setup_checks.propagate_errors(group, device):
+        with agree.propagate_errors(group, device):
             states = [_unpack(content) for content in state_dict.values() if isinstance(content, bytes)]
             own = next((state for state in states if held_by(state) == here), None)
         if is_distributed():
             # All ranks or none, because ranks with the same shards continue with the same state of the method.
-            found = [fields["same"] for fields in setup_checks.gather({"same": own is not None}, group, device)]
+            found = [fields["same"] for fields in agree.gather({"same": own is not None}, group, device)]
             own = own if all(found) else None
-        with setup_checks.propagate_errors(group, device):
+        with agree.propagate_errors(group, device):
             if own is not None:
                 state = joined(own, state_dict[_replica(here.first_rank)])
             elif self._saved is not None:
@@ -409,5 +406,5 @@ def _pack(state: Mapping[str, Any]) -> bytes:
 
 def _unpack(content: bytes) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    checkpoint_format.check_schema(state)
+    exchange_state.check_schema(state)
     return state

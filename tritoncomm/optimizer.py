@@ -16,14 +16,12 @@ from torch import nn
 from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import carry_over, exchange_state, setup_checks
+from tritoncomm.step import agree
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import check_clipping
-from tritoncomm.step.error_feedback import ErrorFeedback
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.exchanged_parameters import KnownParameters, exchange_of
 from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.optimizer_step import OptimizerStep, StepState, coupled_decay
 from tritoncomm.step.options import (
     WrapOptions,
     check_group,
@@ -34,8 +32,10 @@ from tritoncomm.step.options import (
     with_density,
     with_warmup_and_nodes,
 )
+from tritoncomm.step.parameters import KnownParameters, exchange_of
 from tritoncomm.step.torch_internals import without_compile
-from tritoncomm.step.vector_exchange import VectorExchange
+from tritoncomm.step.update import OptimizerStep, StepState, coupled_decay
+from tritoncomm.step.vector import ErrorFeedback, VectorExchange
 
 __all__ = ["SparseOptimizer"]
 
@@ -61,7 +61,7 @@ class SparseOptimizer(OptimizerProxy):
     ) -> None:
         self._bind(optimizer, recipe, options, process_group, names or {})
         self._exchange = self._build(process_group)
-        setup_checks.warn_about_lost_residual(optimizer)
+        exchange_state.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, broadcast=broadcast_parameters)
         if is_distributed():
             self._exchange.log_choice()
@@ -152,7 +152,7 @@ class SparseOptimizer(OptimizerProxy):
         self._check_no_pending_step("add_param_group()")
         before, exchange = len(self.param_groups), self._exchange
         try:
-            with setup_checks.propagate_errors(self.process_group, self._device):
+            with agree.propagate_errors(self.process_group, self._device):
                 self.optimizer.add_param_group(param_group)
                 self.recipe.check_optimizer(self.optimizer)
                 self._optimizer_step.check()
@@ -162,7 +162,7 @@ class SparseOptimizer(OptimizerProxy):
             del self.param_groups[before:]
             self._parameters.note()
             raise
-        self._exchange = exchange.continue_from(self._exchange)
+        self._exchange = exchange_state.continued(exchange, self._exchange)
 
     def set_density(self, density: float) -> None:
         """Deliver the fraction ``density`` of the entries from now on, the same on all ranks. Residuals are kept.
@@ -172,12 +172,12 @@ class SparseOptimizer(OptimizerProxy):
             ConfigMismatchError: Ranks pass different densities, or an invalid one. Nothing has changed.
         """
         self._check_no_pending_step("set_density()")
-        with setup_checks.propagate_errors(self._everybody, self._device):
+        with agree.propagate_errors(self._everybody, self._device):
             recipe = with_density(self.recipe, density)
         if is_distributed():
-            setup_checks.compare({"density": density}, self._everybody, self._device)
+            agree.compare({"density": density}, self._everybody, self._device)
         for vector, before in self._exchange.replace_vectors(recipe, self.process_group):
-            carry_over.across_density(vector, before)
+            exchange_state.across_density(vector, before)
         self.recipe = recipe
 
     def reset_process_group(
@@ -216,20 +216,20 @@ class SparseOptimizer(OptimizerProxy):
         process_group = group_of(model, process_group)
         check_model(model, process_group)
         if is_distributed():
-            told = {of["steps"] for of in setup_checks.gather({"steps": exchange.steps}, process_group, self._device)}
+            told = {of["steps"] for of in agree.gather({"steps": exchange.steps}, process_group, self._device)}
             caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
             if caught_up:
                 exchange.catch_up()
                 self._apply(untouched=False)
         self._step_state.reset()
-        with setup_checks.propagate_errors(process_group, self._device):
+        with agree.propagate_errors(process_group, self._device):
             flat = self.recipe.recipe if isinstance(self.recipe, Hierarchical) else self.recipe
             recipe = with_warmup_and_nodes(flat, 0, node_group, process_group, self._options.small)
             step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
             keep_gradients_local(model)
-        setup_checks.compare_setup(
+        agree.compare_setup(
             self.optimizer,
             exchange.parameters,
             recipe,
@@ -240,7 +240,7 @@ class SparseOptimizer(OptimizerProxy):
         )
         exchange.restart()
         for vector, before in exchange.replace_vectors(recipe, process_group):
-            carry_over.across_groups(vector, before)
+            exchange_state.across_groups(vector, before)
         self.recipe = recipe
         return caught_up
 
@@ -337,7 +337,7 @@ class SparseOptimizer(OptimizerProxy):
             RuntimeError: The gradients were exchanged already. For other errors see :meth:`step`.
         """
         if self._optimizer_step.alone and self._parameters.are_outdated:  # a single worker trains what it is given
-            self._exchange = self._build(self.process_group).continue_from(self._exchange)
+            self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
         inspect = None if exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
@@ -421,7 +421,7 @@ class SparseOptimizer(OptimizerProxy):
             ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
         """
         state_dict = self._before_loading(state_dict)
-        with setup_checks.propagate_errors(self._everybody, self._device):
+        with agree.propagate_errors(self._everybody, self._device):
             one_of("residuals", residuals, ("restore", "reset"))
             state_dict = exchange_state.for_this_rank(state_dict, self.process_group, reset=residuals == "reset")
             feedbacks = self.loadable(state_dict)
@@ -437,7 +437,7 @@ class SparseOptimizer(OptimizerProxy):
             self._exchange.steps = saved["steps"]
         else:
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
-            setup_checks.warn_about_lost_residual(self.optimizer, logging.INFO)
+            exchange_state.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()
         self._run_hooks_after_loading()
 
@@ -447,7 +447,7 @@ class SparseOptimizer(OptimizerProxy):
         Raises:
             ConfigurationError: This rank cannot load them. Nothing has changed.
         """
-        setup_checks.check_state_dict(state_dict, self.optimizer)
+        exchange_state.check_state_dict(state_dict, self.optimizer)
         saved = state_dict.get("tritoncomm")
         if saved is None:
             return [vector.feedback for vector in self._exchange.vectors]
@@ -462,14 +462,14 @@ class SparseOptimizer(OptimizerProxy):
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
         parameters, group = exchange.parameters, exchange.options.group
-        setup_checks.compare_setup(
+        agree.compare_setup(
             self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
         )
         exchange.agree_on_exchange_id()
 
     @property
     def _device(self) -> torch.device | None:
-        return setup_checks.device_of(self.optimizer)
+        return agree.device_of(self.optimizer)
 
     def release(self) -> None:
         """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""

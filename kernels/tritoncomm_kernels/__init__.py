@@ -13,12 +13,13 @@ from tritoncomm_kernels.compact import (
     threshold_key,
 )
 from tritoncomm_kernels.expand import expand
-from tritoncomm_kernels.mark import Marks, mark, mark_momentum
+from tritoncomm_kernels.mark import Marks, mark
 from tritoncomm_kernels.padded import (
     Padded,
     add_rows,
     constant,
     count_entries,
+    count_inside,
     count_reaching,
     decompress_padded,
     joined,
@@ -36,11 +37,9 @@ from tritoncomm_kernels.scatter import (
     common_positions,
     decompress,
     find,
-    gather,
     merge,
     scatter_add,
     scatter_add_lists,
-    sum_lists,
 )
 from tritoncomm_kernels.threshold import (
     accumulate_top_k,
@@ -75,13 +74,13 @@ __all__ = [
     "constant",
     "copied_to",
     "count_entries",
+    "count_inside",
     "count_reaching",
     "decompress",
     "decompress_padded",
     "dequantize_parts",
     "expand",
     "find",
-    "gather",
     "has_non_finite",
     "joined",
     "kth_magnitude",
@@ -89,7 +88,6 @@ __all__ = [
     "largest_padded",
     "magnitude_keys",
     "mark",
-    "mark_momentum",
     "merge",
     "merge_rows",
     "quantize_mean",
@@ -103,7 +101,6 @@ __all__ = [
     "select",
     "set_at",
     "smallest_magnitude",
-    "sum_lists",
     "threshold_key",
     "top_k",
     "top_k_into",

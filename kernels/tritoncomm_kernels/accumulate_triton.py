@@ -12,8 +12,8 @@ TILE, WARPS = 4096, 8
 
 
 @triton.jit
-def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
-    """Return ``fma(gradient, factor, residual)`` at ``at`` and store it to ``out``.
+def add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD: tl.constexpr, WHOLE: tl.constexpr):
+    """Return ``residual + gradient`` at ``at`` and store it to ``out``.
 
     Without ``ADD``, return the residual and store nothing. ``WHOLE`` means that the tile ends at or before ``n`` and
     needs no mask. Triton then uses 128-bit accesses whatever ``n`` is.
@@ -23,21 +23,20 @@ def add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD: tl.constex
     total = tl.load(residual_ptr + at, mask=inside, other=other)
     if ADD:
         gradient = tl.load(gradient_ptr + at, mask=inside, other=other, eviction_policy="evict_first")
-        total = tl.fma(gradient.to(tl.float32), factor, total)
+        total = total + gradient.to(tl.float32)
         tl.store(out_ptr + at, total, mask=inside)
     return total
 
 
-@triton.jit(do_not_specialize=["n", "scale"])
-def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr):
-    """Compute ``out = fma(gradient, scale, residual)`` on one tile."""
-    factor = tl.load(scale) if SCALE_IN_MEMORY else scale
+@triton.jit(do_not_specialize=["n"])
+def accumulate_kernel(residual_ptr, gradient_ptr, out_ptr, n, TILE: tl.constexpr):
+    """Compute ``out = residual + gradient`` on one tile."""
     start = tl.program_id(0) * TILE
     at = start + tl.arange(0, TILE)
     if start + TILE <= n:
-        add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD=True, WHOLE=True)
+        add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=True, WHOLE=True)
     else:
-        add_tile(residual_ptr, gradient_ptr, out_ptr, factor, at, n, ADD=True, WHOLE=False)
+        add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=True, WHOLE=False)
 
 
 def warps(tile: int) -> int:
@@ -49,14 +48,7 @@ def warps(tile: int) -> int:
     return max(1, min(WARPS, tile // 128))
 
 
-def accumulate(
-    residual: torch.Tensor,
-    gradient: torch.Tensor,
-    out: torch.Tensor,
-    scale: float | torch.Tensor,
-    *,
-    tile: int = TILE,
-) -> None:
+def accumulate(residual: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, *, tile: int = TILE) -> None:
     """Launch the kernel on checked, non-empty arguments."""
     n = residual.numel()
     with on_device_of(out):
@@ -64,10 +56,8 @@ def accumulate(
             residual,
             gradient,
             out,
-            scale,
             n,
             TILE=tile,
-            SCALE_IN_MEMORY=isinstance(scale, torch.Tensor),
             num_warps=warps(tile),
             enable_fp_fusion=False,
         )

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from tritoncomm_kernels.adam_layout import Scalars
 from tritoncomm_kernels.checks import GRADIENT_DTYPES, INDEX_LIMIT, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.rms import square_root
@@ -25,7 +26,6 @@ POWERS = 31  # repeated squares of beta, one per value bit of tau (int32)
 # Squared distances are summed as int64, in units of 1/32 of a learning rate. One coordinate counts for at most 2^31,
 # which is a distance of 1448 learning rates. A sum of 2^31 such squares does not overflow.
 FINE, LARGEST_SQUARE = 32.0, 2.0**31
-_SCALARS = 9  # elements of AdamControl.scalars
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,7 @@ class AdamControl:
     captured step, write the next numbers into ``scalars`` outside the graph. Write ``param_rms`` of
     :class:`AdamState` too, whenever it is computed again.
 
-    ``scalars`` (fp64 ``[9]``) holds, in this order:
-
-    * the step count, counted from 1
-    * the learning rate divided by the first bias correction
-    * the square root of the second bias correction
-    * epsilon
-    * ``max_catch_up``, the limit on the staleness that counts for the distance
-    * the coupled weight decay
-    * ``max_sqrt_staleness``, the limit in multiples of sqrt(tau)
-    * 32 divided by the first bias correction
-    * 32 times ``max_relative_update``, divided by the learning rate
+    ``scalars`` (fp64) holds the numbers of :class:`~tritoncomm_kernels.adam_layout.Scalars`, in this order.
 
     ``betas`` and ``maximize`` are Adam's options. ``coupled`` is True if there is coupled weight decay. ``limited`` is
     True if ``max_relative_update`` is finite.
@@ -98,9 +88,17 @@ class AdamControl:
         f shrinks by the same factor, but not below 1.
         """
         correct1, correct2 = (1 - beta**steps if bias_correction else 1.0 for beta in betas)
-        rate, root = learning_rate / correct1, math.sqrt(correct2)
-        change = FINE * max_relative_update / learning_rate if learning_rate else 0.0  # a rate of 0 moves nothing
-        scalars = [steps, rate, root, epsilon, max_catch_up, coupled_decay, max_sqrt_staleness, FINE / correct1, change]
+        scalars = Scalars(
+            steps=steps,
+            rate=learning_rate / correct1,
+            root=math.sqrt(correct2),
+            epsilon=epsilon,
+            catch_up=max_catch_up,
+            decay=coupled_decay,
+            walk=max_sqrt_staleness,
+            distance=FINE / correct1,
+            change=FINE * max_relative_update / learning_rate if learning_rate else 0.0,  # a rate of 0 moves nothing
+        )
         on_device = copied_to(torch.tensor(scalars, dtype=torch.float64), device)
         return cls(on_device, betas, maximize, coupled_decay != 0, not math.isinf(max_relative_update))
 
@@ -156,9 +154,9 @@ def _check(
             )
     if state.last.dtype != torch.int32:
         raise ValueError(f"last has dtype {state.last.dtype}: convert it to torch.int32")
-    if control.scalars.numel() != _SCALARS:
-        held = control.scalars.numel()
-        raise ValueError(f"control has {held} scalars, expected {_SCALARS}: create it with AdamControl.of")
+    if control.scalars.numel() != len(Scalars._fields):
+        held, expected = control.scalars.numel(), len(Scalars._fields)
+        raise ValueError(f"control has {held} scalars, expected {expected}: create it with AdamControl.of")
     check_vector("param_rms", state.param_rms.reshape(-1), numel=1, like=parameter)
     if parameter.numel() > INDEX_LIMIT:
         raise ValueError(f"parameter has {parameter.numel()} elements: split it into parts of at most {INDEX_LIMIT}")
@@ -176,9 +174,9 @@ def _update(
 ) -> None:
     """Reference of :func:`adam_update`, in torch operators with one rounding per operation."""
     at = _Coordinates(indices, torch.promote_types(parameter.dtype, torch.float32))
-    _, rate, root, epsilon, limit, decay, walk, fine, change = control.scalars.to(at.dtype).unbind()
+    scalars = Scalars(*control.scalars.to(at.dtype).unbind())
     tables = beta_tables(control.betas, at.dtype, parameter.device)
-    steps = control.scalars[0].to(torch.int32)
+    steps = Scalars(*control.scalars.unbind()).steps.to(torch.int32)
     tau = (steps - at.integers(state.last)).clamp(min=1)
     waited = tau.to(at.dtype)
     values = at.read(parameter)
@@ -186,7 +184,7 @@ def _update(
     if control.maximize:
         mean = -mean
     if control.coupled:
-        mean = mean + decay * values
+        mean = mean + scalars.decay * values
     delayed = not bool((tau == 1).all())  # with tau = 1 everywhere this is a plain Adam step
     power, complement = decays(tau, tables[0], tables[1]) if delayed else tables[:2, 0]
     first = power * at.read(state.first) + complement * mean
@@ -198,16 +196,16 @@ def _update(
     if state.maximum is not None:
         second = torch.maximum(at.read(state.maximum), second)
         at.write(state.maximum, second)
-    move = first / (square_root(second) / root + epsilon)  # of one dense step
+    move = first / (square_root(second) / scalars.root + scalars.epsilon)  # of one dense step
     if delayed:
-        factor = waited.minimum(limit).minimum(walk * square_root(waited))
+        factor = waited.minimum(scalars.catch_up).minimum(scalars.walk * square_root(waited))
         if control.limited:
-            length = _length(factor * move * fine, parameter.numel())
-            reach = change * state.param_rms.to(at.dtype)
+            length = _length(factor * move * scalars.distance, parameter.numel())
+            reach = scalars.change * state.param_rms.to(at.dtype)
             reach = torch.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
             factor = torch.where(length > reach, (factor * (reach / length)).clamp(min=1.0), factor)
         move = factor * move
-    at.write(parameter, values - rate * move)
+    at.write(parameter, values - scalars.rate * move)
 
 
 def _length(moves: torch.Tensor, numel: int) -> torch.Tensor:

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from tritoncomm_kernels.adam import AdamControl, adam_update, beta_tables
+from tritoncomm_kernels.adam_layout import Row
 from tritoncomm_kernels.adam_many import AdamStates, alike, decay
 from tritoncomm_kernels.checks import channels_last
 from tritoncomm_kernels.dispatch import kernel, triton_runs
@@ -96,7 +96,7 @@ class AdamFlat:
         torch.autograd.graph.increment_version([self.parameters[i] for i in positions])
         table = self._tables.get(dtype)
         if table is None or gradients is not None:
-            table = copied_to(torch.from_numpy(self._table(module.COLUMNS, positions, gradients)), device)
+            table = copied_to(torch.tensor(self._rows(positions, gradients), dtype=torch.int64), device)
         if gradients is None:
             self._tables[dtype] = table
         module.update(
@@ -120,17 +120,26 @@ class AdamFlat:
             tuple(strided[0].shape),
         )
 
-    def _table(self, columns: int, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> np.ndarray:
-        """Return the addresses, starts and lengths of the parameters at ``positions``, and the sizes of images."""
+    def _rows(self, positions: list[int], gradients: Sequence[torch.Tensor] | None) -> list[Row]:
+        """Return the addresses, sizes and starts of the parameters at ``positions``."""
         parameters, first, second, last, param_rms, *maximum = self._addresses
-        table = np.zeros((len(positions), columns), np.int64)
-        for column, addresses in zip((0, 2, 3, 4, 5, 6), (parameters, first, second, last, param_rms, *maximum)):  # noqa: B905 - there may be no maximum
-            table[:, column] = [addresses[i] for i in positions]
-        table[:, 1] = 0 if gradients is None else [each.data_ptr() for each in gradients]
-        table[:, 7] = [self.starts[i] for i in positions]
-        table[:, 8] = [self.parameters[i].numel() for i in positions]
-        table[:, 9:11] = [self._images[i] for i in positions]
-        return table
+        read = [0] * len(positions) if gradients is None else list(map(torch.Tensor.data_ptr, gradients))
+        return [
+            Row(
+                parameter=parameters[i],
+                gradient=gradient,
+                first=first[i],
+                second=second[i],
+                last=last[i],
+                param_rms=param_rms[i],
+                maximum=maximum[0][i] if maximum else 0,
+                numel=self.parameters[i].numel(),
+                start=self.starts[i],
+                channels=self._images[i][0],
+                positions=self._images[i][1],
+            )
+            for i, gradient in zip(positions, read, strict=True)
+        ]
 
     def _one_by_one(
         self,

@@ -11,19 +11,32 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
-from tritoncomm_kernels.adam_triton import _step, _write
+from tritoncomm_kernels.adam_layout import Row
+from tritoncomm_kernels.adam_triton import (
+    COLUMNS,
+    DISTANCE,
+    FIRST,
+    GRADIENT,
+    LAST,
+    MAXIMUM,
+    NUMEL,
+    PARAM_RMS,
+    PARAMETER,
+    SECOND,
+    _step,
+    _write,
+)
 from tritoncomm_kernels.dispatch import on_device_of
 
-# int64 numbers per tensor: addresses of parameter, gradient, moments, last, param_rms and maximum; start, elements;
-# channels and positions of an image whose channels are innermost in memory, 1 and 1 for other tensors.
-COLUMNS = 11
 BLOCK, WARPS = 128, 4
+# Further columns in a table of tensors.
+START = tl.constexpr(Row._fields.index("start"))
+CHANNELS = tl.constexpr(Row._fields.index("channels"))
+POSITIONS = tl.constexpr(Row._fields.index("positions"))
 
 
 @triton.jit
-def _owner(
-    indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, IMAGES: tl.constexpr
-):
+def _owner(indices_ptr, table_ptr, capacity, tensors, steps, BLOCK: tl.constexpr, IMAGES: tl.constexpr):
     """Return the lanes of this program, the tensor of each entry, its place in memory there, and a mask of entries."""
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(indices_ptr + lane, mask=lane < capacity, other=-1).to(tl.int64)
@@ -32,19 +45,19 @@ def _owner(
     while steps > 0:  # number of tensors that start at the entry or before it
         middle = low + (high - low) // 2
         unknown = low < high
-        start = tl.load(table_ptr + middle.to(tl.int64) * COLUMNS + 7, mask=unknown, other=0)
+        start = tl.load(table_ptr + middle.to(tl.int64) * COLUMNS + START, mask=unknown, other=0)
         low = tl.where(unknown & (start <= index), middle + 1, low)
         high = tl.where(unknown & (start > index), middle, high)
         steps -= 1
     held = (index >= 0) & (low > 0)
     tensor = tl.where(held, low - 1, 0)
     row_ptr = table_ptr + tensor.to(tl.int64) * COLUMNS
-    at = index - tl.load(row_ptr + 7, mask=held, other=0)
-    inside = held & (at < tl.load(row_ptr + 8, mask=held, other=0))
+    at = index - tl.load(row_ptr + START, mask=held, other=0)
+    inside = held & (at < tl.load(row_ptr + NUMEL, mask=held, other=0))
     at = tl.where(inside, at, 0)
     if IMAGES:  # the coordinate counts channels before positions, and memory positions before channels
-        channels = tl.load(row_ptr + 9, mask=inside, other=1)
-        positions = tl.load(row_ptr + 10, mask=inside, other=1)
+        channels = tl.load(row_ptr + CHANNELS, mask=inside, other=1)
+        positions = tl.load(row_ptr + POSITIONS, mask=inside, other=1)
         within = at % (channels * positions)
         at = at - within + within % positions * channels + within // positions
     return lane, tensor, row_ptr, at, inside
@@ -59,22 +72,22 @@ def _address(row_ptr, column, inside, DTYPE: tl.constexpr):
 def length_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the squared distances that the entries of each tensor would move, in integers. Nothing is updated.
 
     With ``COMPACT``, ``delivered_ptr`` has the gradient of each entry. Otherwise it is read from the tensor's gradient.
     """
-    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK, IMAGES)
-    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, BLOCK, IMAGES)
+    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, GRADIENT, inside, DTYPE) + at
     _, _, _, move, factor = _step(
-        _address(row_ptr, 0, inside, DTYPE), gradient_ptr,
-        _address(row_ptr, 2, inside, DTYPE), _address(row_ptr, 3, inside, DTYPE), _address(row_ptr, 6, inside, DTYPE),
-        _address(row_ptr, 4, inside, tl.int32),
+        _address(row_ptr, PARAMETER, inside, DTYPE), gradient_ptr,
+        _address(row_ptr, FIRST, inside, DTYPE), _address(row_ptr, SECOND, inside, DTYPE),
+        _address(row_ptr, MAXIMUM, inside, DTYPE), _address(row_ptr, LAST, inside, tl.int32),
         control_ptr, tables_ptr, at, inside, 0, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
     square = distance * distance
     square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
     tl.atomic_add(total_ptr + tensor, square.to(tl.int64), mask=inside, sem="relaxed")
@@ -84,17 +97,17 @@ def length_flat_kernel(
 def adam_flat_kernel(
     indices_ptr, delivered_ptr, table_ptr, control_ptr, tables_ptr, total_ptr, capacity, tensors, steps,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr, IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Update ``BLOCK`` entries of the list. Padding, and entries of no tensor in the table, update nothing."""
-    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, COLUMNS, BLOCK, IMAGES)
-    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, 1, inside, DTYPE) + at
-    parameter_ptr = _address(row_ptr, 0, inside, DTYPE)
-    first_ptr = _address(row_ptr, 2, inside, DTYPE)
-    second_ptr = _address(row_ptr, 3, inside, DTYPE)
-    last_ptr = _address(row_ptr, 4, inside, tl.int32)
-    maximum_ptr = _address(row_ptr, 6, inside, DTYPE)
+    lane, tensor, row_ptr, at, inside = _owner(indices_ptr, table_ptr, capacity, tensors, steps, BLOCK, IMAGES)
+    gradient_ptr = delivered_ptr + lane if COMPACT else _address(row_ptr, GRADIENT, inside, DTYPE) + at
+    parameter_ptr = _address(row_ptr, PARAMETER, inside, DTYPE)
+    first_ptr = _address(row_ptr, FIRST, inside, DTYPE)
+    second_ptr = _address(row_ptr, SECOND, inside, DTYPE)
+    last_ptr = _address(row_ptr, LAST, inside, tl.int32)
+    maximum_ptr = _address(row_ptr, MAXIMUM, inside, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, factor = _step(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
@@ -103,8 +116,8 @@ def adam_flat_kernel(
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
         parameter, first, second, largest, move, factor,
-        tl.load(_address(row_ptr, 5, inside, tl.float32), mask=inside, other=0.0),
-        tl.load(total_ptr + tensor, mask=inside, other=0), tl.load(row_ptr + 8, mask=inside, other=1),
+        tl.load(_address(row_ptr, PARAM_RMS, inside, tl.float32), mask=inside, other=0.0),
+        tl.load(total_ptr + tensor, mask=inside, other=0), tl.load(row_ptr + NUMEL, mask=inside, other=1),
         AMSGRAD, FINE, BLOCK,
     )  # fmt: skip
 
@@ -139,7 +152,6 @@ def update(
         "MAXIMIZE": maximize,
         "COUPLED": coupled,
         "POWERS": tables.numel() // 4,
-        "COLUMNS": COLUMNS,
         "BLOCK": block,
         "COMPACT": delivered is not None,
         "IMAGES": images,

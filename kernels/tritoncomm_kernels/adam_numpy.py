@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE, AdamControl, beta_tables, decays
+from tritoncomm_kernels.adam_layout import Scalars
 from tritoncomm_kernels.rms import consecutive
 
 # Entries of a state that are read and written together, more or less. Smaller chunks cost more calls. With larger ones,
@@ -119,7 +120,7 @@ class AdamArrays:
             if (factors != 1).any():  # otherwise every entry is delivered in every step
                 sizes, rms = [self.sizes[i] for i in part.positions], [self._rms[i] for i in part.positions]
                 moves = step.catch_up_moves(moves, factors, part.bounds, sizes, np.concatenate(rms))
-            moves *= step.rate
+            moves *= step.scalars.rate
         part.subtract(moves, parameters, step.keep)
 
 
@@ -191,20 +192,13 @@ class _Step:
 
     control: AdamControl
     keep: _Array
-    steps: np.int32
-    rate: np.float32
-    root: np.float32
-    epsilon: np.float32
-    catch_up: np.float32
-    decay: np.float32
-    walk: np.float32
-    fine: np.float32
-    change: np.float32
+    scalars: Scalars
 
     @classmethod
     def of(cls, control: AdamControl, keep: float) -> _Step:
-        scalars = control.scalars.numpy()
-        return cls(control, np.array(keep, np.float32), np.int32(scalars[0]), *scalars[1:].astype(np.float32))
+        exact = Scalars(*control.scalars.numpy())
+        rounded = Scalars(*map(np.float32, exact))._replace(steps=np.int32(exact.steps))
+        return cls(control, np.array(keep, np.float32), rounded)
 
     def advance(
         self, states: list[_Array], places: _Array | slice, delivered: _Array, values: _Array | None
@@ -230,13 +224,13 @@ class _Step:
         self, states: list[_Array], at: _Array | slice, delivered: _Array, values: _Array | None
     ) -> tuple[_Array, _Array]:
         last, first, second, *maxima = states
-        tau = np.maximum(self.steps - _read(last, at), 1)
-        last[at] = self.steps
+        tau = np.maximum(self.scalars.steps - _read(last, at), 1)
+        last[at] = self.scalars.steps
         mean = delivered / tau.astype(np.float32)
         if self.control.maximize:
             np.negative(mean, out=mean)
         if values is not None:
-            mean += self.decay * values
+            mean += self.scalars.decay * values
         power1, complement1, power2, complement2, factor = self._of_delay(tau)
         moment = _read(first, at)
         moment *= power1
@@ -251,16 +245,16 @@ class _Step:
             square = np.maximum(_read(maximum, at), square)
             maximum[at] = square
         move = np.sqrt(square, out=square)  # the next three lines make it the move of one dense step
-        move /= self.root
-        move += self.epsilon
+        move /= self.scalars.root
+        move += self.scalars.epsilon
         return np.divide(moment, move, out=move), factor
 
     def _of_delay(self, tau: _Array) -> list[Any]:
         """Return ``beta^tau`` and ``1 - beta^tau`` for both betas, and the factor of a delivery after ``tau`` steps."""
         longest = int(tau.max())
         if longest >= _LOOKED_UP:
-            return _compute_of_delay(tau, self.control.betas, self.catch_up, self.walk)
-        table = _table(longest.bit_length(), self.control.betas, self.catch_up, self.walk)
+            return _compute_of_delay(tau, self.control.betas, self.scalars.catch_up, self.scalars.walk)
+        table = _table(longest.bit_length(), self.control.betas, self.scalars.catch_up, self.scalars.walk)
         if longest == 1:
             return [row[1] for row in table]
         at = tau.astype(np.int64)
@@ -276,13 +270,13 @@ class _Step:
         product = factors * moves
         if not self.control.limited:
             return product
-        distance = product * self.fine
+        distance = product * self.scalars.distance
         distance *= distance
         np.fmin(distance, np.float32(LARGEST_SQUARE), out=distance)  # NaN counts as the largest
         some = [i for i, (start, stop) in enumerate(pairwise(bounds)) if start < stop]  # reduceat needs an entry
         totals = np.add.reduceat(distance.astype(np.int64), [bounds[i] for i in some])
         length = np.sqrt(totals.astype(np.float32) / np.array([sizes[i] for i in some], np.float32))
-        reach = self.change * rms[some]
+        reach = self.scalars.change * rms[some]
         reach = np.where(reach > FINE, reach, np.float32(FINE))  # at least one learning rate, also if it is NaN
         for i in np.flatnonzero(length > reach):
             span = slice(bounds[some[i]], bounds[some[i] + 1])

@@ -13,12 +13,34 @@ import triton
 import triton.language as tl
 
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
+from tritoncomm_kernels.adam_layout import Row, Scalars
 from tritoncomm_kernels.dispatch import on_device_of
 from tritoncomm_kernels.workspace import copied_to
 
-COLUMNS = 10  # int64 numbers per tensor in the table of the kernels for many tensors
 BLOCK, WARPS = 512, 4  # 1024 would need 160 registers, and spill on sm_80 with all options on
 MANY = 256  # block of the kernels for many tensors: 512 would spill on sm_90 with all options on, under Triton 3.6
+
+# Positions in ``control``, and columns in a table of tensors.
+STEPS = tl.constexpr(Scalars._fields.index("steps"))
+RATE = tl.constexpr(Scalars._fields.index("rate"))
+ROOT = tl.constexpr(Scalars._fields.index("root"))
+EPSILON = tl.constexpr(Scalars._fields.index("epsilon"))
+CATCH_UP = tl.constexpr(Scalars._fields.index("catch_up"))
+DECAY = tl.constexpr(Scalars._fields.index("decay"))
+WALK = tl.constexpr(Scalars._fields.index("walk"))
+DISTANCE = tl.constexpr(Scalars._fields.index("distance"))
+CHANGE = tl.constexpr(Scalars._fields.index("change"))
+COLUMNS = tl.constexpr(len(Row._fields))
+PARAMETER = tl.constexpr(Row._fields.index("parameter"))
+GRADIENT = tl.constexpr(Row._fields.index("gradient"))
+FIRST = tl.constexpr(Row._fields.index("first"))
+SECOND = tl.constexpr(Row._fields.index("second"))
+LAST = tl.constexpr(Row._fields.index("last"))
+PARAM_RMS = tl.constexpr(Row._fields.index("param_rms"))
+MAXIMUM = tl.constexpr(Row._fields.index("maximum"))
+NUMEL = tl.constexpr(Row._fields.index("numel"))
+INDICES = tl.constexpr(Row._fields.index("indices"))
+ENTRIES = tl.constexpr(Row._fields.index("entries"))
 
 
 @triton.jit
@@ -62,11 +84,11 @@ def _step(
 
     ``at`` are the coordinates, and ``gradient_at`` the positions of their gradients.
     """
-    steps = tl.load(control_ptr).to(tl.int32)
-    root = tl.load(control_ptr + 2).to(tl.float32)
-    epsilon = tl.load(control_ptr + 3).to(tl.float32)
-    limit = tl.load(control_ptr + 4).to(tl.float32)
-    walk = tl.load(control_ptr + 6).to(tl.float32)
+    steps = tl.load(control_ptr + STEPS).to(tl.int32)
+    root = tl.load(control_ptr + ROOT).to(tl.float32)
+    epsilon = tl.load(control_ptr + EPSILON).to(tl.float32)
+    limit = tl.load(control_ptr + CATCH_UP).to(tl.float32)
+    walk = tl.load(control_ptr + WALK).to(tl.float32)
     tau = tl.maximum(steps - tl.load(last_ptr + at, mask=inside, other=0), 1)
     waited = tau.to(tl.float32)
     mean = tl.div_rn(tl.load(gradient_ptr + gradient_at, mask=inside, other=0.0).to(tl.float32), waited)
@@ -74,7 +96,7 @@ def _step(
         mean = -mean
     if COUPLED:
         parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        mean = mean + tl.load(control_ptr + 5).to(tl.float32) * parameter
+        mean = mean + tl.load(control_ptr + DECAY).to(tl.float32) * parameter
     power, complement = _decay(tau, tables_ptr, POWERS)
     first = power * tl.load(first_ptr + at, mask=inside, other=0.0).to(tl.float32) + complement * mean
     power, complement = _decay(tau, tables_ptr + 2 * POWERS, POWERS)
@@ -100,9 +122,9 @@ def _write(
     tl.store(second_ptr + at, second, mask=inside)
     if AMSGRAD:
         tl.store(maximum_ptr + at, largest, mask=inside)
-    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr).to(tl.int32), mask=inside)
-    rate = tl.load(control_ptr + 1).to(tl.float32)
-    reach = tl.load(control_ptr + 8).to(tl.float32) * param_rms
+    tl.store(last_ptr + at, tl.full([BLOCK], 0, tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32), mask=inside)
+    rate = tl.load(control_ptr + RATE).to(tl.float32)
+    reach = tl.load(control_ptr + CHANGE).to(tl.float32) * param_rms
     reach = tl.where(reach > FINE, reach, FINE)  # at least one learning rate, also if it is NaN
     length = tl.sqrt_rn(tl.div_rn(total.to(tl.float32), n.to(tl.float32)))
     factor = tl.where(length > reach, tl.maximum(factor * tl.div_rn(reach, length), 1.0), factor)
@@ -122,7 +144,7 @@ def length_kernel(
         parameter_ptr, gradient_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, tables_ptr, at, inside,
         at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
     square = distance * distance
     square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
     tl.atomic_add(total_ptr, tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0), sem="relaxed")
@@ -151,69 +173,77 @@ def adam_kernel(
 
 
 @triton.jit
-def _delivered_of(table_ptr, places_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the row of this program's tensor, its coordinates, a mask of those inside, and their places in a list."""
-    row_ptr = table_ptr + tl.load(places_ptr + 2 * tl.program_id(0)) * COLUMNS
+def _delivered_of(table_ptr, places_ptr, BLOCK: tl.constexpr):
+    """Return this program's tensor, its row, its coordinates, a mask of those inside, and their places in a list.
+
+    ``places`` has two numbers per program: the tensor, and the block of this tensor.
+    """
+    tensor = tl.load(places_ptr + 2 * tl.program_id(0))
+    row_ptr = table_ptr + tensor * COLUMNS
     lane = tl.load(places_ptr + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
-    indices = tl.load(row_ptr + 7)
-    count = tl.load(row_ptr + 8)
-    n = tl.load(row_ptr + 9)
+    indices = tl.load(row_ptr + INDICES)
+    count = tl.load(row_ptr + ENTRIES)
+    n = tl.load(row_ptr + NUMEL)
     listed = tl.where(indices == 0, 0, count)  # an address of 0 means all coordinates
     at = tl.load(indices.to(tl.pointer_type(tl.int64)) + lane, mask=lane < listed, other=-1)
     at = tl.where(lane < listed, at, lane)
     inside = (lane < count) & (at >= 0) & (at < n)
-    return row_ptr, at, inside, lane
+    return tensor, row_ptr, at, inside, lane
+
+
+@triton.jit
+def _address(row_ptr, column, DTYPE: tl.constexpr):
+    return tl.load(row_ptr + column).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def length_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, LARGEST_SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
     """Do as ``length_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``total_ptr`` has a sum for each.
 
     With ``COMPACT``, the gradients in the table are those of the delivered coordinates only.
     """
-    row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
+    tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
     _, _, _, move, factor = _step(
-        tl.load(row_ptr).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)),
-        tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE)),
-        tl.load(row_ptr + 6).to(tl.pointer_type(DTYPE)), tl.load(row_ptr + 4).to(tl.pointer_type(tl.int32)),
+        _address(row_ptr, PARAMETER, DTYPE), _address(row_ptr, GRADIENT, DTYPE),
+        _address(row_ptr, FIRST, DTYPE), _address(row_ptr, SECOND, DTYPE),
+        _address(row_ptr, MAXIMUM, DTYPE), _address(row_ptr, LAST, tl.int32),
         control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
-    distance = factor * move * tl.load(control_ptr + 7).to(tl.float32)
+    distance = factor * move * tl.load(control_ptr + DISTANCE).to(tl.float32)
     square = distance * distance
     square = tl.where(square < LARGEST_SQUARE, square, LARGEST_SQUARE)  # NaN counts as the largest
     total = tl.sum(tl.where(inside, square, 0.0).to(tl.int64), axis=0)
-    tl.atomic_add(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)), total, sem="relaxed")
+    tl.atomic_add(total_ptr + tensor, total, sem="relaxed")
 
 
 @triton.jit
 def adam_many_kernel(
     table_ptr, places_ptr, control_ptr, tables_ptr, total_ptr,
     DTYPE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, COUPLED: tl.constexpr,
-    POWERS: tl.constexpr, FINE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, FINE: tl.constexpr, BLOCK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
     """Do as ``adam_kernel`` for ``BLOCK`` coordinates of one of many tensors. ``COMPACT`` is as above."""
-    row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, COLUMNS, BLOCK)
-    parameter_ptr = tl.load(row_ptr).to(tl.pointer_type(DTYPE))
-    first_ptr = tl.load(row_ptr + 2).to(tl.pointer_type(DTYPE))
-    second_ptr = tl.load(row_ptr + 3).to(tl.pointer_type(DTYPE))
-    last_ptr = tl.load(row_ptr + 4).to(tl.pointer_type(tl.int32))
-    maximum_ptr = tl.load(row_ptr + 6).to(tl.pointer_type(DTYPE))
+    tensor, row_ptr, at, inside, lane = _delivered_of(table_ptr, places_ptr, BLOCK)
+    parameter_ptr = _address(row_ptr, PARAMETER, DTYPE)
+    first_ptr = _address(row_ptr, FIRST, DTYPE)
+    second_ptr = _address(row_ptr, SECOND, DTYPE)
+    last_ptr = _address(row_ptr, LAST, tl.int32)
+    maximum_ptr = _address(row_ptr, MAXIMUM, DTYPE)
     parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0).to(tl.float32)
     first, second, largest, move, factor = _step(
-        parameter_ptr, tl.load(row_ptr + 1).to(tl.pointer_type(DTYPE)), first_ptr, second_ptr, maximum_ptr, last_ptr,
+        parameter_ptr, _address(row_ptr, GRADIENT, DTYPE), first_ptr, second_ptr, maximum_ptr, last_ptr,
         control_ptr, tables_ptr, at, inside, lane if COMPACT else at, AMSGRAD, MAXIMIZE, COUPLED, POWERS,
     )  # fmt: skip
     _write(
         parameter_ptr, first_ptr, second_ptr, maximum_ptr, last_ptr, control_ptr, at, inside,
         parameter, first, second, largest, move, factor,
-        tl.load(tl.load(row_ptr + 5).to(tl.pointer_type(tl.float32))),
-        tl.load(total_ptr + tl.load(places_ptr + 2 * tl.program_id(0))), tl.load(row_ptr + 9),
+        tl.load(_address(row_ptr, PARAM_RMS, tl.float32)), tl.load(total_ptr + tensor), tl.load(row_ptr + NUMEL),
         AMSGRAD, FINE, BLOCK,
     )  # fmt: skip
 
@@ -278,23 +308,30 @@ def update_many(
 
     If ``compact``, each of ``gradients`` has one value per delivered coordinate.
 
-    One copy to the device holds the table of addresses and the list of blocks: ``[tensors, COLUMNS]`` and
-    ``[blocks, 2]``, int64. A block is a tensor's number and the block's number in that tensor.
+    One copy to the device holds the table of addresses, a :class:`~tritoncomm_kernels.adam_layout.Row` per tensor, and
+    the list of blocks, ``[blocks, 2]``, both int64. A block is a tensor's number and the block's number in that tensor.
     """
     device = parameters[0].device
-    maxima = [None] * len(parameters) if maximum is None else maximum
-    columns: list[Sequence[torch.Tensor | None]]
-    columns = [parameters, gradients, first, second, last, param_rms, maxima, indices]
-    table = np.zeros((len(parameters), COLUMNS), np.int64)
-    for number, column in enumerate(columns):
-        table[:, number] = [0 if tensor is None else tensor.data_ptr() for tensor in column]
-    table[:, 9] = [parameter.numel() for parameter in parameters]
-    table[:, 8] = [n if at is None else at.numel() for n, at in zip(table[:, 9], indices, strict=True)]
-    blocks = [(i, j) for i, count in enumerate(table[:, 8].tolist()) for j in range(triton.cdiv(count, block))]
+    rows = [
+        Row(
+            parameter=parameter.data_ptr(),
+            gradient=gradients[i].data_ptr(),
+            first=first[i].data_ptr(),
+            second=second[i].data_ptr(),
+            last=last[i].data_ptr(),
+            param_rms=param_rms[i].data_ptr(),
+            maximum=0 if maximum is None else maximum[i].data_ptr(),
+            numel=parameter.numel(),
+            indices=0 if at is None else at.data_ptr(),
+            entries=parameter.numel() if at is None else at.numel(),
+        )
+        for i, (parameter, at) in enumerate(zip(parameters, indices, strict=True))
+    ]
+    blocks = [(i, j) for i, row in enumerate(rows) for j in range(triton.cdiv(row.entries, block))]
     if not blocks:
         return
-    host = torch.from_numpy(np.concatenate([table.reshape(-1), np.array(blocks, np.int64).reshape(-1)]))
-    on_device = copied_to(host, device)
+    table, places = np.array(rows, np.int64).reshape(-1), np.array(blocks, np.int64).reshape(-1)
+    on_device = copied_to(torch.from_numpy(np.concatenate([table, places])), device)
     total = torch.zeros(len(parameters), dtype=torch.int64, device=device)
     arguments = on_device, on_device[table.size :], control, tables, total
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
@@ -302,11 +339,11 @@ def update_many(
         if limited:
             length_many_kernel[(len(blocks),)](
                 *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, COLUMNS=COLUMNS, BLOCK=block,
-                COMPACT=compact, num_warps=WARPS, enable_fp_fusion=False,
+                POWERS=tables.numel() // 4, LARGEST_SQUARE=LARGEST_SQUARE, BLOCK=block, COMPACT=compact,
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         adam_many_kernel[(len(blocks),)](
             *arguments, DTYPE=dtype, AMSGRAD=maximum is not None, MAXIMIZE=maximize, COUPLED=coupled,
-            POWERS=tables.numel() // 4, FINE=FINE, COLUMNS=COLUMNS, BLOCK=block, COMPACT=compact,
+            POWERS=tables.numel() // 4, FINE=FINE, BLOCK=block, COMPACT=compact,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,12 +43,6 @@ def check_vector(
             f"{name} starts at an address that is not a multiple of its element size {tensor.element_size()}: "
             "call .clone() on it"
         )
-
-
-def check_scale(scale: float) -> None:
-    """Raise ``ValueError`` unless ``scale`` is finite in fp32."""
-    if not math.isfinite(scale) or abs(scale) > torch.finfo(torch.float32).max:
-        raise ValueError(f"scale={scale} is not finite in fp32: unscale the gradient first")
 
 
 def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

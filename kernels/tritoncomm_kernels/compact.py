@@ -38,7 +38,7 @@ Flags = npt.NDArray[np.bool_]
 class Selection(NamedTuple):
     """Entries that passed a threshold: ``indices`` (int32, ascending) and ``values`` (fp32).
 
-    ``found`` is the number of entries that passed. It exceeds ``len(indices)`` if a capacity limited the output.
+    ``found`` is the number of entries that passed.
     """
 
     indices: torch.Tensor
@@ -78,20 +78,16 @@ def select(
     values: torch.Tensor,
     threshold: float,
     *,
-    capacity: int | None = None,
-    clear: bool = False,
     divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
     """Return the entries of ``values`` (fp32 ``[n]``, contiguous) with ``|x| >= threshold``, in ascending order.
 
-    Zeros are never selected. NaN is always selected. At most ``capacity`` entries are written. With ``clear``, exactly
-    the written entries become 0 in ``values``, so entries above the capacity are not lost. With a ``divisor`` (fp32
-    ``[n]``), quotients are compared and returned, and ``values`` stay as they are. There is no Triton kernel for this.
-    ``workspace`` keeps GPU scratch memory between calls. Raises ``ValueError`` for a wrong dtype, shape or capacity.
+    Zeros are never selected. NaN is always selected. With a ``divisor`` (fp32 ``[n]``), quotients are compared and
+    returned. There is no Triton kernel for this. ``workspace`` keeps GPU scratch memory between calls. Raises
+    ``ValueError`` for a wrong dtype or shape.
     """
-    key = threshold_key(threshold)
-    return select_keys(values, key, capacity=capacity, clear=clear, divisor=divisor, workspace=workspace)
+    return select_keys(values, threshold_key(threshold), divisor=divisor, workspace=workspace)
 
 
 def accumulate_and_select(
@@ -100,8 +96,6 @@ def accumulate_and_select(
     out: torch.Tensor,
     threshold: float,
     *,
-    capacity: int | None = None,
-    clear: bool = False,
     divisor: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Selection:
@@ -111,9 +105,7 @@ def accumulate_and_select(
     Raises ``ValueError`` naming the invalid argument.
     """
     key = threshold_key(threshold)
-    return accumulate_and_select_keys(
-        residual, gradient, out, key, capacity, clear=clear, divisor=divisor, workspace=workspace
-    )
+    return accumulate_and_select_keys(residual, gradient, out, key, divisor=divisor, workspace=workspace)
 
 
 def accumulate_and_select_keys(
@@ -121,24 +113,20 @@ def accumulate_and_select_keys(
     gradient: torch.Tensor,
     out: torch.Tensor,
     key: int,
-    capacity: int | None = None,
     *,
-    clear: bool = False,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
 ) -> Selection:
     """Run :func:`accumulate_and_select` with the ``key`` of a threshold. See :func:`select_keys` for ``terms``."""
     check_addends(residual, gradient, out)
-    return _scan(out, key, capacity, clear, (residual, gradient), divisor, terms, workspace)
+    return _scan(out, key, (residual, gradient), divisor, terms, workspace)
 
 
 def select_keys(
     values: torch.Tensor,
     key: int,
-    capacity: int | None = None,
     *,
-    clear: bool = False,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
     workspace: Workspace | None = None,
@@ -146,10 +134,10 @@ def select_keys(
     """Run :func:`select` with the ``key`` of a threshold.
 
     On a CPU, sparse lists of ``terms`` can be added to what is compared and returned, list by list. Their indices are
-    ascending and unique. The vector itself stays as it is. With terms there is neither ``clear`` nor a ``divisor``.
+    ascending and unique. The vector itself stays as it is. With terms there is no ``divisor``.
     """
     check_vector("values", values)
-    return _scan(values, key, capacity, clear, None, divisor, terms, workspace)
+    return _scan(values, key, None, divisor, terms, workspace)
 
 
 def has_non_finite(values: torch.Tensor) -> bool:
@@ -167,53 +155,42 @@ Addends = tuple[torch.Tensor, torch.Tensor] | None
 def _scan(
     out: torch.Tensor,
     key: int,
-    capacity: int | None,
-    clear: bool,
     addends: Addends,
     divisor: torch.Tensor | None,
     terms: Sequence[SparseList],
     workspace: Workspace | None,
 ) -> Selection:
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity={capacity} is negative: pass None for no limit")
     if divisor is not None:
         check_vector("divisor", divisor, numel=out.numel(), like=out)
-    room = out.numel() if capacity is None else capacity
     if out.numel() == 0:
         return Selection(out.new_empty(0, dtype=torch.int32), out.new_empty(0), 0)
     if terms:
         assert out.device.type == "cpu"
         assert divisor is None
-        assert not clear
-        return _scan_host(out, key, room, clear, addends, terms=terms)
+        return _scan_host(out, key, addends, terms=terms)
     if divisor is None and triton_runs(out):
-        return _scan_triton(out, key, room, clear, addends, workspace if workspace is not None else Workspace())
+        return _scan_triton(out, key, addends, workspace if workspace is not None else Workspace())
     scan = _scan_host if out.device.type == "cpu" else _scan_device
-    return scan(out, key, room, clear, addends, divisor)
+    return scan(out, key, addends, divisor)
 
 
-def _scan_triton(
-    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, workspace: Workspace
-) -> Selection:
+def _scan_triton(out: torch.Tensor, key: int, addends: Addends, workspace: Workspace) -> Selection:
     """Mark and expand. The only host synchronization is between the two, to allocate exactly what is needed."""
     marks = Marks.empty(out.numel(), out.device, workspace, name="select")
     limit = workspace.buffer("select key", 1, torch.int32, out.device).fill_(key)
     residual, gradient = addends if addends is not None else (out, None)
     mark(residual, gradient, out, limit, marks)
     count = int(marks.counts.sum())
-    written = min(count, room)
-    indices = out.new_empty(written, dtype=torch.int32)
-    values = out.new_empty(written)
+    indices = out.new_empty(count, dtype=torch.int32)
+    values = out.new_empty(count)
     found = workspace.buffer("select found", 1, torch.int64, out.device)
-    expand(out, marks, indices, values, found, clear=clear, workspace=workspace)
+    expand(out, marks, indices, values, found, workspace=workspace)
     return Selection(indices, values, count)
 
 
 def _scan_host(
     out: torch.Tensor,
     key: int,
-    room: int,
-    clear: bool,
     addends: Addends,
     divisor: torch.Tensor | None = None,
     terms: Sequence[SparseList] = (),
@@ -225,27 +202,22 @@ def _scan_host(
     divisors = None if divisor is None else divisor.numpy()
     quotients = np.empty(0 if divisor is None else chunk, dtype=np.float32)
     in_chunks = [_chunks_of(*listed, out.numel()) for listed in terms]
-    indices, values, count, found = [], [], 0, np.empty(0, dtype=np.intp)
+    indices, values, found = [], [], np.empty(0, dtype=np.intp)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
         for start in range(0, out.numel(), HOST_CHUNK):
             if add_chunk is not None:
                 add_chunk(slice(start, start + HOST_CHUNK))
-            part = stored = floats[start : start + HOST_CHUNK]
+            part = floats[start : start + HOST_CHUNK]
             if divisors is not None:
-                part = np.divide(stored, divisors[start : start + HOST_CHUNK], out=quotients[: stored.size])
+                part = np.divide(part, divisors[start : start + HOST_CHUNK], out=quotients[: part.size])
             overwritten = [_add_terms(part, *next(chunks)) for chunks in in_chunks]
             flags = _reaching(part, key, reaches[: part.size], scratch[: part.size])
             found = true_positions(flags, few=_FEW_IN * found.size < part.size)
-            written = found if count + found.size <= room else found[: max(0, room - count)]
-            count += found.size
-            values.append(part.take(written))
-            indices.append(np.add(written, start, dtype=np.int32, casting="unsafe"))
-            if clear:
-                stored[written] = 0.0
+            values.append(part.take(found))
+            indices.append(np.add(found, start, dtype=np.int32, casting="unsafe"))
             for places, before in reversed(overwritten):
                 part[places] = before
-    joined = torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values))
-    return Selection(*joined, count)
+    return Selection.of(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(values)))
 
 
 def _chunks_of(indices: torch.Tensor, values: torch.Tensor, numel: int) -> Iterator[tuple[Places, Floats]]:
@@ -296,20 +268,14 @@ def _reaching(part: Floats, key: int, out: Flags, scratch: Flags) -> Flags:
     return out
 
 
-def _scan_device(
-    out: torch.Tensor, key: int, room: int, clear: bool, addends: Addends, divisor: torch.Tensor | None = None
-) -> Selection:
+def _scan_device(out: torch.Tensor, key: int, addends: Addends, divisor: torch.Tensor | None = None) -> Selection:
     """Same as :func:`_scan_host`, with torch operators on any device."""
     if addends is not None:
         residual, gradient = addends
         add(residual, gradient, out)
     compared = out if divisor is None else out / divisor
     found = positions((compared.view(torch.int32) & MAGNITUDE_MASK) >= key)
-    written = found[:room]
-    values = compared[written]
-    if clear:
-        out[written] = 0.0
-    return Selection(written.to(torch.int32), values, found.numel())
+    return Selection.of(found.to(torch.int32), compared[found])
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

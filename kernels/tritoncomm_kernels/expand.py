@@ -17,16 +17,13 @@ def expand(
     out: torch.Tensor,
     found: torch.Tensor,
     *,
-    clear: bool = False,
-    clear_also: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> None:
     """Write the marked elements of ``values`` (fp32 ``[n]``) to ``indices`` and ``out``, in ascending order.
 
     ``indices`` (int32) and ``out`` (fp32) are ``[capacity]``. Slots after the last entry keep their content.
-    ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. With ``clear``,
-    exactly the written elements become 0 in ``values``. They also become 0 in ``clear_also`` (fp32 ``[n]``) if it is
-    given. Raises ``ValueError`` naming the invalid argument.
+    ``found`` (int64 ``[1]``) is set to the number of marked elements, which may exceed the capacity. Raises
+    ``ValueError`` naming the invalid argument.
     """
     check_vector("values", values)
     check_marks(values, marks)
@@ -36,31 +33,17 @@ def expand(
     check_apart("out", out, "values", values)
     check_apart("indices", indices, "values", values)
     check_apart("indices", indices, "out", out)
-    if clear_also is not None:
-        check_vector("clear_also", clear_also, numel=values.numel(), like=values)
-        check_apart("clear_also", clear_also, "values", values)
     if values.numel() == 0:
         found.zero_()
     elif triton_runs(values):
         held = workspace if workspace is not None else Workspace()
         offsets = held.buffer("expand offsets", marks.counts.numel(), torch.int32, values.device)
-        kernel("expand_triton").expand(
-            values, marks.bits, marks.counts, offsets, indices, out, found, clear=clear, clear_also=clear_also
-        )
+        kernel("expand_triton").expand(values, marks.bits, marks.counts, offsets, indices, out, found)
     else:
-        _expand(values, marks, indices, out, found, clear=clear, clear_also=clear_also)
+        _expand(values, marks, indices, out, found)
 
 
-def _expand(
-    values: torch.Tensor,
-    marks: Marks,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    found: torch.Tensor,
-    *,
-    clear: bool,
-    clear_also: torch.Tensor | None,
-) -> None:
+def _expand(values: torch.Tensor, marks: Marks, indices: torch.Tensor, out: torch.Tensor, found: torch.Tensor) -> None:
     """Reference of :func:`expand`, in torch operators."""
     lanes = torch.arange(32, dtype=torch.int32, device=values.device)
     marked = ((marks.bits[:, None] >> lanes) & 1).view(-1).nonzero().squeeze(1)
@@ -68,6 +51,3 @@ def _expand(
     written = marked[: indices.numel()]
     indices[: written.numel()] = written.to(torch.int32)
     out[: written.numel()] = values[written]
-    for cleared in (values if clear else None, clear_also):
-        if cleared is not None:
-            cleared[written] = 0.0

@@ -42,9 +42,8 @@ def sum_before(counts_ptr, end, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["words", "capacity", "n"])
 def expand_kernel(
-    values_ptr, also_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, found_ptr, words, capacity, n,
-    TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
-    OFFSETS: tl.constexpr, CLEAR: tl.constexpr, CLEAR_ALSO: tl.constexpr,
+    values_ptr, bits_ptr, counts_ptr, out_indices_ptr, out_values_ptr, found_ptr, words, capacity, n,
+    TILES: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of ``TILES`` tiles. With ``OFFSETS``, ``counts`` already holds exclusive offsets."""
     program = tl.program_id(0)
@@ -62,12 +61,6 @@ def expand_kernel(
         write = (mask != 0) & (position < capacity) & (element < n)
         tl.store(out_indices_ptr + position, element, mask=write)
         tl.store(out_values_ptr + position, tl.load(values_ptr + element, mask=write, other=0.0), mask=write)
-        # The stores below may use other threads than the load above.
-        tl.debug_barrier()
-        if CLEAR:
-            tl.store(values_ptr + element, 0.0, mask=write)
-        if CLEAR_ALSO:
-            tl.store(also_ptr + element, 0.0, mask=write)
         position += 1
         mask = mask & (mask - 1)
         left -= 1
@@ -82,8 +75,6 @@ def expand(
     out: torch.Tensor,
     found: torch.Tensor,
     *,
-    clear: bool,
-    clear_also: torch.Tensor | None,
     words: int = WORDS,
     tiles_summed_in_place: int = TILES_SUMMED_IN_PLACE,
 ) -> None:
@@ -97,7 +88,6 @@ def expand(
             scan_counts_kernel[(1,)](counts, offsets, tiles, CHUNK=SCAN_CHUNK, num_warps=WARPS, enable_fp_fusion=False)
         expand_kernel[(triton.cdiv(bits.numel(), words),)](
             values,
-            clear_also,
             bits,
             offsets if scanned else counts,
             indices,
@@ -110,8 +100,6 @@ def expand(
             WORDS=words,
             CHUNK=CHUNK,
             OFFSETS=scanned,
-            CLEAR=clear,
-            CLEAR_ALSO=clear_also is not None,
             num_warps=WARPS,
             enable_fp_fusion=False,
         )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncomm_kernels.accumulate import add, as_argument, check_addends
-from tritoncomm_kernels.checks import GRADIENT_DTYPES, check_apart, check_same, check_scale, check_vector
+from tritoncomm_kernels.accumulate import add, check_addends
+from tritoncomm_kernels.checks import check_apart, check_same, check_vector
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
 
@@ -63,99 +63,38 @@ def mark(
     threshold: torch.Tensor,
     marks: Marks,
     *,
-    scale: float | torch.Tensor = 1.0,
     span: torch.Tensor | None = None,
-    select_nan: bool = True,
 ) -> None:
-    """Compute ``out = residual + scale * gradient`` and mark its elements with magnitude at least ``threshold``.
+    """Compute ``out = residual + gradient`` and mark its elements with magnitude at least ``threshold``.
 
     ``threshold`` is ``[1]`` on the device: fp32, or int32 for an integer key. A threshold or key of 0 or below marks
-    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, unless
-    ``select_nan`` is False, and every key up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking
-    to positions ``span[0] <= i < span[1]``. The sum is computed everywhere. Without ``gradient``, ``residual`` and
-    ``out`` must be the same tensor, which is only read. The other arguments are those of
-    :func:`tritoncomm_kernels.accumulate`.
+    every non-zero. A NaN threshold marks only NaNs. Zeros are never marked. NaNs reach every threshold, and every key
+    up to 0x7F800001. ``span`` (int32 ``[2]``, on the device) restricts marking to positions ``span[0] <= i < span[1]``.
+    The sum is computed everywhere. Without ``gradient``, ``residual`` and ``out`` must be the same tensor, which is
+    only read. The other arguments are those of :func:`tritoncomm_kernels.accumulate`.
     """
     if gradient is None:
         check_vector("out", out)
         check_same("residual", residual, "out", out)
     else:
-        check_addends(residual, gradient, out, scale)
+        check_addends(residual, gradient, out)
     _check_limits(out, threshold, span)
     check_marks(out, marks)
     if out.numel() == 0:
         marks.bits.zero_()
         marks.counts.zero_()
     elif triton_runs(out):
-        kernel("mark_triton").mark(
-            residual, gradient, out, as_argument(scale), threshold, span, *marks, select_nan=select_nan
-        )
+        kernel("mark_triton").mark(residual, gradient, out, threshold, span, *marks)
     else:
         if gradient is not None:
-            add(residual, gradient, out, scale)
-        write_marks(out, threshold, marks, span, select_nan=select_nan)
+            add(residual, gradient, out)
+        write_marks(out, threshold, marks, span)
 
 
-def mark_momentum(
-    gradient: torch.Tensor,
-    velocity: torch.Tensor,
-    residual: torch.Tensor,
-    threshold: torch.Tensor,
-    marks: Marks,
-    *,
-    momentum: float,
-    scale: float | torch.Tensor = 1.0,
-    span: torch.Tensor | None = None,
-    select_nan: bool = True,
-) -> None:
-    """Momentum correction (Deep Gradient Compression): accumulate the velocity and mark the residual.
-
-    Computes ``velocity = momentum * velocity + scale * gradient`` and ``residual += velocity`` in place, both fp32
-    ``[n]``. Then marks ``residual`` as :func:`mark` does. :func:`tritoncomm_kernels.expand` can clear both.
-    """
-    check_vector("residual", residual)
-    check_vector("velocity", velocity, numel=residual.numel(), like=residual)
-    check_vector("gradient", gradient, dtypes=GRADIENT_DTYPES, numel=residual.numel(), like=residual)
-    for name, written in (("velocity", velocity), ("residual", residual)):
-        check_apart("gradient", gradient, name, written)
-    check_apart("velocity", velocity, "residual", residual)
-    if isinstance(scale, torch.Tensor):
-        check_vector("scale", scale, numel=1, like=residual)
-    else:
-        check_scale(scale)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum}: otherwise the velocity grows without bound")
-    _check_limits(residual, threshold, span)
-    check_marks(residual, marks)
-    if residual.numel() == 0:
-        marks.bits.zero_()
-        marks.counts.zero_()
-    elif triton_runs(residual):
-        kernel("mark_triton").mark_momentum(
-            gradient,
-            velocity,
-            residual,
-            as_argument(scale),
-            float(momentum),
-            threshold,
-            span,
-            *marks,
-            select_nan=select_nan,
-        )
-    else:
-        torch.add(gradient.to(torch.float32) * float(scale), velocity, alpha=momentum, out=velocity)
-        residual.add_(velocity)
-        write_marks(residual, threshold, marks, span, select_nan=select_nan)
-
-
-def write_marks(
-    values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None, *, select_nan: bool
-) -> None:
+def write_marks(values: torch.Tensor, threshold: torch.Tensor, marks: Marks, span: torch.Tensor | None) -> None:
     """Write the marks of ``values``, the finished sums: the torch reference, without host synchronization."""
     keys = values.view(torch.int32) & MAGNITUDE_MASK
     chosen = keys >= as_key(threshold)
-    if not select_nan:
-        chosen &= keys <= NON_FINITE_KEY
     if span is not None:
         at = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
         chosen &= (at >= span[0]) & (at < span[1])

@@ -18,6 +18,7 @@ import torch
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.compact import Selection, threshold_key
 from tritoncomm_kernels.dispatch import kernel, triton_runs
+from tritoncomm_kernels.mark import Marks, mark
 from tritoncomm_kernels.scatter import MAX_LISTS, merge, scatter_add
 from tritoncomm_kernels.threshold import (
     SHORT_SEGMENT,
@@ -90,7 +91,7 @@ def top_k_padded(
         indices = out.new_full((k,), PADDING, dtype=torch.int32)
         values = out.new_zeros(k)
         taken = workspace.buffer("padded taken", 1, torch.int64, out.device)
-        top_k_into(residual, gradient, out, indices, values, taken, workspace=workspace, warm=True)
+        top_k_into(residual, gradient, out, indices, values, taken, workspace=workspace)
         return Padded(indices, values)
     selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
     return Padded.of(selected, k)
@@ -286,6 +287,21 @@ def count_reaching(values: torch.Tensor, threshold: torch.Tensor | float) -> tor
     else:
         reached = keys >= threshold_key(threshold)
     return reached.sum(dtype=torch.int32).reshape(1)
+
+
+def count_inside(
+    values: torch.Tensor, threshold: torch.Tensor, span: torch.Tensor, *, workspace: Workspace
+) -> torch.Tensor:
+    """Return the result of :func:`count_reaching` for ``values[span[0] : span[1]]``: int32 ``[1]``.
+
+    ``values`` (fp32 ``[n]``) are contiguous. ``threshold`` (fp32 ``[1]``) and ``span`` (int32 ``[2]``) are on their
+    device.
+    """
+    if values.device.type == "cpu" and not triton_runs(values):
+        return count_reaching(values[slice(*span.tolist())], threshold)
+    marks = Marks.empty(values.numel(), values.device, workspace)
+    mark(values, None, values, threshold, marks, span=span)
+    return marks.counts.sum(dtype=torch.int32).reshape(1)
 
 
 def count_entries(entries: Padded) -> torch.Tensor:

@@ -81,7 +81,7 @@ def _kth(histogram_ptr, budgets_ptr, digits, room):
     return prefix, remaining
 
 
-@triton.jit(do_not_specialize=["n", "room", "digit"])
+@triton.jit(do_not_specialize=["n", "room", "digit"], do_not_specialize_on_alignment=["bounds_ptr"])
 def segment_histogram_kernel(values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, n, room, digit, BLOCK: tl.constexpr):
     """Build the histogram of one digit over the non-zero keys of a segment that match the digits so far."""
     prefix, _ = _kth(histogram_ptr, budgets_ptr, digit, room)
@@ -96,7 +96,7 @@ def segment_histogram_kernel(values_ptr, bounds_ptr, budgets_ptr, histogram_ptr,
     tl.atomic_add(own_ptr + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "room"])
+@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["bounds_ptr"])
 def segment_count_kernel(
     values_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr, n, room, BLOCK: tl.constexpr
 ):
@@ -116,7 +116,7 @@ def segment_count_kernel(
     tl.store(equal_ptr + own, tl.sum(equal, axis=0))
 
 
-@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["indices_ptr"])
+@triton.jit(do_not_specialize=["n", "room"], do_not_specialize_on_alignment=["indices_ptr", "bounds_ptr"])
 def segment_emit_kernel(
     values_ptr, indices_ptr, bounds_ptr, budgets_ptr, histogram_ptr, above_ptr, equal_ptr,
     out_indices_ptr, out_values_ptr, n, room,

@@ -6,6 +6,8 @@ every rank computes the same partitions from the same counts.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_vector
@@ -18,30 +20,26 @@ MAX_BLOCKS = 1 << 20  # keeps every product of the prefix rule below 2^63
 
 def rebalance(
     blocks: torch.Tensor,
-    first: torch.Tensor,
+    bounds: torch.Tensor,
     counts: torch.Tensor,
-    iteration: torch.Tensor,
-    span: torch.Tensor,
     *,
-    rank: int,
+    iteration: int,
     block: int,
     numel: int,
     min_blocks: int,
     rule: str = "prefix",
     max_step: int = 1,
 ) -> None:
-    """Move the borders of the partitions according to ``counts``, and compute the next span of ``rank``.
+    """Move the borders of the partitions according to ``counts``, for the next iteration.
 
-    All tensors are int32. ``blocks``, ``first`` and ``span`` are written.
+    All tensors are int32. ``blocks`` and ``bounds`` are written.
 
     * ``blocks`` (``[P]``): blocks per partition, updated in place.
-    * ``first`` (``[P]``): set to the first block of each partition.
+    * ``bounds`` (``[P + 1]``): set to the first element of each partition, and to ``numel``, the end of the last one.
     * ``counts`` (``[P]``): number of entries that each rank selected in this iteration. No element is selected twice,
       so the sum must not exceed ``numel``.
-    * ``iteration`` (``[1]``): number of this iteration, in which rank r selected in partition
-      ``(iteration + r) mod P``.
-    * ``span`` (``[2]``): set to the elements ``[start, stop)`` of the partition of ``rank`` in the next iteration.
-    * ``block``: elements per block. ``numel``: elements of the vector. The last partition ends at ``numel``.
+    * ``iteration``: number of this iteration, in which rank r selected in partition ``(iteration + r) mod P``.
+    * ``block``: elements per block. ``numel``: elements of the vector.
     * ``min_blocks``: no partition shrinks below this number of blocks.
 
     ``rule`` selects how borders move. If there is less than one entry per partition, they stay.
@@ -58,54 +56,31 @@ def rebalance(
     """
     check_vector("blocks", blocks, dtypes=(torch.int32,))
     partitions = blocks.numel()
-    for name, tensor, size in (
-        ("first", first, partitions),
-        ("counts", counts, partitions),
-        ("iteration", iteration, 1),
-        ("span", span, 2),
-    ):
-        check_vector(name, tensor, dtypes=(torch.int32,), numel=size, like=blocks)
-    check_apart("first", first, "blocks", blocks)
+    check_vector("bounds", bounds, dtypes=(torch.int32,), numel=partitions + 1, like=blocks)
+    check_vector("counts", counts, dtypes=(torch.int32,), numel=partitions, like=blocks)
+    check_apart("bounds", bounds, "blocks", blocks)
     check_apart("counts", counts, "blocks", blocks)
-    check_apart("counts", counts, "first", first)
-    _check_numbers(partitions, rank, block, numel, min_blocks, max_step, rule)
+    check_apart("counts", counts, "bounds", bounds)
+    _check_numbers(partitions, block, numel, min_blocks, max_step, rule)
+    rotation = iteration % partitions
     if triton_runs(blocks):
         kernel("rebalance_triton").rebalance(
-            blocks, first, counts, iteration, span,
-            rank=rank, block=block, numel=numel, min_blocks=min_blocks, max_step=max_step, rule=rule,
+            blocks, bounds, counts,
+            rotation=rotation, block=block, numel=numel, min_blocks=min_blocks, max_step=max_step, rule=rule,
         )  # fmt: skip
         return
-    sizes, starts, own_span = _rebalance(
-        blocks.tolist(), counts.tolist(), int(iteration), rank, block, numel, min_blocks, max_step, rule
-    )
-    for tensor, content in ((blocks, sizes), (first, starts), (span, own_span)):
-        tensor.copy_(torch.tensor(content, dtype=torch.int32))
-
-
-def _rebalance(
-    sizes: list[int],
-    counts: list[int],
-    step: int,
-    rank: int,
-    block: int,
-    numel: int,
-    min_blocks: int,
-    max_step: int,
-    rule: str,
-) -> tuple[list[int], list[int], list[int]]:
-    """Reference of :func:`rebalance`. Return blocks per partition, first blocks, and the next span of ``rank``."""
-    partitions = len(sizes)
-    load = [0] * partitions
-    for sender, count in enumerate(counts):
-        load[(step + sender) % partitions] = max(count, 0)
+    load = [max(count, 0) for count in counts.tolist()]
+    load = (
+        load[partitions - rotation :] + load[: partitions - rotation]
+    )  # from the order of ranks to that of partitions
+    sizes = blocks.tolist()
     if rule == "prefix":
         _prefix(load, sizes, min_blocks, max_step)
     else:
         _sweep(load, sizes, block * sum(load) // numel, min_blocks, rule)
-    starts = [sum(sizes[:j]) for j in range(partitions)]
-    own = (step + 1 + rank) % partitions
-    stop = numel if own == partitions - 1 else min((starts[own] + sizes[own]) * block, numel)
-    return sizes, starts, [min(starts[own] * block, numel), stop]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    blocks.copy_(torch.tensor(sizes, dtype=torch.int32))
+    bounds.copy_(torch.tensor([*(min(start * block, numel) for start in starts), numel], dtype=torch.int32))
 
 
 def _sweep(load: list[int], sizes: list[int], quantum: int, least: int, rule: str) -> None:
@@ -161,15 +136,11 @@ def _prefix(load: list[int], sizes: list[int], least: int, max_step: int) -> Non
             sizes[i + 1] += move
 
 
-def _check_numbers(
-    partitions: int, rank: int, block: int, numel: int, min_blocks: int, max_step: int, rule: str
-) -> None:
+def _check_numbers(partitions: int, block: int, numel: int, min_blocks: int, max_step: int, rule: str) -> None:
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ValueError(f"blocks has {partitions} elements: the number of partitions must be in [1, {MAX_PARTITIONS}]")
     if rule not in RULES:
         raise ValueError(f"rule={rule!r} is unknown: must be one of {', '.join(RULES)}")
-    if not 0 <= rank < partitions:
-        raise ValueError(f"rank={rank} is not in [0, {partitions}): blocks must have one element per rank")
     if not 1 <= numel <= INDEX_LIMIT:
         raise ValueError(f"numel={numel} is not in [1, {INDEX_LIMIT}]: split a longer vector, skip an empty one")
     if block < 1 or -(-numel // block) > MAX_BLOCKS:

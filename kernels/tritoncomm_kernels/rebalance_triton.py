@@ -52,17 +52,16 @@ def _border_moves(load, blocks, lane, partitions, total, max_step, PARTITIONS: t
     return tl.where(still, 0, tl.where(ahead > 0, steps, -steps))
 
 
-@triton.jit(do_not_specialize=["partitions", "rank", "block", "n", "least", "max_step"])
+@triton.jit(do_not_specialize=["partitions", "rotation", "block", "n", "least", "max_step"])
 def rebalance_kernel(
-    blocks_ptr, first_ptr, counts_ptr, iteration_ptr, span_ptr, partitions, rank, block, n, least, max_step,
+    blocks_ptr, bounds_ptr, counts_ptr, partitions, rotation, block, n, least, max_step,
     PARTITIONS: tl.constexpr, PREFIX: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Move the borders according to the counts of ``iteration``, and write the span for the next iteration."""
+    """Move the borders according to the counts, and write the first element of each partition, and the end."""
     lane = tl.arange(0, PARTITIONS)
     real = lane < partitions
-    iteration = tl.load(iteration_ptr)
-    # Counts are in rank order. Partition j belonged to rank (j - iteration) mod P. In Triton, % keeps the sign as in C.
-    owner = (lane - iteration % partitions) % partitions
+    # Counts are in rank order. Partition j belonged to rank (j - rotation) mod P.
+    owner = lane - rotation
     owner = tl.where(owner < 0, owner + partitions, owner)
     load = tl.maximum(tl.load(counts_ptr + owner, mask=real, other=0), 0).to(tl.int64)
     blocks = tl.load(blocks_ptr + lane, mask=real, other=0)
@@ -81,16 +80,10 @@ def rebalance_kernel(
     else:
         quantum = (block.to(tl.int64) * total) // n
         blocks = _sweep(load, blocks.to(tl.int64), lane, partitions, quantum, least, RATIO).to(tl.int32)
-    first = tl.cumsum(blocks, axis=0) - blocks
+    start = (tl.cumsum(blocks, axis=0) - blocks).to(tl.int64) * block
     tl.store(blocks_ptr + lane, blocks, mask=real)
-    tl.store(first_ptr + lane, first, mask=real)
-    own = ((iteration + 1) % partitions + rank) % partitions
-    own = tl.where(own < 0, own + partitions, own)
-    start = tl.sum(tl.where(lane == own, first, 0), axis=0).to(tl.int64) * block
-    stop = tl.sum(tl.where(lane == own, first + blocks, 0), axis=0).to(tl.int64) * block
-    stop = tl.where(own == partitions - 1, n, tl.minimum(stop, n))
-    tl.store(span_ptr, tl.minimum(start, n).to(tl.int32))
-    tl.store(span_ptr + 1, stop.to(tl.int32))
+    tl.store(bounds_ptr + lane, tl.minimum(start, n).to(tl.int32), mask=real)
+    tl.store(bounds_ptr + partitions, n)
 
 
 def warps(partitions: int) -> int:
@@ -100,12 +93,10 @@ def warps(partitions: int) -> int:
 
 def rebalance(
     blocks: torch.Tensor,
-    first: torch.Tensor,
+    bounds: torch.Tensor,
     counts: torch.Tensor,
-    iteration: torch.Tensor,
-    span: torch.Tensor,
     *,
-    rank: int,
+    rotation: int,
     block: int,
     numel: int,
     min_blocks: int,
@@ -118,12 +109,10 @@ def rebalance(
     with on_device_of(blocks):
         rebalance_kernel[(1,)](
             blocks,
-            first,
+            bounds,
             counts,
-            iteration,
-            span,
             partitions,
-            rank,
+            rotation,
             block,
             numel,
             min_blocks,

@@ -1,4 +1,4 @@
-"""Scatter sparse lists into dense vectors, and merge several lists into one, with sums in rank order."""
+"""Scatter a sparse list into a dense vector, and merge several lists into one, with sums in rank order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tritoncomm_kernels.checks import INDEX_LIMIT, check_apart, check_scale, check_vector
+from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.compact import SparseList, positions
 from tritoncomm_kernels.dispatch import kernel, triton_runs
 from tritoncomm_kernels.workspace import Workspace
@@ -44,63 +44,13 @@ def scatter_add_lists(out: torch.Tensor, indices: torch.Tensor, values: torch.Te
         scatter_add(out, part, amounts)
 
 
-def decompress(
-    out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, *, workspace: Workspace | None = None
-) -> torch.Tensor:
+def decompress(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Overwrite ``out`` (fp32 ``[n]``) with the dense form of one sparse list, and return ``out``.
 
     ``indices`` (int32 or int64, ascending and unique) and ``values`` (fp32) are ``[k]``. The caller must make sure
-    that all indices are inside ``[0, n)``.
+    that all indices are inside ``[0, n)``. Uses torch operators on every device.
     """
-    if indices.dtype == torch.int32 and out.numel() and indices.numel() and triton_runs(out):
-        held = workspace if workspace is not None else Workspace()
-        count = held.buffer("decompress count", 1, torch.int32, out.device).fill_(indices.numel())
-        return sum_lists(indices[None], values[None], count, out, workspace=held)
-    # Adding 0.0 turns -0.0 into 0.0. The kernel gives 0.0 too, because its sums start at 0.0.
-    return out.zero_().index_copy_(0, indices.long(), values + 0.0)
-
-
-def sum_lists(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    counts: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scale: float = 1.0,
-    invalid: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-) -> torch.Tensor:
-    """Overwrite ``out`` (fp32 ``[n]``) with ``scale`` times the sum of sparse lists, and return ``out``.
-
-    ``indices`` (int32) and ``values`` (fp32) are ``[lists, stride]``. ``counts`` (int32 ``[lists]``) is the number of
-    entries of each row, whose indices are ascending and unique. The terms of a coordinate are added in row order, so
-    every rank computes the same bits. Indices outside ``[0, n)`` are skipped, and their number is added to
-    ``invalid`` (int32 ``[1]``). On a GPU there is no host synchronization. Raises ``ValueError`` naming the invalid
-    argument.
-    """
-    check_vector("out", out)
-    lists = _check_rows(indices, values, out)
-    check_vector("counts", counts, dtypes=(torch.int32,), numel=lists, like=out)
-    check_scale(scale)
-    scale = float(scale)
-    held = workspace if workspace is not None else Workspace()
-    bad = invalid if invalid is not None else held.buffer("scatter invalid", 1, torch.int32, out.device)
-    check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=out)
-    if out.numel() and indices.numel() and triton_runs(out):
-        tritons = kernel("scatter_triton")
-        borders = lists * (-(-out.numel() // tritons.TILE) + 1)
-        if lists > MAX_LISTS or borders > INDEX_LIMIT:
-            raise ValueError(f"indices has {lists} rows, too many for one launch: pass fewer lists")
-        bounds = held.buffer("scatter bounds", borders, torch.int32, out.device)
-        tritons.sum_lists(indices, values, counts, bounds, out, bad, scale)
-        return out
-    out.zero_()
-    for row, count in enumerate(counts.clamp(0, indices.shape[1]).tolist()):
-        index, value = indices[row, :count], values[row, :count]
-        inside = (index >= 0) & (index < out.numel())
-        bad += (~inside).sum(dtype=torch.int32)
-        scatter_add(out, index[inside], value[inside] * scale)
-    return out
+    return out.zero_().index_copy_(0, indices.long(), values + 0.0)  # adding 0.0 turns -0.0 into 0.0, as in a sum
 
 
 def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | None = None) -> SparseList:
@@ -132,45 +82,6 @@ def merge(lists: Sequence[SparseList], numel: int, *, workspace: Workspace | Non
     for at, (_, values) in zip(starts, lists, strict=True):
         scatter_add(sums, at, values)
     return union, sums
-
-
-def gather(
-    values: torch.Tensor,
-    indices: torch.Tensor,
-    out: torch.Tensor,
-    count: torch.Tensor,
-    *,
-    clear: bool = False,
-    invalid: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-) -> None:
-    """Set ``out[i] = values[indices[i]]`` for ``i < count``. With ``clear``, then zero these elements of ``values``.
-
-    ``values`` is fp32 ``[n]``. ``indices`` (int32, unique) and ``out`` (fp32) are ``[capacity]``. ``count`` is int64
-    ``[1]``. Slots from ``count`` on keep their content. An index outside ``[0, n)`` gives 0, writes nothing to
-    ``values``, and adds 1 to ``invalid`` (int32 ``[1]``). On a GPU there is no host synchronization.
-    """
-    check_vector("values", values)
-    check_vector("indices", indices, dtypes=(torch.int32,), like=values)
-    check_vector("out", out, numel=indices.numel(), like=values)
-    check_vector("count", count, dtypes=(torch.int64,), numel=1, like=values)
-    check_apart("out", out, "values", values)
-    held = workspace if workspace is not None else Workspace()
-    bad = invalid if invalid is not None else held.buffer("gather invalid", 1, torch.int32, values.device)
-    check_vector("invalid", bad, dtypes=(torch.int32,), numel=1, like=values)
-    if indices.numel() == 0:
-        return
-    if triton_runs(values):
-        kernel("scatter_triton").gather(values, indices, out, count, bad, clear=clear)
-        return
-    used = indices[: max(0, int(count))]
-    inside = (used >= 0) & (used < values.numel())
-    picked = torch.zeros(used.numel(), dtype=torch.float32, device=values.device)
-    picked[inside] = values[used[inside].long()]
-    out[: used.numel()] = picked
-    bad += (~inside).sum(dtype=torch.int32)
-    if clear:
-        values[used[inside].long()] = 0.0
 
 
 def common_positions(sought: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
@@ -255,14 +166,3 @@ def _merge_triton(lists: list[SparseList], numel: int, workspace: Workspace) -> 
 def _check_inside(outside: int | bool, numel: int) -> None:
     if outside:
         raise ValueError(f"lists contain an index outside [0, {numel}): a peer sent a malformed list")
-
-
-def _check_rows(indices: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> int:
-    for name, rows, dtype in (("indices", indices, torch.int32), ("values", values, torch.float32)):
-        if rows.dim() != 2:  # noqa: PLR2004
-            raise ValueError(f"{name} has shape {tuple(rows.shape)}: expected [lists, stride]")
-        check_vector(name, rows.reshape(-1) if rows.is_contiguous() else rows, dtypes=(dtype,), like=out)
-        check_apart("out", out, name, rows)
-    if indices.shape != values.shape:
-        raise ValueError(f"values has shape {tuple(values.shape)}, expected {tuple(indices.shape)}, like indices")
-    return indices.shape[0]

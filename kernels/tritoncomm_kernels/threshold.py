@@ -183,16 +183,14 @@ def top_k_into(
     taken: torch.Tensor,
     *,
     workspace: Workspace,
-    warm: bool = False,
-    clear: bool = False,
 ) -> None:
     """Write the result of :func:`accumulate_top_k` to preallocated tensors. On a GPU there is no host synchronization.
 
     ``indices`` (int32) and ``values`` (fp32) are ``[k]``, with ``k`` at least 1. ``taken`` (int64 ``[1]``) is set to
     the number of entries written. The other slots keep their content. If ``gradient`` is None, ``residual`` and
-    ``out`` must be the same tensor, and nothing is added. The search starts from a threshold. With ``warm``, it is
-    slightly below the k-th magnitude of the last call with this ``workspace``, otherwise a sample gives it. The result
-    does not depend on it. With ``clear``, the selected elements become 0 in ``out``.
+    ``out`` must be the same tensor, and nothing is added. The search starts from a threshold, slightly below the k-th
+    magnitude of the last call with this ``workspace``. In the first call, a sample gives it. The result does not depend
+    on it.
     """
     check_vector("indices", indices, dtypes=(torch.int32,), like=out)
     check_vector("values", values, numel=indices.numel(), like=out)
@@ -208,15 +206,13 @@ def top_k_into(
     if indices.numel() == 0:
         raise ValueError("indices has no elements: k must be at least 1")
     if out.numel() and triton_runs(out):
-        _launch(residual, gradient, out, indices, values, taken, workspace, warm=warm, clear=clear)
+        _launch(residual, gradient, out, indices, values, taken, workspace)
         return
     k = indices.numel()
     selected = top_k(out, k) if gradient is None else accumulate_top_k(residual, gradient, out, k)
     taken.fill_(selected.found)
     indices[: selected.found] = selected.indices
     values[: selected.found] = selected.values
-    if clear:
-        out.index_fill_(0, selected.indices.long(), 0.0)
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> float:
@@ -313,7 +309,7 @@ def _read_back(
         return Selection.of(out.new_empty(0, dtype=torch.int32), out.new_empty(0))
     indices, values = out.new_empty(k, dtype=torch.int32), out.new_empty(k)
     taken = held.buffer("top-k taken", 1, torch.int64, out.device)
-    _launch(residual, gradient, out, indices, values, taken, held, warm=True, clear=False, whole=whole)
+    _launch(residual, gradient, out, indices, values, taken, held, whole=whole)
     found = int(taken)
     return Selection.of(indices[:found], values[:found])
 
@@ -327,8 +323,6 @@ def _launch(
     taken: torch.Tensor,
     workspace: Workspace,
     *,
-    warm: bool,
-    clear: bool,
     whole: bool = False,
 ) -> None:
     """Filter candidates with a first guess, then launch radix select and ordered emit. No host synchronization."""
@@ -346,19 +340,19 @@ def _launch(
         "above": integers("above", radix.PROGRAMS),
         "equal": integers("equal", radix.PROGRAMS),
     }
-    warm = warm and workspace.holds(f"{use} guess", torch.int32, out.device)
+    is_first = not workspace.holds(f"{use} guess", torch.int32, out.device)
     guess = integers("guess", 1)
     found = workspace.buffer(f"{use} found", 1, torch.int64, out.device)
     candidates = None
     if not whole:
-        if not warm:
+        if is_first:
             guess.fill_(_sampled_guess(residual, gradient, k, n))
         room = min(n, max(2 * k, k + 65536))
         candidates = integers("positions", room), workspace.buffer("top-k values", room, torch.float32, out.device)
         marks = Marks.empty(n, out.device, workspace, name=use)
         mark(residual, gradient, out, guess, marks)
         expand(out, marks, *candidates, found, workspace=workspace)
-    radix.largest(out, candidates, found, guess, scratch, k, indices, values, taken, slack=WARM_SLACK, clear=clear)
+    radix.largest(out, candidates, found, guess, scratch, k, indices, values, taken, slack=WARM_SLACK)
 
 
 def _kth_key(keys: torch.Tensor, k: int) -> int:

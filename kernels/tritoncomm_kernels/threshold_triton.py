@@ -126,7 +126,7 @@ def count_kernel(
 def emit_kernel(
     candidates_ptr, positions_ptr, values_ptr, found_ptr, state_ptr, above_ptr, equal_ptr,
     out_indices_ptr, out_values_ptr, taken_ptr, guess_ptr, capacity, n, room, slack,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, CLEAR: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Write the entries above the k-th key, and the first entries equal to it, in order of position."""
     program = tl.program_id(0)
@@ -161,9 +161,6 @@ def emit_kernel(
         value = tl.load(values_ptr + element, mask=take, other=0.0)
         tl.store(out_indices_ptr + slot, element, mask=take)
         tl.store(out_values_ptr + slot, value, mask=take)
-        if CLEAR:
-            tl.debug_barrier()  # the store may use other threads than the load
-            tl.store(values_ptr + element, 0.0, mask=take)
         above += tl.sum(is_above, axis=0)
         equal += tl.sum(is_equal, axis=0)
         start += BLOCK
@@ -181,7 +178,6 @@ def largest(
     taken: torch.Tensor,
     *,
     slack: float,
-    clear: bool,
     block: int = BLOCK,
 ) -> None:
     """Launch radix select and emit on checked, non-empty arguments.
@@ -206,5 +202,5 @@ def largest(
         emit_kernel[(programs,)](
             magnitudes, positions, values, found, state, above, equal,
             indices, out, taken, guess, *lengths, indices.numel(), slack,
-            PROGRAMS=PROGRAMS, CLEAR=clear, **many,
+            PROGRAMS=PROGRAMS, **many,
         )  # fmt: skip

@@ -28,8 +28,8 @@ def moved(layout: Layout, blocks: tuple[int, ...], kappa: list[int], numel: int,
     """Return the blocks per partition after a step with counts ``kappa`` in partition order."""
     tensor = torch.tensor(blocks, dtype=torch.int32)
     rebalance(
-        tensor, torch.empty_like(tensor), torch.tensor(kappa, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
-        torch.empty(2, dtype=torch.int32), rank=0, block=layout.block, numel=numel, min_blocks=layout.least, rule=rule,
+        tensor, tensor.new_empty(len(blocks) + 1), torch.tensor(kappa, dtype=torch.int32),
+        iteration=0, block=layout.block, numel=numel, min_blocks=layout.least, rule=rule,
     )  # fmt: skip
     return tuple(tensor.tolist())
 

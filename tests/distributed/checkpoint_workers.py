@@ -17,7 +17,7 @@ from helpers import flat, loss_of, possible, residual, same_everywhere, tiny_mod
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
-from tritoncomm.step import checkpoint_format
+from tritoncomm.step import state as exchange_state
 
 import laws
 
@@ -55,7 +55,7 @@ def runs_of(world_size: int, names: list[str]):
 def state_digest(model, optimizer) -> str:
     """Return a digest of the parameters, the residual and the method's state."""
     state = optimizer._vector.feedback.algorithm.state
-    return checkpoint_format.checksum({"model": flat(model), "residual": residual(optimizer), "state": repr(state)})
+    return exchange_state.checksum({"model": flat(model), "residual": residual(optimizer), "state": repr(state)})
 
 
 def until_killed(rank: int, world_size: int, send, folder: str, names: list[str]) -> None:
@@ -177,7 +177,7 @@ def foreign(rank: int, world_size: int, send, folder: str) -> None:
     def signed(**fields) -> Callable[[dict], object]:
         def change(state: dict) -> None:
             ours = {name: value for name, value in (state["tritoncomm"] | fields).items() if name != "checksum"}
-            state["tritoncomm"] = ours | {"checksum": checkpoint_format.checksum(ours)}
+            state["tritoncomm"] = ours | {"checksum": exchange_state.checksum(ours)}
 
         return change
 

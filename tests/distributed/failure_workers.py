@@ -19,7 +19,7 @@ from tritoncomm import ExchangeError, PeerLostError, ProtocolMismatchError
 from tritoncomm.scheduler import failure_report
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, InSubgroup, Post, Round, Wait
-from tritoncomm.step.vector_exchange import VectorExchange
+from tritoncomm.step.vector import VectorExchange
 
 import laws
 
@@ -258,7 +258,7 @@ def mismatched_operations(rank: int, world_size: int, send) -> None:
 def mismatched_versions(rank: int, world_size: int, send) -> None:
     """A rank runs another release."""
     if rank == VICTIM:
-        tritoncomm.step.setup_checks.__version__ = "0.0.1"
+        tritoncomm.step.agree.__version__ = "0.0.1"
     try:
         sparse_wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1))
     except tritoncomm.ConfigMismatchError as error:

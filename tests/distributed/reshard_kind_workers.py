@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tritoncomm import ConfigMismatchError, ConfigurationError, checkpoint
 from tritoncomm.checkpoint import ResidualState
-from tritoncomm.step import checkpoint_format
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.shards import local
 
 import laws
@@ -178,7 +178,7 @@ def refused(rank: int, world_size: int, send, folder: str) -> None:
     with pytest.raises(ConfigurationError, match=r"another sharding: .*ResidualState\(optimizer, checkpoint_id="):
         dcp.load({"residuals": ResidualState(single.optimizer)}, checkpoint_id=path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_format, "SCHEMA", 4)
+        patch.setattr(exchange_state, "SCHEMA", 4)
         dcp.save({"residuals": ResidualState(run.optimizer)}, checkpoint_id=path)
     with pytest.raises((ConfigurationError, ConfigMismatchError), match=r"has schema=4, .* reads schema=\d"):
         dcp.load({"residuals": ResidualState(other.optimizer, checkpoint_id=path)}, checkpoint_id=path)

@@ -12,7 +12,7 @@ from helpers import flat, loss_of, residual, tiny_model
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
-from tritoncomm.step.packing import resolve
+from tritoncomm.step.options import with_form
 
 STEPS = 8
 
@@ -101,11 +101,11 @@ def rejected(rank: int, world_size: int, send) -> None:
 def resolved_for_gpus(rank: int, world_size: int, send) -> None:
     """For a GPU, methods that have a static form use it unless the user asks for something else."""
     for recipe in (TopkAllgather(), OkTopk(), SparDL()):
-        assert resolve(recipe, 1000, 3, "cuda").recipe.static is True
-        assert resolve(recipe, 1000, 3, "cpu").recipe.static == "auto"
-    assert resolve(Warmup(recipe=TopkAllgather(), steps=2), 1000, 3, "cuda").recipe.recipe.static is True
-    assert resolve(TopkAllgather(static=False), 1000, 3, "cuda").recipe.static is False
+        assert with_form(recipe, "cuda").static is True
+        assert with_form(recipe, "cpu").static == "auto"
+    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda").recipe.static is True
+    assert with_form(TopkAllgather(static=False), "cuda").static is False
     nodes = Hierarchical(recipe=TopkAllgather(), node_size=2)
-    assert resolve(nodes, 1000, 4, "cuda").recipe.recipe.static == "auto"
+    assert with_form(nodes, "cuda").recipe.static == "auto"
     with pytest.raises(ConfigurationError, match="static=True"):
         Hierarchical(recipe=TopkAllgather(static=True), node_size=2)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritoncomm import ConfigMismatchError, ConfigurationError
 from tritoncomm.checkpoint import ResidualState, reshard
-from tritoncomm.step.checkpoint_format import with_checksum
+from tritoncomm.step.state import with_checksum
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tritoncomm import ConfigurationError
 from tritoncomm.checkpoint import reshard
 from tritoncomm.scheduler.local_workers import WorkerError
-from tritoncomm.step import checkpoint_format
+from tritoncomm.step import state as exchange_state
 
 from depth import DEEP
 
@@ -22,7 +22,7 @@ from depth import DEEP
 def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
     """Return the states that ranks with these residuals save."""
     return [
-        checkpoint_format.with_checksum(
+        exchange_state.with_checksum(
             rank=rank,
             world_size=len(residuals),
             recipe="oktopk",
@@ -46,7 +46,7 @@ def test_pending_update_is_conserved(before: int, after: int, seed: int) -> None
     exact = (before & (before - 1)) == 0 and (after & (after - 1)) == 0
     assert torch.equal(now, pending) if exact else torch.allclose(now, pending, rtol=1e-5, atol=1e-4)
     for state in resharded:
-        checkpoint_format.check(state, world_size=after)
+        exchange_state.check(state, world_size=after)
         assert len(state["migrated"]["states"]) == len(range(state["rank"], before, after))
 
 

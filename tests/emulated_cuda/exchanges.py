@@ -7,14 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from tritoncomm import Recipe, SimulatedWorld
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.vector import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
-
-# Exchanges are counted at this density, which is below that where the sums of topk_dsa travel as dense values.
-DENSITY = 0.03
-DENSITIES = {"topk_dsa": 0.01}
 
 
 class Outcome(NamedTuple):

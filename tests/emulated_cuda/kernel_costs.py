@@ -131,13 +131,11 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     # One kernel.
     _N.accumulate: (lambda result, a: Cost(int(a["out"].numel() > 0)), ("out",)),
     _N.mark: (lambda result, a: Cost(1 if a["out"].numel() else 2), ("out", "marks")),
-    _N.mark_momentum: (lambda result, a: Cost(1 if a["residual"].numel() else 2), ("velocity", "residual", "marks")),
     _N.expand: (
         lambda result, a: Cost(_expand(a["values"].numel())),
         ("values", "indices", "out", "found", "clear_also"),
     ),
-    _N.gather: (lambda result, a: Cost(int(a["indices"].numel() > 0)), ("values", "out", "invalid")),
-    _N.rebalance: (lambda result, a: Cost(1), ("blocks", "first", "span")),
+    _N.rebalance: (lambda result, a: Cost(1), ("blocks", "bounds")),
     # Selection.
     _N.select: (lambda result, a: _select(a["values"], result.found), ("values",)),
     _N.accumulate_and_select: (lambda result, a: _select(a["out"], result.found), ("out",)),
@@ -153,12 +151,6 @@ _TABLE: dict[Callable[..., Any], tuple[Callable[..., Cost], tuple[str, ...]]] = 
     _N.largest: (lambda result, a: _largest(a["selected"], a["k"]), ()),
     # Lists.
     _N.merge: (lambda result, a: _merge(a["lists"], a["numel"]), ()),
-    _N.sum_lists: (lambda result, a: Cost(2 if a["indices"].numel() else 1), ("out", "invalid")),  # borders, sums
-    _N.decompress: (
-        # The count is filled in, borders, sums.
-        lambda result, a: Cost(3 if a["indices"].numel() and a["out"].numel() else 1),
-        ("out",),
-    ),
     # Sections.
     sections.sendable_together: (lambda result, a: _sendable(a["values"], result), ()),
     sections.write_section: (lambda result, a: _write(a["layout"], a["indices"]), ("out",)),

@@ -17,8 +17,8 @@ from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import adam
-from tritoncomm.step.optimizer_step import OptimizerStep
 from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.update import OptimizerStep
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -219,7 +219,7 @@ def counts_of_steps(
     return syncs, launches
 
 
-PASS = 30  # launches of a backward pass, some more than counted
+PASS = 40  # launches of a backward pass, some more than counted
 # What the optimizer does with a NaN, and how often the host waits to look for one.
 POLICIES = {"skip": 0, "zero": 1}
 

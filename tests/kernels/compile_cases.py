@@ -29,15 +29,15 @@ from tritoncomm_kernels import (
 from tritoncomm_kernels.accumulate_triton import add_tile
 from tritoncomm_kernels.adam import FINE, LARGEST_SQUARE
 from tritoncomm_kernels.bits_triton import key_of
-from tritoncomm_kernels.mark_triton import momentum_tile, write_marks
+from tritoncomm_kernels.mark_triton import write_marks
 
 GRADIENTS = ("fp32", "bf16", "fp16")
 TILE = accumulate_triton.TILE
 
 # All other pointers are to int32, and all other numbers are int32.
-FLOATS = ("scale", "momentum", "slack", "divisor", "cover", "half", "limit")
+FLOATS = ("scale", "slack", "divisor", "cover", "half", "limit")
 FLOAT_POINTERS = (
-    *("residual_ptr", "gradient_ptr", "out_ptr", "velocity_ptr", "threshold_ptr", "values_ptr", "also_ptr"),
+    *("residual_ptr", "gradient_ptr", "out_ptr", "threshold_ptr", "values_ptr"),
     *(
         "out_values_ptr",
         "candidates_ptr",
@@ -59,7 +59,7 @@ TYPES = {
 
 # Adam's step of one tensor, and the length of this step, as the kernels are launched.
 ADAM = {"AMSGRAD": False, "MAXIMIZE": False, "COUPLED": False, "POWERS": 31, "BLOCK": adam_triton.BLOCK}
-ADAM_OF_MANY = ADAM | {"COLUMNS": adam_triton.COLUMNS, "BLOCK": adam_triton.MANY, "COMPACT": False}
+ADAM_OF_MANY = ADAM | {"BLOCK": adam_triton.MANY, "COMPACT": False}
 ADAM_OPTIONS = {"AMSGRAD": True, "MAXIMIZE": True, "COUPLED": True}
 ADAM_TYPES = {"indices_ptr": "*i64"}
 STEP, LENGTH = {"FINE": FINE}, {"LARGEST_SQUARE": LARGEST_SQUARE}
@@ -84,73 +84,52 @@ class Case:
 
 
 @triton.jit
-def whole_add(residual_ptr, gradient_ptr, out_ptr, scale, n, TILE: tl.constexpr):
+def whole_add(residual_ptr, gradient_ptr, out_ptr, n, TILE: tl.constexpr):
     """``accumulate`` without the code for a partial tile."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    add_tile(residual_ptr, gradient_ptr, out_ptr, scale, at, n, ADD=True, WHOLE=True)
+    add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=True, WHOLE=True)
 
 
 @triton.jit
 def whole_mark(
-    residual_ptr, gradient_ptr, out_ptr, scale, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
+    residual_ptr, gradient_ptr, out_ptr, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, n,
     TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """``mark`` without the code for a partial tile."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, scale, at, n, ADD=ADD, WHOLE=True))
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, True, False)
-
-
-@triton.jit
-def whole_momentum(
-    gradient_ptr, velocity_ptr, residual_ptr, scale, momentum, threshold_ptr, span_ptr,
-    bits_ptr, counts_ptr, flags_ptr, n, TILE: tl.constexpr,
-):  # fmt: skip
-    """``mark_momentum`` without the code for a partial tile."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    keys = key_of(momentum_tile(gradient_ptr, velocity_ptr, residual_ptr, scale, momentum, at, n, WHOLE=True))
-    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, True, False)
+    keys = key_of(add_tile(residual_ptr, gradient_ptr, out_ptr, at, n, ADD=ADD, WHOLE=True))
+    write_marks(keys, at, threshold_ptr, span_ptr, bits_ptr, counts_ptr, flags_ptr, TILE, False, False)
 
 
 def streaming(gradient: str) -> list[Case]:
     """Return the cases of passes over the whole vector."""
     size = {"warps": accumulate_triton.WARPS, "elements": TILE, "types": {"gradient_ptr": f"*{gradient}"}}
-    marked = size
-    choice = {"TILE": TILE, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": False}
-    span = choice | {"ADD": True, "SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
-    keyed = marked | {"types": marked["types"] | {"threshold_ptr": "*i32"}}
-    in_memory = marked["types"] | {"scale": "*fp32"}
-    several = choice | {"SPAN": True, "SELECT_NAN": False, "SCALE_IN_MEMORY": True}
-    momentum = marked | {"types": in_memory}
-    add = {"TILE": TILE, "SCALE_IN_MEMORY": False}
+    choice = {"TILE": TILE, "ADD": True, "SPAN": False, "IS_KEY": False}
+    keyed = size | {"types": size["types"] | {"threshold_ptr": "*i32"}}
     return [
-        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, add, **size),
+        Case(f"accumulate {gradient}", accumulate_triton.accumulate_kernel, {"TILE": TILE}, **size),
         Case(f"accumulate {gradient}, whole", whole_add, {"TILE": TILE}, **size, budget=8),
-        Case(f"mark {gradient}", mark_triton.mark_kernel, choice | {"ADD": True}, **marked),
-        Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **marked, budget=22),
-        Case(f"mark {gradient}, key", mark_triton.mark_kernel, choice | {"ADD": True, "IS_KEY": True}, **keyed),
-        Case(f"mark {gradient}, all options", mark_triton.mark_kernel, span, **marked | {"types": in_memory}),
-        Case(f"momentum {gradient}", mark_triton.mark_momentum_kernel, choice, **marked),
-        Case(f"momentum {gradient}, all options", mark_triton.mark_momentum_kernel, several, **momentum),
-        Case(f"momentum {gradient}, whole", whole_momentum, {"TILE": TILE}, **marked, budget=26),
+        Case(f"mark {gradient}", mark_triton.mark_kernel, choice, **size),
+        Case(f"mark {gradient}, whole", whole_mark, {"TILE": TILE, "ADD": True}, **size, budget=22),
+        Case(f"mark {gradient}, key", mark_triton.mark_kernel, choice | {"IS_KEY": True}, **keyed),
     ]
 
 
 def selecting() -> list[Case]:
     """Return the cases that mark an existing vector and compact it."""
     words = expand_triton.WORDS
-    choice = {"TILE": TILE, "ADD": False, "SCALE_IN_MEMORY": False, "SPAN": False, "SELECT_NAN": True, "IS_KEY": True}
+    choice = {"TILE": TILE, "ADD": False, "SPAN": False, "IS_KEY": True}
     turn = {"TILES": words * 32 // TILE, "WORDS": words, "CHUNK": expand_triton.CHUNK, "OFFSETS": False}
     size = {"warps": expand_triton.WARPS, "elements": words * 32}
-    key = {"types": {"threshold_ptr": "*i32"}, "warps": accumulate_triton.WARPS, "elements": TILE}
-    clear, both = {"CLEAR": True, "CLEAR_ALSO": False}, {"CLEAR": True, "CLEAR_ALSO": True, "OFFSETS": True}
+    size_of_tile = {"warps": accumulate_triton.WARPS, "elements": TILE}
+    key = size_of_tile | {"types": {"threshold_ptr": "*i32"}}
     return [
         Case("mark only", mark_triton.mark_kernel, choice, **key),
+        Case("mark only, in a span", mark_triton.mark_kernel, choice | {"SPAN": True, "IS_KEY": False}, **size_of_tile),
         Case("mark only, whole", whole_mark, {"TILE": TILE, "ADD": False}, accumulate_triton.WARPS, {}, TILE, 22),
-        Case("expand", expand_triton.expand_kernel, turn | clear, **size, budget=5),
-        Case("expand, scanned, two", expand_triton.expand_kernel, turn | both, **size),
-        Case("expand, kept", expand_triton.expand_kernel, turn | clear | {"CLEAR": False}, **size),
-        Case("expand, unaligned", expand_triton.expand_kernel, turn | clear, **size, aligned=False),
+        Case("expand", expand_triton.expand_kernel, turn, **size, budget=5),
+        Case("expand, scanned", expand_triton.expand_kernel, turn | {"OFFSETS": True}, **size),
+        Case("expand, unaligned", expand_triton.expand_kernel, turn, **size, aligned=False),
         Case("mark, unaligned", mark_triton.mark_kernel, choice | {"ADD": True}, **key, aligned=False),
         Case("scan counts", expand_triton.scan_counts_kernel, {"CHUNK": expand_triton.SCAN_CHUNK}, expand_triton.WARPS),
     ]
@@ -161,7 +140,7 @@ def exact() -> list[Case]:
     radix = threshold_triton
     block = {"BLOCK": radix.BLOCK}
     size = {"warps": radix.WARPS, "elements": radix.BLOCK}
-    emit = block | {"PROGRAMS": radix.PROGRAMS, "CLEAR": True}
+    emit = block | {"PROGRAMS": radix.PROGRAMS}
     digits = [
         Case(f"top-k histogram {shift}", radix.histogram_kernel, block | {"SHIFT": shift, "BITS": bits}, **size)
         for shift, bits in radix.DIGITS
@@ -175,29 +154,20 @@ def exact() -> list[Case]:
         *(Case(f"top-k pick {shift}", radix.pick_kernel, {"SHIFT": shift, "FIRST": False}, 1) for shift in (15, 7, 0)),
         Case("top-k count", radix.count_kernel, block, **size),
         Case("top-k emit", radix.emit_kernel, emit, **size, types=guess),
-        Case("top-k emit, kept", radix.emit_kernel, emit | {"CLEAR": False}, **size, types=guess),
     ]
 
 
 def scattering() -> list[Case]:
-    """Return the cases of dense sums, unions and gathers."""
+    """Return the cases of unions."""
     scatter = scatter_triton
     block = {"warps": 4, "elements": scatter.BLOCK}
-    bounds = {"TILE": scatter.TILE, "BORDERS": scatter.BORDERS}
-    tile = {"TILE": scatter.TILE, "ENTRIES": scatter.ENTRIES}
     words = {"WORDS": scatter.WORDS}
     union = {"out_ptr": "*i32"}
-    clear = {"BLOCK": scatter.BLOCK, "CLEAR": True}
     return [
-        Case("tile bounds", scatter.tile_bounds_kernel, bounds, 1),
-        Case("sum lists", scatter.sum_lists_kernel, tile, scatter.WARPS, {}, scatter.TILE),
         Case("mark indices", scatter.mark_indices_kernel, {"BLOCK": scatter.BLOCK}, **block),
         Case("count words", scatter.count_words_kernel, words, scatter.WARPS),
         Case("union", scatter.union_kernel, words, scatter.WARPS, union),
         Case("add list", scatter.add_list_kernel, {"BLOCK": scatter.BLOCK}, **block),
-        Case("gather", scatter.gather_kernel, clear | {"CLEAR": False}, **block),
-        Case("gather, unaligned", scatter.gather_kernel, clear, **block, aligned=False),
-        Case("gather and clear", scatter.gather_kernel, clear, **block),
     ]
 
 
@@ -337,14 +307,12 @@ def _section(low: int, bits: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def rebalancing() -> list[Case]:
     """Return the cases of ExDyna's partitions."""
-    topology = {"first_ptr": "*i32"}
     return [
         Case(
             f"rebalance {rule} {partitions}",
             rebalance_triton.rebalance_kernel,
             {"PARTITIONS": partitions, "PREFIX": rule == "prefix", "RATIO": rule == "pair_ratio"},
             rebalance_triton.warps(partitions),
-            topology,
         )
         for partitions in (2, 64, 256, 1024)
         for rule in ("paper", "pair_ratio", "prefix")
@@ -390,7 +358,7 @@ def adam_of_many() -> list[Case]:
 
 def adam_of_a_list() -> list[Case]:
     """Return the cases of Adam's step of a flat list of entries."""
-    plain = ADAM_OF_MANY | {"COLUMNS": adam_flat_triton.COLUMNS, "BLOCK": adam_flat_triton.BLOCK}
+    plain = ADAM_OF_MANY | {"BLOCK": adam_flat_triton.BLOCK}
     plain |= {"COMPACT": True, "IMAGES": False}
     options = plain | ADAM_OPTIONS
     return [

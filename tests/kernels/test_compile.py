@@ -30,14 +30,10 @@ from tritoncomm_kernels.sections import read_section, sendable_together, write_s
 NAMES = [case.name for case in launched_cases()]
 # In a full tile of 16 elements per thread: 4 accesses of 128 bits per fp32 array.
 WIDE = {"accumulate fp32, whole": (8, 4), "mark fp32, whole": (8, 4), "mark bf16, whole": (6, 4)}
-WIDE |= {"mark fp16, whole": (6, 4), "momentum fp32, whole": (12, 8), "mark only, whole": (4, 0)}
+WIDE |= {"mark fp16, whole": (6, 4), "mark only, whole": (4, 0)}
 # Outside of a deep run, other GPUs than Hopper have the case with most accesses, and one of two bytes per element.
 WIDE_ON = [(name, "sm_90") for name in WIDE]
-WIDE_ON += [
-    (name, target)
-    for name in (WIDE if DEEP else ("momentum fp32, whole", "mark bf16, whole"))
-    for target in ("sm_80", "sm_100")
-]
+WIDE_ON += [(name, target) for name in (WIDE if DEEP else ("mark bf16, whole",)) for target in ("sm_80", "sm_100")]
 
 
 @pytest.mark.parametrize(("name", "target"), [(name, target) for target in TARGETS for name in compiled_for(target)])
@@ -57,15 +53,14 @@ def test_register_ceilings(name: str) -> None:
     assert compiled(name, "sm_90").registers <= ceilings[name]
 
 
-@pytest.mark.parametrize("name", ["gather and clear", "top-k emit", "expand", "adam", "adam of many"])
-def test_barrier_before_clearing(name: str) -> None:
+@pytest.mark.parametrize("name", ["adam", "adam of many"])
+def test_barrier_before_updating(name: str) -> None:
     """Loads and stores of one address may be in different threads, so the kernel has a barrier between them."""
     lines = compiled(name, "sm_90").ir.splitlines()
     loads, stores, barriers = (
         [i for i, line in enumerate(lines) if word in line] for word in ("tt.load", "tt.store", "barrier")
     )
-    first = stores[0] if name.startswith("adam") else stores[-1]  # Adam updates all values that it reads
-    assert any(any(load < barrier for load in loads) and barrier < first for barrier in barriers)
+    assert any(any(load < barrier for load in loads) and barrier < stores[0] for barrier in barriers)
 
 
 def test_tiles_have_an_element_per_thread() -> None:
@@ -128,16 +123,10 @@ def everything() -> None:
     kernels.accumulate_top_k(x, g, out, 5)
     kernels.largest(kernels.Selection(indices, x, n), 5)
     marks = kernels.Marks.empty(n, x.device)
-    kernels.mark_momentum(g, x, out, torch.ones(1), marks, momentum=0.5)
-    kernels.expand(x, marks, indices, out, count, clear=True)
+    kernels.expand(x, marks, indices, out, count)
     # With this many tiles, a separate scan sums their counts.
-    long = torch.zeros(tiles * n), torch.zeros(tiles * n)
-    kernels.expand(
-        long[0], kernels.Marks.empty(tiles * n, x.device), indices, out, count, clear=True, clear_also=long[1]
-    )
-    kernels.sum_lists(indices[None], x[None], torch.zeros(1, dtype=torch.int32), out)
+    kernels.expand(torch.zeros(tiles * n), kernels.Marks.empty(tiles * n, x.device), indices, out, count)
     kernels.merge([(indices, x)], n)
-    kernels.gather(x, indices, out, count, clear=True)
     for values in (32, 16, 4):
         layout = Layout.of(1000, 64_000, values)
         words = torch.zeros(layout.words, dtype=torch.int32)
@@ -150,9 +139,8 @@ def everything() -> None:
     static_form(2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kernels.root_mean_squares([x.to(dtype), x[:7].to(dtype)])
-    topology = [torch.ones(64, dtype=torch.int32) for _ in range(3)]
-    step, span = torch.ones(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    kernels.rebalance(*topology, step, span, rank=0, block=64, numel=n, min_blocks=1)
+    topology = [torch.ones(size, dtype=torch.int32) for size in (64, 65, 64)]
+    kernels.rebalance(*topology, iteration=1, block=64, numel=n, min_blocks=1)
     control = kernels.AdamControl.of(
         steps=1, learning_rate=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_catch_up=20, device=x.device
     )
@@ -179,6 +167,7 @@ def static_form(rows: int) -> None:
     bounds = torch.zeros(rows + 1, dtype=torch.int32)
     kernels.top_k_rows(out, bounds, bounds[1:], 9, workspace=held)
     kernels.largest_padded(entries.row(0), 9, workspace=held)
+    kernels.count_inside(out, out[:1], bounds[:2], workspace=held)
     kernels.joined(entries, workspace=held)
     kernels.merge_rows(entries, 4096, workspace=held)
     kernels.add_rows(out, entries, workspace=held)
@@ -206,7 +195,7 @@ def test_launches_do_not_depend_on_rows(monkeypatch: pytest.MonkeyPatch) -> None
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *_, **__: launched.append(self.__name__))
-    for module in ("block_float", "padded", "section_rows"):
+    for module in ("block_float", "mark", "padded", "section_rows"):
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{module}"), "triton_runs", lambda tensor: True)
     found = []
     for rows in (2, 2, 64):  # the first call also makes constants
@@ -235,16 +224,9 @@ def test_wide_accesses(name: str, target: str) -> None:
     assert (loads, stores) == WIDE[name]
 
 
-@pytest.mark.parametrize("name", ["accumulate fp32", "mark bf16", "momentum fp16"])
-def test_fused_multiply_adds_are_explicit(name: str) -> None:
-    """Fused multiply-adds are written explicitly: their number is the same if the compiler may fuse."""
-    plain, fused = (compiled(name, "sm_90", fusion=fusion).text.count("fma.rn.f32") for fusion in (False, True))
-    assert plain == fused > 0
-
-
 @pytest.mark.parametrize(
     "name",
-    ["sum lists", "add list", "add rows", "add rows, union", "place, add", "adam", "adam of many", "adam of a list"],
+    ["add list", "add rows", "add rows, union", "place, add", "adam", "adam of many", "adam of a list"],
 )
 def test_no_inferred_fusion(name: str) -> None:
     """Products and sums that the reference rounds separately are not fused."""

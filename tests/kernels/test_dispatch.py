@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -78,9 +77,8 @@ def marks(numel: int = 8) -> kernels.Marks:
 
 def rebalanced(**changes: object) -> None:
     """Call rebalance() with valid arguments, except for ``changes``."""
-    numbers = {"rank": 0, "block": 4, "numel": 32, "min_blocks": 1} | changes
-    one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    kernels.rebalance(numbers.pop("blocks", I8.clone()), I8.clone(), I8, one, two, **numbers)
+    arguments = {"blocks": I8.clone(), "bounds": torch.zeros(9, dtype=torch.int32), "counts": I8} | changes
+    kernels.rebalance(**{"iteration": 0, "block": 4, "numel": 32, "min_blocks": 1} | arguments)
 
 
 def stepped(**changes: torch.Tensor) -> None:
@@ -103,8 +101,6 @@ REJECTED: dict[str, Callable[[], object]] = {
     "out is on meta: move it to cpu": lambda: kernels.accumulate(X, X, X.to("meta")),
     "gradient shares memory with out": lambda: kernels.accumulate(X, X, X),
     "residual shares memory with out": lambda: kernels.accumulate(X[:6], X[:6].clone(), X[2:]),
-    "scale=inf is not finite": lambda: kernels.accumulate(X, X.clone(), X.clone(), math.inf),
-    "scale has dtype torch.int64": lambda: kernels.accumulate(X, X.clone(), X.clone(), COUNT),
     "values starts at an address": lambda: kernels.select(
         torch.frombuffer(bytearray(33), dtype=torch.float32, offset=1, count=8), 1.0
     ),
@@ -112,10 +108,6 @@ REJECTED: dict[str, Callable[[], object]] = {
     "threshold has dtype torch.float64": lambda: kernels.mark(X, None, X, ONE.double(), marks()),
     "span has dtype torch.int64": lambda: kernels.mark(X, None, X, ONE, marks(), span=torch.tensor([0, 3])),
     "which do not fit 9000 elements": lambda: kernels.mark(LONG, None, LONG, ONE, marks()),
-    r"momentum must be in \[0, 1\), got 1.0": lambda: kernels.mark_momentum(
-        X.clone(), X.clone(), X, ONE, marks(), momentum=1.0
-    ),
-    "velocity shares memory with residual": lambda: kernels.mark_momentum(X.clone(), X, X, ONE, marks(), momentum=0.5),
     "residual and out are different tensors: without a gradient": lambda: kernels.mark(
         X, None, X.clone(), ONE, marks()
     ),
@@ -125,20 +117,15 @@ REJECTED: dict[str, Callable[[], object]] = {
     "values shares memory with out": lambda: kernels.top_k_into(
         X, None, X, I8, X, COUNT, workspace=kernels.Workspace()
     ),
-    "scale=1e\\+300 is not finite in fp32": lambda: kernels.accumulate(X, X.clone(), X.clone(), 1e300),
     "which do not fit 8 elements": lambda: kernels.expand(X, marks(9000), I8, X.clone(), COUNT),
     "0 words in 0 tiles": lambda: kernels.expand(X, kernels.Marks(I8[:0], I8[:0], I8[:1]), I8, X.clone(), COUNT),
     "found has dtype torch.int32": lambda: kernels.expand(X, marks(), I8, X.clone(), COUNT.int()),
     "out has 8 elements, expected 3": lambda: kernels.expand(X, marks(), I8[:3], X.clone(), COUNT),
     "out shares memory with values": lambda: kernels.expand(X, marks(), I8, X, COUNT),
-    "capacity=-1 is negative": lambda: kernels.select(X, 1.0, capacity=-1),
     "k=-1 is negative": lambda: kernels.top_k(X, -1),
     "indices has no elements: k must be": lambda: kernels.top_k_into(
         X, None, X, I8[:0], X[:0], COUNT, workspace=kernels.Workspace()
     ),
-    r"indices has shape \(8,\): expected": lambda: kernels.sum_lists(I8, X, I8, X.clone()),
-    "counts has 8 elements, expected 1": lambda: kernels.sum_lists(I8[None], X[None], I8, X.clone()),
-    "out shares memory with values ": lambda: kernels.gather(X, I8, X, COUNT),
     r"lists\[0\].indices has 8 elements, expected 4": lambda: kernels.merge([(I8, X[:4])], 8),
     r"lists\[1\].values has dtype torch.bfloat16": lambda: kernels.merge([(I8, X), (I8, X.bfloat16())], 8),
     r"lists\[0\].indices is not contiguous": lambda: kernels.merge([(I8[::2], X[:4])], 8),
@@ -148,24 +135,21 @@ REJECTED: dict[str, Callable[[], object]] = {
     r"last has dtype torch.float32": lambda: stepped(last=X),
     "indices has dtype torch.int32": lambda: stepped(indices=I8),
     "indices is not contiguous": lambda: stepped(indices=torch.arange(8)[::2]),
-    "first shares memory with blocks": lambda: kernels.rebalance(
-        I8, I8, I8, I8[:1], I8[:2], rank=0, block=4, numel=32, min_blocks=1
-    ),
+    "counts shares memory with blocks": lambda: rebalanced(blocks=I8),
     "lists is empty": lambda: kernels.merge([], 8),
     r"index outside \[0, 8\)": lambda: kernels.merge([(I8 + 8, X)], 8),
     "rule='best' is unknown": lambda: rebalanced(rule="best"),
-    r"rank=8 is not in \[0, 8\)": lambda: rebalanced(rank=8),
     "numel=0 is not in": lambda: rebalanced(numel=0),
     "block=0 for numel=32": lambda: rebalanced(block=0),
     "min_blocks=-1 must be": lambda: rebalanced(min_blocks=-1),
-    "first has 8 elements, expected 9": lambda: rebalanced(blocks=torch.ones(9, dtype=torch.int32)),
+    "bounds has 8 elements, expected 9": lambda: rebalanced(bounds=I8.clone()),
 }
 
 
 @pytest.mark.parametrize("message", REJECTED)
 def test_bad_arguments_are_named(message: str) -> None:
     """The error names the argument and its value."""
-    with pytest.raises(ValueError, match=message.strip()):
+    with pytest.raises(ValueError, match=message):
         REJECTED[message]()
 
 

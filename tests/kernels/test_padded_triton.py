@@ -16,6 +16,8 @@ from kernel_cases import (
     drawn,
     families,
     kernels_from,
+    key_of,
+    key_to_reach,
     padded_rows,
     seeds,
 )
@@ -41,6 +43,21 @@ def guarded_rows(guarded: Guarded, rows: Padded) -> Padded:
 def contents(found: Padded) -> tuple[list[int], list[int]]:
     """Return indices and bits of values."""
     return bits(found.indices), bits(found.values)
+
+
+@given(lengths, families, seeds, st.tuples(st.integers(0, 1100), st.integers(0, 1100)), st.floats(0, 2))
+@cases(30)
+def test_count_inside(device: str, n: int, family: str, seed: int, ends: tuple[int, int], limit: float) -> None:
+    """Entries that reach the threshold are counted inside the span only, which may be empty."""
+    values, cut = drawn(family, n, seed), sorted(min(end, n) for end in ends)
+
+    def call(guarded: Guarded) -> list[int]:
+        span, reach = guarded.of(torch.tensor(cut, dtype=torch.int32)), guarded.of(torch.tensor([limit]))
+        return bits(kernels.count_inside(guarded.of(values), reach, span, workspace=Dirty(guarded)))
+
+    inside = values[cut[0] : cut[1]].tolist()
+    key = key_to_reach(float(torch.tensor(limit)))
+    assert agree(call, device) == [sum(key_of(value) >= key for value in inside)]
 
 
 @given(

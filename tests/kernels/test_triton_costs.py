@@ -143,13 +143,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         kernels.mark,
         lambda: {"residual": SHARED, "gradient": None, "out": SHARED, "threshold": torch.ones(1), "marks": _marks()},
     ),
-    "mark_momentum": (
-        kernels.mark_momentum,
-        lambda: {
-            "gradient": vector(), "velocity": vector(), "residual": vector(), "threshold": torch.ones(1),
-            "marks": _marks(), "momentum": 0.9,
-        },
-    ),
     "expand": (
         kernels.expand,
         lambda: {
@@ -157,19 +150,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "out": torch.zeros(90), "found": torch.zeros(1, dtype=torch.int64),
         },
     ),
-    "gather": (
-        kernels.gather,
-        lambda: {
-            "values": vector(), "indices": entries(90)[0], "out": torch.zeros(90),
-            "count": torch.full((1,), 90), "invalid": torch.zeros(1, dtype=torch.int32),
-        },
-    ),
     "rebalance": (
         kernels.rebalance,
         lambda: {
-            **{name: torch.full((4,), 5, dtype=torch.int32) for name in ("blocks", "first", "counts")},
-            "iteration": torch.zeros(1, dtype=torch.int32), "span": torch.zeros(2, dtype=torch.int32),
-            "rank": 0, "block": 4, "numel": 80, "min_blocks": 1,
+            **{name: torch.full((4,), 5, dtype=torch.int32) for name in ("blocks", "counts")},
+            "bounds": torch.zeros(5, dtype=torch.int32),
+            "iteration": 0, "block": 4, "numel": 80, "min_blocks": 1,
         },
     ),
     "select": (kernels.select, lambda: {"values": vector(), "threshold": 1.0}),
@@ -192,7 +178,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     ),
     "top_k_into": (
         kernels.top_k_into,
-        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), "warm": True, **_into()},
+        lambda: {"residual": vector(), "gradient": vector(), "out": vector(), **_into()},
     ),
     "top_k_segments": (
         kernels.top_k_segments,
@@ -202,17 +188,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "largest": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(500)), "k": 90}),
     "largest of few": (kernels.largest, lambda: {"selected": kernels.Selection.of(*entries(50)), "k": 90}),
     "merge": (kernels.merge, lambda: {"lists": LISTS, "numel": N}),
-    "sum_lists": (
-        kernels.sum_lists,
-        lambda: {
-            "indices": entries(200)[0].view(2, 100), "values": vector(200).view(2, 100),
-            "counts": torch.full((2,), 100, dtype=torch.int32), "out": vector(),
-        },
-    ),
-    "decompress": (
-        kernels.decompress,
-        lambda: dict(zip(("out", "indices", "values"), (vector(), *entries(90)), strict=True)),
-    ),
     "sendable_together": (sendable_together, lambda: {"values": vector().abs() + 1, "bits": 4}),
     "sendable_together not": (sendable_together, lambda: {"values": vector() ** 9, "bits": 4}),
     "write fp32": (write_section, lambda: _section(32, 200)),

@@ -40,14 +40,14 @@ class Mutant(NamedTuple):
 SELECTING = {
     "off-by-one mask": Mutant("accumulate", "else at < n", "else at <= n", select.test_accumulate),
     "tail taken for a whole tile": Mutant("accumulate", "TILE <= n:", "TILE <= n + 1:", select.test_accumulate),
-    "scale forgotten": Mutant("accumulate", "factor, total)", "1.0, total)", select.test_accumulate),
+    "gradient forgotten": Mutant("accumulate", "total + gradient.to(tl.float32)", "total", select.test_accumulate),
     "float comparison instead of keys": Mutant(
         "mark",
         "chosen = keys >= threshold_key(threshold_ptr, IS_KEY)",
         "floats = threshold_key(threshold_ptr, IS_KEY).to(tl.float32, bitcast=True)\n"
         "    chosen = keys.to(tl.float32, bitcast=True) >= floats",
         select.test_mark_by_hand,
-        {"nan": True, "ranged": False},
+        {"ranged": False},
     ),
     "strictly above": Mutant("mark", "keys >= threshold_key", "keys > threshold_key", select.test_mark),
     "span end included": Mutant("mark", "(at < tl.load(span_ptr", "(at <= tl.load(span_ptr", select.test_mark),
@@ -56,11 +56,7 @@ SELECTING = {
         "axis=0) >= 0x7F800000",
         "axis=0) > 0x7F800000",
         select.test_the_flag_of_one_value,
-        {"value": math.inf, "nan": True},
-    ),
-    "momentum forgotten": Mutant("mark", "tl.fma(velocity, momentum,", "tl.fma(velocity, 0.0,", select.test_momentum),
-    "clears what it did not write": Mutant(
-        "expand", "element, 0.0, mask=write)", "element, 0.0, mask=mask != 0)", select.test_expand
+        {"value": math.inf},
     ),
     # Not at capacity 0, where there is no memory with guards.
     "beyond the capacity": Mutant(
@@ -72,7 +68,7 @@ SELECTING = {
         "tl.store(found_ptr, tl.minimum(before + tl.sum(counts, axis=0), capacity).to(tl.int64))",
         select.test_expand,
     ),
-    "one tie too many": Mutant("threshold", "equal_before < ties", "equal_before <= ties", select.test_top_k_ties),
+    "one tie too few": Mutant("threshold", "equal_before < ties", "equal_before < ties - 1", select.test_top_k_ties),
     "ties from the end": Mutant(
         "threshold",
         "equal + tl.cumsum(is_equal, axis=0) - is_equal",
@@ -86,18 +82,11 @@ SCATTERING = {
     "sums in another order": Mutant(
         "scatter", "for indices, values in lists:", "for indices, values in reversed(lists):", scatter.test_merge
     ),
-    "scale forgotten in sums": Mutant("scatter", "value * scale", "value", scatter.test_sum_lists),
-    "negative indices added": Mutant(
-        "scatter",
-        "inside = (index >= start) & (index < stop)",
-        "inside = (index >= start - 4) & (index < stop)",
-        scatter.test_bad_indices_never_write_outside,
-    ),
-    "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_gather),
-    "rotation undone the wrong way": Mutant("rebalance", "lane - iter", "lane + iter", scatter.test_rebalance),
+    "index n is inside": Mutant("scatter", "(index < n)", "(index <= n)", scatter.test_bad_indices_never_write_outside),
+    "rotation undone the wrong way": Mutant("rebalance", "lane - rot", "lane + rot", scatter.test_rebalance),
     "floor ignored": Mutant("rebalance", "left_over < least", "left_over < 0", scatter.test_rebalance),
     "delivery not remembered": Mutant(
-        "adam", "tl.int32) + tl.load(control_ptr).to(tl.int32),", "tl.int32),", scatter.test_adam
+        "adam", "tl.int32) + tl.load(control_ptr + STEPS).to(tl.int32),", "tl.int32),", scatter.test_adam
     ),
     "no limit on catching up": Mutant("adam", "tl.minimum(waited, limit)", "waited", scatter.test_adam),
     "no limit on a tensor's change": Mutant("adam", "length > reach", "length > reach + 3.4e38", scatter.test_adam),
@@ -113,7 +102,7 @@ SCATTERING = {
     ),
     "sums of many in one": Mutant(
         "adam",
-        "total_ptr + tl.load(places_ptr + 2 * tl.program_id(0)), total,",
+        "total_ptr + tensor, total,",
         "total_ptr, total,",
         scatter.test_adam_many,
     ),
@@ -284,7 +273,7 @@ def test_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for user in (*users, "rms", "section_rows", "sections", "threshold"):
         # The package's functions of these names hide the modules.
         monkeypatch.setattr(importlib.import_module(f"tritoncomm_kernels.{user}"), "kernel", kernel)
-    for tests in (select, scatter, sections, padded, block_float, rms):
+    for tests in (select, sections, padded, block_float, rms):
         monkeypatch.setattr(tests, "kernel", kernel)
     with pytest.raises((AssertionError, FlakyFailure)):
         check("cpu", **options)

@@ -1,4 +1,4 @@
-"""Kernels that merge, decompress, gather, rebalance and step Adam equal the reference, bit for bit."""
+"""Kernels that merge, rebalance and step Adam equal the reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICES, Guarded, agree, bits, cases, drawn, families, kernels_from, seeds, sparse
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels.dispatch import kernel
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 many = cases(100)
@@ -20,86 +19,6 @@ kernels_dtypes = [torch.float32, torch.float16, torch.bfloat16]
 lengths = st.sampled_from([0, 1, 31, 33, 500, 4095, 4096, 4097, 9000])
 junk = st.one_of(st.integers(-9, 9), st.integers(590, 610), st.integers(-(2**31), 2**31 - 1))
 supports = st.lists(st.tuples(st.floats(0, 1), seeds), min_size=1, max_size=6)
-
-
-def rows(lists: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> tuple[torch.Tensor, ...]:
-    """Return the lists as ``[lists, stride]`` tensors, with junk beyond the counts."""
-    stride = max(1, *(at.numel() for at, _ in lists))
-    indices = torch.full((len(lists), stride), 7, dtype=torch.int32)
-    values = torch.full((len(lists), stride), 3.0)
-    for row, (at, content) in enumerate(lists):
-        indices[row, : at.numel()] = at
-        values[row, : at.numel()] = content
-    counts = torch.tensor([at.numel() for at, _ in lists], dtype=torch.int32)
-    return indices.to(device), values.to(device), counts.to(device)
-
-
-@given(lengths, supports, families, st.sampled_from([1.0, 0.25, -3.0]))
-@cases(40)
-def test_sum_lists(device: str, n: int, drawn_lists: list[tuple[float, int]], family: str, scale: float) -> None:
-    """Lists are added in rank order, and the output is overwritten, for several tile and chunk sizes."""
-    lists = [sparse(n, share, seed, family) for share, seed in drawn_lists]
-    indices, values, counts = rows(lists, device)
-
-    def call(guarded: Guarded) -> tuple[list[int], ...]:
-        out, invalid = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
-        kernels.sum_lists(indices, values, counts, out, scale=scale, invalid=invalid)
-        return bits(out), bits(invalid)
-
-    expected, invalid = agree(call, device)
-    assert invalid == [0]
-    if n:
-        for tile, entries in ((256, 32), (1024, 128)):
-            guarded = Guarded(device)
-            out, bad = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
-            bounds = guarded.poison(len(lists) * (-(-n // tile) + 1), torch.int32)
-            launch = kernel("scatter_triton").sum_lists
-            with kernels_from("triton"):
-                launch(indices, values, counts, bounds, out, bad, scale, tile=tile, entries=entries)
-            guarded.check()
-            assert bits(out) == expected
-
-
-@given(st.sampled_from([1, 33, 4096, 5000]), seeds, st.integers(0, 5), st.integers(0, 5))
-@many
-def test_sum_lists_skips_invalid_indices(device: str, n: int, seed: int, before: int, after: int) -> None:
-    """Negative indices, indices from n on, and counts beyond the stride are skipped and counted."""
-    at, content = sparse(n, 0.7, seed, "normal")
-    low = torch.arange(-before, 0, dtype=torch.int32) * 1000
-    high = torch.arange(after, dtype=torch.int32) * 5000 + n
-    wrong = torch.cat([low, at, high]), torch.cat([torch.ones(before), content, torch.ones(after)])
-    indices, values, counts = rows([wrong, (at, content)], device)
-    counts[0] += 100 if counts[0] == indices.shape[1] else 0
-
-    def call(guarded: Guarded) -> tuple[list[int], ...]:
-        out, invalid = guarded.poison(n), guarded.of(torch.zeros(1, dtype=torch.int32))
-        kernels.sum_lists(indices, values, counts, out, invalid=invalid)
-        return bits(out), bits(invalid)
-
-    _, invalid = agree(call, device)
-    assert invalid == [before + after]
-
-
-@given(st.lists(junk, max_size=300), seeds)
-@many
-def test_bad_indices_never_write_outside(device: str, indices_drawn: list[int], seed: int) -> None:
-    """Unsorted, repeated and invalid indices never write outside the output."""
-    n, guarded = 600, Guarded(device)
-    indices = torch.tensor([indices_drawn or [0]], dtype=torch.int64).to(torch.int32).to(device)
-    values = torch.ones(indices.shape, device=device)
-    counts = torch.tensor([indices.numel()], dtype=torch.int32, device=device)
-    out, picked = guarded.poison(n), guarded.poison(indices.numel())
-    with kernels_from("triton"):
-        kernels.sum_lists(indices, values, counts, out)
-        kernels.gather(out, indices[0], picked, counts.to(torch.int64), clear=True)
-        if any(not 0 <= i < n for i in indices_drawn):
-            with pytest.raises(ValueError, match=r"index outside \[0, 600\)"):
-                kernels.merge([(indices[0], values[0])], n)
-        bounds = guarded.poison(12, torch.int32)  # tiles so small that bounds of unsorted indices cross
-        wrong = torch.zeros(1, dtype=torch.int32, device=device)
-        launch = kernel("scatter_triton").sum_lists
-        launch(indices, values, counts, bounds, out, wrong, 1.0, tile=64, entries=32)
-    guarded.check()
 
 
 @given(lengths, supports, families)
@@ -116,40 +35,32 @@ def test_merge(device: str, n: int, drawn_lists: list[tuple[float, int]], family
     assert union == sorted({i for at, _ in lists for i in at.tolist()})
 
 
-def test_sums_and_gather_by_hand(device: str) -> None:
-    """A small example of two lists gives the expected sums, gathered values and cleared entries."""
-    indices = torch.tensor([[0, 3, 8], [3, 4, 9]], dtype=torch.int32, device=device)
-    values = torch.tensor([[1e8, 1.0, -2.0], [0.5, 7.0, 5.0]], device=device)
-    counts = torch.tensor([3, 3], dtype=torch.int32, device=device)
-    out, invalid = torch.full((9,), math.nan, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    taken = torch.full((4,), math.nan, device=device)
-    with kernels_from("triton"):
-        kernels.sum_lists(indices, values, counts, out, scale=2.0, invalid=invalid)
-        assert out.tolist() == [2e8, 0, 0, 3, 14, 0, 0, 0, -4]
-        assert invalid.item() == 1
-        sought = torch.tensor([4, 9, 0, 3], dtype=torch.int32, device=device)
-        kernels.gather(out, sought, taken, torch.tensor([3], device=device), clear=True, invalid=invalid)
-    assert taken[:3].tolist() == [14, 0, 2e8]
-    assert math.isnan(taken[3])
-    assert out.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, -4]
-    assert invalid.item() == 2
-
-
-@given(lengths, st.floats(0, 1), seeds, families, st.booleans(), st.integers(0, 3))
+@given(st.lists(junk, max_size=300), st.booleans())
+@example([600], False)
 @many
-def test_gather(device: str, n: int, share: float, seed: int, family: str, clear: bool, beyond: int) -> None:
-    """Indices may have any order and may be invalid. Only the first ``count`` are read."""
-    at, _ = sparse(n, share, seed, family)
-    at = torch.cat([at.flip(0), torch.full((beyond,), n, dtype=torch.int32)])
+def test_bad_indices_never_write_outside(device: str, drawn_indices: list[int], twice: bool) -> None:
+    """Unsorted, repeated and invalid indices never write outside the union. An invalid index is named as an error."""
+    guarded = Guarded(device)
+    indices = guarded.of(torch.tensor(drawn_indices, dtype=torch.int32))
+    listed = indices, guarded.of(torch.ones(len(drawn_indices)))
+    rejected = False
+    with kernels_from("triton"):
+        try:
+            kernels.merge([listed] * (1 + twice), 600)
+        except ValueError as error:
+            rejected = "index outside [0, 600)" in str(error)
+    guarded.check()
+    assert rejected == any(not 0 <= index < 600 for index in drawn_indices)
 
-    def call(guarded: Guarded) -> tuple[list[int], ...]:
-        values, indices = guarded.of(drawn(family, n, seed)), guarded.of(at)
-        out, invalid = guarded.poison(at.numel()), guarded.of(torch.zeros(1, dtype=torch.int32))
-        count = torch.tensor([max(0, at.numel() - 1)], device=device)
-        kernels.gather(values, indices, out, count, clear=clear, invalid=invalid)
-        return tuple(bits(t) for t in (values, indices, out, invalid))
 
-    agree(call, device)
+def test_merge_by_hand(device: str) -> None:
+    """A small example of two lists gives the expected union and sums."""
+    indices = torch.tensor([[0, 3, 8], [3, 4, 7]], dtype=torch.int32, device=device)
+    values = torch.tensor([[1e8, 1.0, -2.0], [0.5, 7.0, 5.0]], device=device)
+    with kernels_from("triton"):
+        union, sums = kernels.merge(list(zip(indices, values, strict=True)), 9)
+    assert union.tolist() == [0, 3, 4, 7, 8]
+    assert sums.tolist() == [1e8, 1.5, 7.0, 5.0, -2.0]
 
 
 @st.composite
@@ -165,7 +76,6 @@ def topologies(draw: st.DrawFn) -> dict[str, object]:
         "blocks": blocks.to(torch.int32),
         "counts": (counts * draw(st.sampled_from([0, 1e-3, 1]))).to(torch.int32),
         "iteration": draw(st.integers(-100, 10**6)),
-        "rank": draw(st.integers(0, partitions - 1)),
         "block": block,
         "numel": max(1, total * block - draw(st.integers(0, block - 1))),
         "min_blocks": draw(st.integers(0, 10)),
@@ -178,7 +88,6 @@ AT_FLOOR = {
     "blocks": torch.tensor([2, 10, 10], dtype=torch.int32),
     "counts": torch.tensor([9000, 10, 10], dtype=torch.int32),
     "iteration": 0,
-    "rank": 0,
     "block": 32,
     "numel": 22 * 32,
     "min_blocks": 2,
@@ -192,43 +101,27 @@ AT_FLOOR = {
 @example(AT_FLOOR, "prefix")
 @cases(200)
 def test_rebalance(device: str, drawn_case: dict[str, object], rule: str) -> None:
-    """Topology and span equal the reference, the number of blocks stays the same, and the minimum holds."""
+    """Topology and bounds equal the reference, and the number of blocks stays the same, and the minimum holds.
+
+    The last partition ends with the vector.
+    """
     given_blocks = drawn_case["blocks"]
     partitions = given_blocks.numel()
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
         blocks, counts = guarded.of(given_blocks), guarded.of(drawn_case["counts"])
-        first, span = guarded.poison(partitions, torch.int32), guarded.poison(2, torch.int32)
-        iteration = torch.tensor([drawn_case["iteration"]], dtype=torch.int32, device=device)
-        numbers = {name: drawn_case[name] for name in ("rank", "block", "numel", "min_blocks", "max_step")}
-        kernels.rebalance(blocks, first, counts, iteration, span, rule=rule, **numbers)
-        return bits(blocks), bits(first), bits(span), bits(counts)
+        bounds = guarded.poison(partitions + 1, torch.int32)
+        numbers = {name: drawn_case[name] for name in ("iteration", "block", "numel", "min_blocks", "max_step")}
+        kernels.rebalance(blocks, bounds, counts, rule=rule, **numbers)
+        return bits(blocks), bits(bounds), bits(counts)
 
-    blocks, first, span, _ = agree(call, device)
+    blocks, bounds, _ = agree(call, device)
     assert sum(blocks) == int(given_blocks.sum())
-    assert first == [sum(blocks[:j]) for j in range(partitions)]
-    assert 0 <= span[0] <= span[1] <= drawn_case["numel"]
+    starts = itertools.accumulate(blocks[:-1], initial=0)
+    assert bounds[:-1] == [min(start * drawn_case["block"], drawn_case["numel"]) for start in starts]
+    assert bounds[-1] == drawn_case["numel"]
     for before, after in zip(given_blocks.tolist(), blocks, strict=True):
         assert after >= min(before, drawn_case["min_blocks"])
-
-
-def test_spans_cover_the_vector(device: str) -> None:
-    """The spans of all ranks cover every element once, and the last partition contains the tail."""
-    spans = []
-    for rank in range(5):
-        blocks = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32, device=device)
-        counts = torch.tensor([90, 5, 5, 5, 300], dtype=torch.int32, device=device)
-        first, span = torch.zeros_like(blocks), torch.zeros(2, dtype=torch.int32, device=device)
-        iteration = torch.tensor([7], dtype=torch.int32, device=device)
-        with kernels_from("triton"):
-            kernels.rebalance(
-                blocks, first, counts, iteration, span, rank=rank, block=10, numel=147, min_blocks=1, max_step=4
-            )
-        spans.append(tuple(span.tolist()))
-    spans.sort()
-    assert spans[0][0] == 0
-    assert spans[-1][1] == 147
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
 @given(st.sampled_from([0, 1, 33, 511, 512, 700]), seeds, st.booleans(), st.booleans(), st.booleans(), st.data())

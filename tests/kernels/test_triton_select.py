@@ -37,23 +37,20 @@ from tritoncomm_kernels.dispatch import kernel
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 many = cases(150)
 few = cases(50)
-scales = st.sampled_from([1.0, 0.5, -0.25, 0.0])
 
 
-@given(sizes, families, families, seeds, dtypes, scales, st.booleans(), st.booleans(), tiles)
+@given(sizes, families, families, seeds, dtypes, st.booleans(), tiles)
 @many
 def test_accumulate(
-    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, scale: float, place: bool,
-    memory: bool, tile: int,
+    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, place: bool, tile: int
 ) -> None:  # fmt: skip
-    """The sum has the same bits in place or not, with scale in a register or in memory, and for any tile."""
+    """The sum has the same bits in place or not, and for any tile."""
 
     def call(guarded: Guarded) -> tuple[list[int], ...]:
         residual = guarded.of(drawn(family, n, seed))
         added = guarded.of(gradient(other, n, seed + 1, dtype))
         out = residual if place else guarded.poison(n)
-        factor = torch.tensor([scale], device=device) if memory else scale
-        kernels.accumulate(residual, added, out, factor)
+        kernels.accumulate(residual, added, out)
         return bits(out), bits(residual), bits(added)
 
     expected = agree(call, device)
@@ -63,7 +60,7 @@ def test_accumulate(
         added = guarded.of(gradient(other, n, seed + 1, dtype))
         residual = guarded.of(drawn(family, n, seed))
         with kernels_from("triton"):
-            kernel("accumulate_triton").accumulate(residual, added, out, scale, tile=tile)
+            kernel("accumulate_triton").accumulate(residual, added, out, tile=tile)
         guarded.check()
         assert bits(out) == expected[0]
 
@@ -80,22 +77,19 @@ def test_accumulate_by_hand(device: str, pairs: list[tuple[float, float]]) -> No
     assert bits(out) == bits(torch.tensor(by_hand))
 
 
-@pytest.mark.parametrize("nan", [True, False])
 @pytest.mark.parametrize("ranged", [True, False])
 @given(st.lists(st.sampled_from(SPECIAL), max_size=70), thresholds, st.integers(-5, 75), st.integers(-5, 75))
 @many
-def test_mark_by_hand(
-    device: str, nan: bool, ranged: bool, values: list[float], limit: float, low: int, high: int
-) -> None:  # fmt: skip
+def test_mark_by_hand(device: str, ranged: bool, values: list[float], limit: float, low: int, high: int) -> None:
     """Bit mask, counts and flag equal those that plain Python computes element by element."""
     n = len(values)
     x = torch.tensor(values, device=device)
     marks = kernels.Marks.empty(n, x.device, tile=64)
     limits, span = torch.tensor([limit], device=device), torch.tensor([low, high], dtype=torch.int32, device=device)
     with kernels_from("triton"):
-        kernels.mark(x, None, x, limits, marks, span=span if ranged else None, select_nan=nan)
+        kernels.mark(x, None, x, limits, marks, span=span if ranged else None)
     chosen = [i for i, value in enumerate(values) if key_of(value) >= key_to_reach(limit)]
-    chosen = [i for i in chosen if (low <= i < high or not ranged) and (nan or not math.isnan(values[i]))]
+    chosen = [i for i in chosen if low <= i < high or not ranged]
     words = [0] * marks.bits.numel()
     for i in chosen:
         words[i // 32] |= 1 << (i % 32)
@@ -104,21 +98,20 @@ def test_mark_by_hand(
     assert marks.flags.item() == int(any(key_of(value) >= 0x7F800000 for value in values))
 
 
-@pytest.mark.parametrize("nan", [True, False])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4e38])
-def test_the_flag_of_one_value(device: str, value: float, nan: bool) -> None:
-    """One NaN or Inf sets the flag, whether NaN is selected or not; the largest finite value does not."""
+def test_the_flag_of_one_value(device: str, value: float) -> None:
+    """One NaN or Inf sets the flag; the largest finite value does not."""
     x = torch.tensor([0.0, 1.0, value, -2.0], device=device)
     marks = kernels.Marks.empty(4, x.device, tile=64)
     with kernels_from("triton"):
-        kernels.mark(x, None, x, torch.tensor([1.0], device=device), marks, select_nan=nan)
+        kernels.mark(x, None, x, torch.tensor([1.0], device=device), marks)
     assert marks.flags.item() == (not math.isfinite(value))
 
 
-@given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.booleans(), st.data())
+@given(sizes, families, families, seeds, dtypes, thresholds, tiles, st.data())
 @many
 def test_mark(
-    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int, nan: bool,
+    device: str, n: int, family: str, other: str, seed: int, dtype: torch.dtype, limit: float, tile: int,
     data: st.DataObject,
 ) -> None:  # fmt: skip
     """Sum, mask, counts and flag equal the reference with and without a span, in place or not, for all thresholds."""
@@ -139,37 +132,16 @@ def test_mark(
         at = torch.tensor(span, dtype=torch.int32, device=device) if ranged else None
         exact = key_to_reach(limit) if limit > 0 or math.isnan(limit) else below
         key = torch.tensor([exact], dtype=torch.int32) if keyed else torch.tensor([limit])
-        kernels.mark(residual, added, out, key.to(device), marks, scale=0.5, span=at, select_nan=nan)
+        kernels.mark(residual, added, out, key.to(device), marks, span=at)
         return [bits(t) for t in (out, residual, added, *marks)]
 
     agree(call, device)
 
 
-@given(sizes, families, seeds, dtypes, thresholds, tiles)
-@few
-def test_momentum(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, tile: int) -> None:
-    """Velocity and residual are updated in place, and expand() clears both exactly where it wrote."""
-
-    def call(guarded: Guarded) -> list[list[int]]:
-        velocity, residual = (guarded.of(gradient(family, n, seed + i, torch.float32)) for i in (0, 1))
-        added = guarded.of(gradient(family, n, seed + 2, dtype))
-        marks = kernels.Marks.empty(n, residual.device, tile=tile)
-        limits = torch.tensor([limit], device=device)
-        kernels.mark_momentum(added, velocity, residual, limits, marks, momentum=0.5, scale=0.25)
-        indices, values = guarded.poison(n // 2, torch.int32), guarded.poison(n // 2)
-        found = guarded.poison(1, torch.int64)
-        kernels.expand(residual, marks, indices, values, found, clear=True, clear_also=velocity)
-        return [bits(t) for t in (velocity, residual, added, indices, values, found)]
-
-    agree(call, device)
-
-
-@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]), st.booleans())
+@given(sizes, families, seeds, thresholds, tiles, st.sampled_from(["none", "some", "exact", "more"]))
 @many
-def test_expand(
-    device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str, clear: bool
-) -> None:  # fmt: skip
-    """Entries ascend up to the capacity, and only written entries are cleared."""
+def test_expand(device: str, n: int, family: str, seed: int, limit: float, tile: int, room: str) -> None:
+    """Entries ascend up to the capacity, and the vector does not change."""
     values = drawn(family, n, seed)
     chosen = [i for i, v in enumerate(values.tolist()) if key_of(v) >= key_to_reach(limit)]
     capacity = {"none": 0, "some": len(chosen) // 2, "exact": len(chosen), "more": len(chosen) + 3}[room]
@@ -180,7 +152,7 @@ def test_expand(
         kernels.mark(x, None, x, torch.tensor([limit], device=device), marks)
         indices, out = guarded.poison(capacity, torch.int32), guarded.poison(capacity)
         found = guarded.poison(1, torch.int64)
-        kernels.expand(x, marks, indices, out, found, clear=clear)
+        kernels.expand(x, marks, indices, out, found)
         return [bits(t) for t in (x, indices, out, found)]
 
     after, indices, out, found = agree(call, device)
@@ -188,7 +160,7 @@ def test_expand(
     assert found == [len(chosen)]
     assert indices[: len(written)] == written
     assert out[: len(written)] == [before[i] for i in written]
-    assert after == [0 if clear and i in set(written) else b for i, b in enumerate(before)]
+    assert after == before
 
 
 @pytest.mark.parametrize("words", [8, 32, 128])
@@ -205,7 +177,7 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     found, offsets = guarded.poison(1, torch.int64), guarded.poison(marks.counts.numel(), torch.int32)
     kernel("expand_triton").expand(
         x, marks.bits, marks.counts, offsets, indices, values, found,
-        clear=False, clear_also=None, words=words, tiles_summed_in_place=0 if scanned else 8192,
+        words=words, tiles_summed_in_place=0 if scanned else 8192,
     )  # fmt: skip
     guarded.check()
     assert found.item() == expected.found
@@ -213,29 +185,27 @@ def test_launch_shapes_keep_the_result(device: str, words: int, scanned: bool) -
     assert bits(values) == bits(expected.values)
 
 
-@given(sizes, families, seeds, dtypes, thresholds, st.sampled_from([None, 0, 1, 100]), st.booleans())
+@given(sizes, families, seeds, dtypes, thresholds)
 @few
-def test_select(
-    device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float, capacity: int | None, clear: bool
-) -> None:  # fmt: skip
+def test_select(device: str, n: int, family: str, seed: int, dtype: torch.dtype, limit: float) -> None:
     """The selections that the algorithms call equal the reference."""
 
     def call(guarded: Guarded) -> tuple[object, ...]:
         residual = guarded.of(drawn(family, n, seed))
         added = guarded.of(gradient("normal", n, seed + 1, dtype))
         out = guarded.poison(n)
-        first = kernels.accumulate_and_select(residual, added, out, limit, capacity=capacity)
-        again = kernels.select(out, limit, capacity=capacity, clear=clear)
+        first = kernels.accumulate_and_select(residual, added, out, limit)
+        again = kernels.select(out, limit)
         tensors = (*first[:2], *again[:2], out, residual)
         return first.found, again.found, *(bits(t) for t in tensors)
 
     agree(call, device)
 
 
-@given(sizes, families, seeds, st.integers(1, 2100), st.booleans(), st.booleans())
+@given(sizes, families, seeds, st.integers(1, 2100))
 @cases(40)
-def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: bool, clear: bool) -> None:
-    """Three steps with one workspace select exactly k entries, started cold or from the last threshold."""
+def test_top_k_into(device: str, n: int, family: str, seed: int, k: int) -> None:
+    """Three steps with one workspace select exactly k entries, the later ones started from the last threshold."""
     steps = [drawn(family, n, seed + i) * (1.0, 0.01, 8.0)[i] for i in range(3)]
 
     def call(guarded: Guarded) -> list[list[int]]:
@@ -245,9 +215,7 @@ def test_top_k_into(device: str, n: int, family: str, seed: int, k: int, warm: b
             indices, picked = guarded.poison(k, torch.int32), guarded.poison(k)
             taken = guarded.poison(1, torch.int64)
             zeros = guarded.of(torch.zeros(n))
-            kernels.top_k_into(
-                zeros, guarded.of(values), out, indices, picked, taken, workspace=workspace, warm=warm, clear=clear
-            )
+            kernels.top_k_into(zeros, guarded.of(values), out, indices, picked, taken, workspace=workspace)
             seen += [bits(t) for t in (out, indices, picked, taken)]
         return seen
 
@@ -266,12 +234,11 @@ def test_top_k_ties(device: str) -> None:
     indices, values = guarded.poison(4, torch.int32), guarded.poison(4)
     taken = guarded.poison(1, torch.int64)
     with kernels_from("triton"):
-        kernels.top_k_into(out, None, out, indices, values, taken, workspace=kernels.Workspace(), clear=True)
+        kernels.top_k_into(out, None, out, indices, values, taken, workspace=kernels.Workspace())
     guarded.check()
     assert taken.item() == 4
     assert indices.tolist() == [0, 2, 3, 6]
     assert values.tolist() == [1.0, 3.0, -1.0, -3.0]
-    assert out.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -332,11 +299,9 @@ def test_longest_vector(device: str) -> None:
     places = [0, 1, 4095, 2**30, n - 4097, n - 2, n - 1]
     residual, gradient = torch.zeros(n, device=device), torch.zeros(n, device=device)
     residual[places] = torch.arange(1.0, 1.0 + len(places), device=device)
-    selected = kernels.accumulate_and_select(residual, gradient, residual, 0.5, clear=True)
+    selected = kernels.accumulate_and_select(residual, gradient, residual, 0.5)
     assert selected.indices.tolist() == places
     assert selected.values.tolist() == [1.0 + i for i in range(len(places))]
-    assert not residual.any()
-    residual[places] = torch.arange(1.0, 1.0 + len(places), device=device)
     assert kernels.top_k(residual, 3).indices.tolist() == places[-3:]
 
 
@@ -355,7 +320,7 @@ def test_cuda_graph_replay(device: str) -> None:
     def step() -> None:
         kernels.mark(residual, added, out, limit, marks)
         kernels.expand(out, marks, indices, values, found, workspace=workspace)
-        kernels.top_k_into(out, None, out, best, most, taken, workspace=workspace, warm=True, clear=True)
+        kernels.top_k_into(out, None, out, best, most, taken, workspace=workspace)
 
     residual.normal_()
     added.normal_()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tritoncomm import ConfigurationError, Hierarchical, TopkAllgather
 from tritoncomm.scheduler import process_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
-from tritoncomm.step import private_group, setup_checks
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step import agree, private_group
+from tritoncomm.step.vector import ErrorFeedback
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu
@@ -38,7 +38,7 @@ class World:
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: len((group or self.group).ranks))
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
         monkeypatch.setattr(dist, "new_group", self.new_group)
-        monkeypatch.setattr(setup_checks, "compare", lambda fields, group, device=None: None)
+        monkeypatch.setattr(agree, "compare", lambda fields, group, device=None: None)
         monkeypatch.setattr(private_group, "number_of_groups", lambda: 1)
 
     def new_group(self, ranks=None, timeout=None, use_local_synchronization=False) -> object:

@@ -17,7 +17,7 @@ from tritoncomm.scheduler.rounds import AllReduce, Pattern, Round
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.tracing import Tracer
 from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+from tritoncomm.step.vector import ExchangeOptions, VectorExchange
 
 from emulated_cuda import ranks, streams
 from emulated_cuda.device import current_gpu, to_gpu

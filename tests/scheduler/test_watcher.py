@@ -18,8 +18,8 @@ from tritoncomm import ExchangeError, ExchangeTimeoutError, NonFiniteError
 from tritoncomm.scheduler import failure_report, watcher
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Op, Pattern, Round
-from tritoncomm.step import setup_checks
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step import agree
+from tritoncomm.step.vector import ErrorFeedback
 
 import recipes
 from emulated_cuda import ranks
@@ -425,7 +425,7 @@ def test_ranks_that_compare_settings(garbage: bool, monkeypatch: pytest.MonkeyPa
             raise ranks.Died
         started = time.monotonic()
         with pytest.raises(ExchangeError, match=r"a rank was lost or did not take part: the wait .*timed out"):
-            setup_checks.compare({"density": 0.1}, None, torch.device("cuda", 0))
+            agree.compare({"density": 0.1}, None, torch.device("cuda", 0))
         return time.monotonic() - started
 
     network = Network(3, limit=5.0, garbage_after_abort=garbage)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import tritoncomm
 from torch.nn import Parameter
-from tritoncomm.step.optimizer_step import coupled_decay
+from tritoncomm.step.update import coupled_decay
 
 KINDS = {
     "Adam": (torch.optim.Adam, {"lr": 0.01}),

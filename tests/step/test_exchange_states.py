@@ -157,10 +157,13 @@ def test_ready_refuses_what_would_lose_the_mean() -> None:
             action()
     with pytest.raises(RuntimeError, match="exchanged already"):
         optimizer.synchronize()
+    assert state_of(optimizer) is State.READY
+    assert held(net, optimizer) == before
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: backward(net, 3))
     assert state_of(optimizer) is State.READY
-    assert held(net, optimizer) == before
+    optimizer.zero_grad()
+    backward(net, 3)
     optimizer.step()
     assert state_of(optimizer) is State.IDLE
     optimizer.state_dict()

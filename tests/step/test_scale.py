@@ -15,9 +15,9 @@ from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, SimulatedWorld, SparseVector, TopkAllgather, Warmup
 from tritoncomm.checkpoint import reshard
 from tritoncomm.primitives.second_moment import FactoredSecondMoment, Moment
-from tritoncomm.step import exchange_state
-from tritoncomm.step.checkpoint_format import with_checksum
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.stages import Staged
+from tritoncomm.step.state import with_checksum
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), min_size=0, max_size=4)
 

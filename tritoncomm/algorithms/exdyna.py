@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.exdyna_static import Counts, Messages, exchange_static
+from tritoncomm.algorithms.exdyna_static import Counts, Messages, Partitions, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
@@ -28,10 +28,11 @@ from tritoncomm.primitives.region_cuts import trimmed_sizes
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
+from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
+from tritoncomm_kernels.workspace import copied_to
 
 _LINE = 32  # fp32 values in 128 bytes; blocks are multiples of it, except in short vectors
 _TINY = 1e-30
@@ -108,17 +109,6 @@ class ExDyna(IndexRecipe, StaticRecipe):
         check_at_least(self, 1, "capacity", "lift")
         check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
 
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries.
-
-        The static form has its own fixed length, which has room for more than k entries.
-        """
-        if self.static is True:
-            return super().formula(numel, world_size)
-        words = (2 + self.entry_words(numel, world_size)) * entries_to_keep(numel, self.density)
-        words *= (world_size - 1) / world_size
-        return Formula(4 * (world_size - 1), words, words)
-
     def build(self, numel: int) -> ExDynaAlgorithm:
         return ExDynaAlgorithm(self, numel)
 
@@ -162,14 +152,15 @@ class ExDynaState:
     """State carried to the next step. It is the same on all ranks, because it depends on shared counts only.
 
     A ``threshold`` of 0 must be estimated before use. ``settled`` is True once a positive threshold was in use.
-    ``blocks`` is the number of blocks of each partition at the next step.
+    ``blocks`` is the number of blocks of each partition at the next step. In the static form on a GPU, only the GPU
+    knows it.
     """
 
     step: int = 0
     world_size: int = 0
     threshold: float = 0.0
     settled: bool = False
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] | Partitions = ()
 
 
 class Layout(NamedTuple):
@@ -199,30 +190,30 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         layout = self.layout(world_size)
         state = self._state_for(world_size, layout)
         threshold = state.threshold or (yield from self._first_threshold(acc, world_size))
-        bounds = self.bounds(layout, state.blocks)
-
         if acc.verdict is None:
+            partitions = self._partitions(state, layout, torch.device("cpu"))
+            bounds = partitions.bounds.tolist()
             mean, counts = yield from self._exchange(acc, threshold, bounds, state.step, rank, world_size)
+            passed = torch.tensor(counts.passed, dtype=torch.int32)
         else:
-            messages, partition = self._messages(world_size), (state.step + rank) % world_size
-            span = bounds[partition : partition + 2]
+            partitions = self._partitions(state, layout, acc.device)
+            messages, own = self._messages(world_size), (state.step + rank) % world_size
+            span = partitions.bounds[own : own + 2]
             mean, counts = yield from exchange_static(
                 acc, acc.verdict, messages, threshold=threshold, span=span, step=state.step
             )
+            passed = acc.verdict.figures[:, 0].contiguous()
             acc.selected = min(counts.passed[rank], messages.room)
         total = sum(counts.passed)
-        self.report = {
-            "threshold": threshold,
-            "passed": float(total),
-            "imbalance": max(counts.passed) * world_size / total if total else 1.0,
-        }
+        imbalance = max(counts.passed) * world_size / total if total else 1.0
+        self.report = {"threshold": threshold, "passed": float(total), "imbalance": imbalance}
         # Online threshold scaling and dynamic partition allocation, for the next step.
         self.state = replace(
             state,
             step=state.step + 1,
             threshold=self._scaled(threshold, total) if any(counts.non_zero) else threshold,
             settled=state.settled or threshold > 0,
-            blocks=self._rebalanced(state, layout, counts.passed),
+            blocks=self._rebalanced(partitions, layout, passed, state.step, imbalance),
         )
         return mean
 
@@ -319,33 +310,42 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
         return torch.cat([sections[owner].unpack(blocks[owner]).indices for owner in owners])
 
-    def _rebalanced(self, state: ExDynaState, layout: Layout, found: list[int]) -> tuple[int, ...]:
+    def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
+        """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""
+        if isinstance(state.blocks, Partitions):
+            return state.blocks
+        content = state.blocks, self.bounds(layout, state.blocks)
+        return Partitions(*(copied_to(torch.tensor(numbers, dtype=torch.int32), device) for numbers in content))
+
+    def _rebalanced(
+        self, partitions: Partitions, layout: Layout, passed: torch.Tensor, step: int, imbalance: float
+    ) -> tuple[int, ...] | Partitions:
         """Dynamic partition allocation: return the blocks per partition for the next step.
 
-        ``found`` holds the counts by rank. All ranks compute the same result, on the host, which has the counts.
+        ``passed`` holds the counts by rank, int32 ``[P]``, on the device of ``partitions``. All ranks compute the same
+        result, and on a GPU it stays there.
         """
         rule = self.recipe.chosen("rebalance")
-        if rule == "off" or state.world_size == 1:
-            return state.blocks
+        if rule != "off" and passed.numel() > 1:
+            partitions = Partitions(partitions.blocks.clone(), torch.empty_like(partitions.bounds))
+            kernels.rebalance(
+                partitions.blocks,
+                partitions.bounds,
+                passed,
+                iteration=step,
+                block=layout.block,
+                numel=self.numel,
+                min_blocks=layout.least,
+                rule=rule,
+                max_step=_FAST_MOVE if imbalance > _FAST_FROM else 1,
+            )
+        return tuple(partitions.blocks.tolist()) if passed.device.type == "cpu" else partitions
 
-        def integers(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
-        blocks = integers(state.blocks)
-        kernels.rebalance(
-            blocks,
-            torch.empty_like(blocks),
-            integers(found),
-            integers([state.step]),
-            integers([0, 0]),
-            rank=0,
-            block=layout.block,
-            numel=self.numel,
-            min_blocks=layout.least,
-            rule=rule,
-            max_step=_FAST_MOVE if max(found) * state.world_size > _FAST_FROM * sum(found) else 1,
-        )
-        return tuple(blocks.tolist())
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as numbers. If the blocks of the partitions are on a GPU, the host waits for them."""
+        blocks = self.state.blocks
+        numbers = tuple(blocks.blocks.tolist()) if isinstance(blocks, Partitions) else blocks
+        return asdict(replace(self.state, blocks=numbers))
 
     def _scaled(self, threshold: float, found: int) -> float:
         """Online threshold scaling: return the next threshold after ``found`` entries passed in total."""
@@ -382,31 +382,28 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         room = math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
         return Messages(self.encoding, self.numel, room, world_size)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.
+
+        In an ordinary step, all ranks select the same number of k entries: 3k(P-1)/P words.
+        """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
             forecast = self._messages(world_size).forecast
+        elif ordinary:
+            volume = (world_size - 1) * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+            forecast = self._forecast(world_size, volume, volume, self.k)
         else:
-            bounds = self.bounds(layout, self._state_for(world_size, layout).blocks)
+            bounds = self._partitions(self._state_for(world_size, layout), layout, torch.device("cpu")).bounds.tolist()
             largest = max(stop - start for start, stop in itertools.pairwise(bounds))
             leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
             arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
             forecast = self._forecast(world_size, leaving, arriving, self.capacity)
-        if self._state_for(world_size, layout).threshold:
+        if ordinary or self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        if self.is_static:
-            return self._messages(world_size).forecast
-        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
-        return self._forecast(world_size, (world_size - 1) * section, (world_size - 1) * section, self.k)
 
     def _forecast(self, world_size: int, leaving: int, arriving: int, total: int) -> Forecast:
         rounds = cost.log2(world_size)

@@ -1,13 +1,14 @@
 """The static form of ExDyna: room for a fixed number of entries per rank, and counts that the host reads at the end.
 
 See :mod:`tritoncomm.algorithms.exdyna` for the method, and :class:`~tritoncomm.algorithms.base.StaticRecipe` for the
-form. Threshold and borders stay on the host. They follow from the counts of all ranks, as in the exact form. The counts
-are part of the message that the host reads.
+form. The threshold and the borders of the partitions follow from the counts of all ranks, as in the exact form. The
+counts are part of the message that the host reads for the threshold. The borders stay on the device, where the counts
+are, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern
 from tritoncomm.scheduler.wire import Encoding, Rows
-from tritoncomm_kernels import Padded, Workspace
+from tritoncomm_kernels import Padded
 
 
 class Counts(NamedTuple):
@@ -29,6 +30,18 @@ class Counts(NamedTuple):
 
     passed: list[int]
     non_zero: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Partitions:
+    """The partitions of the vector, int32, on one device. Nothing writes them after they were computed.
+
+    ``blocks`` (``[P]``) is the number of blocks of each. ``bounds`` (``[P + 1]``) holds their first elements, and the
+    end of the last one.
+    """
+
+    blocks: torch.Tensor
+    bounds: torch.Tensor
 
 
 class Messages(NamedTuple):
@@ -61,20 +74,17 @@ class Messages(NamedTuple):
 
 
 def exchange_static(
-    acc: Accumulator, verdict: Verdict, messages: Messages, *, threshold: float, span: Sequence[int], step: int
+    acc: Accumulator, verdict: Verdict, messages: Messages, *, threshold: float, span: torch.Tensor, step: int
 ) -> Pattern[tuple[SparseVector, Counts]]:
     """Do the same as the exact form, but each rank sends at most ``messages.room`` entries, its largest ones.
 
-    ``span`` holds the bounds of this rank's partition. Its entries above ``threshold`` that have no room stay in the
-    residual.
+    ``span`` holds the bounds of this rank's partition on the device, int32 ``[2]``. Its entries above ``threshold``
+    that have no room stay in the residual.
     """
     world_size, held = messages.world_size, acc.workspace
     extremes = torch.stack(torch.aminmax(acc.dense()))  # one pass over the vector finds NaN, Inf and non-zeros
     verdict.check_gradient(extremes)
-    # In fp64 first, because a threshold above the fp32 range means Inf.
-    reach = torch.full((1,), threshold, dtype=torch.float64, device=acc.device).float()
-    own = _largest(acc.dense()[span[0] : span[1]], messages.room, reach, span[0], held)
-    passed = kernels.count_reaching(acc.dense()[span[0] : span[1]], reach)
+    own, passed = _select(acc, threshold, span, messages.room)
     rows = messages.rows(acc.device)
     message, _ = rows.pack(Padded(own.indices[None], own.values[None]), workspace=held)
     gathered = (yield AllGather("indices", message[0])) if world_size > 1 else message
@@ -96,17 +106,15 @@ def exchange_static(
     return SparseVector.padded(Padded(union, sums / world_size), acc.numel), counts
 
 
-def _largest(values: torch.Tensor, room: int, reach: torch.Tensor, offset: int, held: Workspace) -> Padded:
-    """Return the largest entries of ``values`` that reach the threshold, ``[room]``. Indices start at ``offset``."""
-    k = min(room, values.numel())
-    if k == 0:  # a partition without elements
-        return Padded(values.new_full((room,), -1, dtype=torch.int32), values.new_zeros(room))
-    found = kernels.reaching(kernels.top_k_padded(values, None, values, k, workspace=held), reach, workspace=held)
-    indices = torch.where(found.indices < 0, -1, found.indices + offset)
-    if k < room:
-        indices = torch.nn.functional.pad(indices, (0, room - k), value=-1)
-        found = found._replace(values=torch.nn.functional.pad(found.values, (0, room - k)))
-    return found._replace(indices=indices)
+def _select(acc: Accumulator, threshold: float, span: torch.Tensor, room: int) -> tuple[Padded, torch.Tensor]:
+    """Return the largest entries inside ``span`` that reach the threshold, ``[room]``, and how many reach it."""
+    values, held = acc.dense(), acc.workspace
+    # In fp64 first, because a threshold above the fp32 range means Inf.
+    reach = torch.full((1,), threshold, dtype=torch.float64, device=acc.device).float()
+    budget = kernels.constant((room,), acc.device)
+    largest = kernels.top_k_rows(values, span, budget, room, workspace=held).row(0)
+    passed = kernels.count_inside(values, reach, span, workspace=held)
+    return kernels.reaching(largest, reach, workspace=held), passed
 
 
 def _descents(indices: torch.Tensor) -> torch.Tensor:

@@ -98,4 +98,4 @@ class SparseVector:
         if self.is_padded:
             held = workspace if workspace is not None else Workspace()
             return decompress_padded(out, Padded(self.indices, self.values), workspace=held)
-        return decompress(out, self.indices, self.values, workspace=workspace)
+        return decompress(out, self.indices, self.values)

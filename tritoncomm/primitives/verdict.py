@@ -20,8 +20,11 @@ class Verdict:
     """Counters on the device of the exchanged vector. Nothing waits for the device until :meth:`settle`.
 
     ``is_shared`` says that all ranks check the same values, by :meth:`check_result` or :meth:`check_sums` alone. They
-    then agree without a message.
+    then agree without a message. After :meth:`settle`, ``figures`` holds the figures of all ranks on the device, int32
+    ``[world_size, figures]``.
     """
+
+    figures: torch.Tensor
 
     def __init__(self, device: torch.device, *, is_shared: bool = False) -> None:
         self._is_shared = is_shared
@@ -69,6 +72,7 @@ class Verdict:
         words = torch.cat([self._counts, *figures])
         silent = world_size == 1 or self._is_shared
         everybody = words[None] if silent else (yield AllGather(_PHASE, words))
+        self.figures = everybody[:, len(self._counts) :]
         rows: list[list[int]] = yield from read(_PHASE, everybody)
         receivers = [rank for rank, row in enumerate(rows) if row[_MESSAGES]]
         bad = [rank for rank, row in enumerate(rows) if row[_GRADIENTS]]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.step.bucket import FlatDelivery
+from tritoncomm.step.flat import FlatDelivery
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.shards import local, local_gradient, local_shards, one_of_shard, one_per_shard
 from tritoncomm.step.shared_buffer import StepCounts, share_buffers

@@ -10,7 +10,7 @@ import torch
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import norm_of_mean
 from tritoncomm.scheduler.rounds import Pattern
-from tritoncomm.step.vector_exchange import VectorExchange
+from tritoncomm.step.vector import VectorExchange
 
 
 def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:

@@ -22,12 +22,11 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step import carry_over, step_checks
+from tritoncomm.step import agree
 from tritoncomm.step.clipping import clipped
-from tritoncomm.step.delivered import Delivered, check_range, scattered
-from tritoncomm.step.error_feedback import ErrorFeedback
+from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.options import log_choice
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange, listed, noting
+from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
 
 logger = logging.getLogger("tritoncomm")
 
@@ -141,9 +140,9 @@ class GradientExchange:
         return [parameter.grad for parameter in self.parameters]
 
     @property
-    def stepping(self) -> step_checks.Stepping:
+    def stepping(self) -> agree.Stepping:
         """What the ranks compare in every step."""
-        return step_checks.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
+        return agree.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
 
     def replace_vectors(
         self, recipe: Recipe, group: dist.ProcessGroup | None
@@ -164,18 +163,6 @@ class GradientExchange:
         for vector, feedback in zip(self.vectors, feedbacks, strict=True):
             vector.feedback = feedback
 
-    def continue_from(self, before: GradientExchange) -> GradientExchange:
-        """Take over residuals, methods' states and counters of ``before``, which this exchange replaces.
-
-        Returns this exchange.
-        """
-        for vector in self.vectors:
-            carry_over.across_layout(vector, before.vectors)
-        self.state, self.steps, self.updates = before.state, before.steps, before.updates
-        self.skipped, self.zeroed, self.total = before.skipped, before.zeroed, before.total
-        self.gradient_norm = before.gradient_norm
-        return self
-
     def agree_on_exchange_id(self) -> None:
         """Agree on an identifier of each vector within its group. All ranks call this after comparing settings."""
         for vector in self.vectors:
@@ -184,9 +171,8 @@ class GradientExchange:
     def log_choice(self) -> None:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         first = self.vectors[0]
-        parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
-        on_gpu = first.device.type == "cuda"
-        log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
+        parts, on_gpu = [vector.part for vector in self.vectors], first.device.type == "cuda"
+        log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=on_gpu)
 
     def exchange(
         self,
@@ -470,7 +456,7 @@ class GradientExchange:
         begun, stepping, verdict = [step.vector for step in self._begun], self.stepping, self.verdict
         if verdict is not None:
             schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
-            if step_checks.confirm_shards(verdict, stepping, schedulers, rejected=self._rejected is not None):
+            if agree.confirm_shards(verdict, stepping, schedulers, rejected=self._rejected is not None):
                 raise self._reject()
             return
         *others, last = begun
@@ -480,7 +466,7 @@ class GradientExchange:
         step = "the step" if last.scheduler is None else last.scheduler.last_step
         frozen = [vector.name_of(p) for vector in begun for p in vector.parameters if not p.requires_grad]
         fields = {"last step": step, "frozen parameters": frozen} | stepping.update_fields | stepping.option_fields
-        raise step_checks.rejection(step, fields, stepping, self.options.group, last.device)
+        raise agree.rejection(step, fields, stepping, self.options.group, last.device)
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
@@ -493,7 +479,7 @@ class GradientExchange:
         group, device = self.options.group, self.vectors[0].device
         if self.verdict is not None:
             group, device = self.verdict.group, self.verdict.device
-        return step_checks.naming(error, self._at_fault, group, device)
+        return agree.naming(error, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:
         """Let ``write`` replace every ``.grad`` by the means, and return them. Other ranks may apply the step now."""

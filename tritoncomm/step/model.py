@@ -19,7 +19,7 @@ from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.torch_internals import comm_hooks, ddp_modules, let_average_nothing
-from tritoncomm.step.vector_exchange import VectorExchange
+from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import checkpoint_format
+from tritoncomm.step import state as exchange_state
 from tritoncomm.step.shards import like_parameter, local, mesh_ranks, place
 
 
@@ -90,7 +90,7 @@ def resharded(
     else:  # second moments of rows and columns are those of other shards
         vectors = [each | {"moment": None} for each in common.get("vectors", [common])]
         common = common | {"vectors": vectors} if "vectors" in common else vectors[0]
-    return checkpoint_format.taken_over(
+    return exchange_state.taken_over(
         states[0],
         rank=here.replica,
         world_size=here.replicas,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tritoncomm.scheduler.new_group import new_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_broken
 from tritoncomm.scheduler.watcher import timeout_of
-from tritoncomm.step import setup_checks
+from tritoncomm.step import agree
 from tritoncomm.step.torch_internals import number_of_groups
 
 _Groups = dict[str, dist.ProcessGroup]
@@ -33,7 +33,7 @@ def private_group(
     Args:
         group: Process group with the same ranks. None is the default group.
         timeout: Time-out of the new group. None is that of ``group``.
-        device: Device of the exchange. See :func:`~tritoncomm.step.setup_checks.gather`.
+        device: Device of the exchange. See :func:`~tritoncomm.step.agree.gather`.
 
     Returns:
         The group, and a function. Call it with the owner: the group is free when the owner is garbage.
@@ -51,7 +51,7 @@ def private_group(
     timeout = timeout or timeout_of(group, device or torch.device("cpu"))  # torch would use its own default
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
-    offered = [set(fields["free"]) for fields in setup_checks.gather({"free": usable}, group, device)]
+    offered = [set(fields["free"]) for fields in agree.gather({"free": usable}, group, device)]
     common = set.intersection(*offered)
     chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout, device)
 
@@ -79,7 +79,7 @@ def _new_group(
         everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
         return everybody
     numbers = {"number of process groups of this rank, which must be equal": number_of_groups()}
-    setup_checks.compare(numbers, group, device)
+    agree.compare(numbers, group, device)
     some = new_group(ranks, timeout, ranks)
     assert some is not None
     return some

@@ -1,4 +1,4 @@
-"""The contract of staleness-aware steps: which optimizers get one, and what is logged for the others."""
+"""The contract of staleness-update steps: which optimizers get one, and what is logged for the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 import tritoncomm
 from torch import nn
-from tritoncomm.step import aware
+from tritoncomm.step import update
 from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.aware import RULES, find_rule
+from tritoncomm.step.update import RULES, find_rule
 
 from prepared_launcher import PreparedLauncher
 
@@ -48,7 +48,7 @@ def parameters() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, Renamed, WithDefaults, Below])
 def test_adam_and_plain_subclasses_have_a_rule(kind: type[torch.optim.Optimizer]) -> None:
-    """Adam, AdamW and subclasses that do not override ``step`` take the staleness-aware step."""
+    """Adam, AdamW and subclasses that do not override ``step`` take the staleness-update step."""
     optimizer = kind(parameters())
     assert find_rule(optimizer) is StalenessAwareAdam
     wrapped = tritoncomm.wrap(optimizer, density=0.5)
@@ -68,7 +68,7 @@ def test_subclass_is_found_before_and_after_torch_wraps_its_step(launcher: Prepa
     script.write_text("""
 import os
 import torch
-from tritoncomm.step.aware import find_rule
+from tritoncomm.step.update import find_rule
 class Renamed(torch.optim.AdamW): pass
 class Overriding(torch.optim.AdamW):
     def step(self, closure=None): return super().step(closure)
@@ -143,9 +143,9 @@ def test_warnings_have_a_figure_and_an_advice(name: str, gap: str, caplog: pytes
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_first_rank_warns(rank: int, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     """Other ranks of the process group log nothing."""
-    monkeypatch.setattr(aware, "is_distributed", lambda: True)
-    monkeypatch.setattr(aware.dist, "get_rank", lambda group: rank)
-    aware.log_missing_rule(named("Lion"), None)
+    monkeypatch.setattr(update, "is_distributed", lambda: True)
+    monkeypatch.setattr(update.dist, "get_rank", lambda group: rank)
+    update.log_missing_rule(named("Lion"), None)
     assert ("Lion is not staleness-aware" in caplog.text) == (rank == 0)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
+from tritoncomm.step import agree
 from tritoncomm.step import options as defaults
-from tritoncomm.step import setup_checks
 from tritoncomm.step.exchange import GradientExchange
-from tritoncomm.step.optimizer_step import selects_by_update
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.private_group import verdict_of_all
-from tritoncomm.step.shards import by_split, local
-from tritoncomm.step.vector_exchange import ExchangeOptions, VectorExchange
+from tritoncomm.step.shards import by_split, local, mesh_ranks
+from tritoncomm.step.update import selects_by_update
+from tritoncomm.step.vector import ExchangeOptions, VectorExchange
 
 
 class KnownParameters:
@@ -38,8 +38,8 @@ class KnownParameters:
 
     def note(self) -> None:
         """Take the present parameters of the optimizer for known."""
-        named = setup_checks.named_parameters(self._optimizer)
-        self._known = setup_checks.parameter_ids(self._optimizer)
+        named = agree.named_parameters(self._optimizer)
+        self._known = agree.parameter_ids(self._optimizer)
         self._frozen = [parameter for parameter, _ in named if not parameter.requires_grad]
         every = zip(named, self.names, strict=True)
         self.trained = [(parameter, name) for (parameter, _), name in every if parameter.requires_grad]
@@ -47,7 +47,7 @@ class KnownParameters:
     @property
     def names(self) -> list[str]:
         """The name of each parameter of the optimizer."""
-        named = setup_checks.named_parameters(self._optimizer)
+        named = agree.named_parameters(self._optimizer)
         return [name or self._names.get(id(parameter), "") for parameter, name in named]
 
     @property
@@ -77,7 +77,7 @@ class KnownParameters:
         """Return why the gradients of this rank cannot be exchanged, if so."""
         try:
             self.check()
-            setup_checks.check_frozen(self._frozen)
+            check_frozen(self._frozen)
         except ConfigurationError as error:
             return error
         return None
@@ -116,7 +116,7 @@ def exchange_of(
         single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
     )
     verdict = None
-    if setup_checks.check_shards(parameters, group):
+    if check_shards(parameters, group):
         verdict = None if before is None else before.verdict
         verdict = verdict or verdict_of_all(recipe.name, options.timeout, local(parameters[0]).device)
     exchange = GradientExchange(optimizer, exchange_options, verdict=verdict)
@@ -145,3 +145,34 @@ def _vectors(
     # A vector counts its own parameters. Errors count those of the optimizer.
     names = [name or f"parameter {i} of shape {tuple(p.shape)}" for i, (p, name) in enumerate(trained)]
     return [VectorExchange([parameters[i] for i in own], [names[i] for i in own], options) for own in groups]
+
+
+def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a parameter that was frozen at ``wrap`` has a gradient."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
+                "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and add "
+                "them later by add_param_group(), or set requires_grad=True before wrap() and freeze them afterwards"
+            )
+
+
+def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
+    """Return whether any of ``parameters`` is a DTensor, whose shard is exchanged with the ranks of ``group``.
+
+    Raises:
+        ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
+    for parameter in sharded:
+        mesh = mesh_ranks(parameter)
+        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if mesh & ranks != {dist.get_rank()}:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(mesh)}, and the "
+                f"exchange is over ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
+                '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
+                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
+            )
+    return bool(sharded)

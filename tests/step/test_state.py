@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import tritoncomm
-from tritoncomm.step import checkpoint_format, setup_checks
+from tritoncomm.step import agree
+from tritoncomm.step import state as exchange_state
 
 from small_model import model
 
@@ -31,7 +32,7 @@ def test_checksum_of_unusual_strides() -> None:
     """The checksum is of the values, whatever the strides: a tensor of one element may have the stride 0."""
     for values in (torch.ones(1).expand(1), torch.as_strided(torch.ones(3), (1,), (0,), 1), torch.ones(4, 2).t()):
         fields = {"tensor": values}
-        assert checkpoint_format.checksum(fields) == checkpoint_format.checksum({"tensor": values.clone()})
-        assert setup_checks.digest(values) == setup_checks.digest(values.clone())
+        assert exchange_state.checksum(fields) == exchange_state.checksum({"tensor": values.clone()})
+        assert agree.digest(values) == agree.digest(values.clone())
     other = {"tensor": torch.zeros(1)}
-    assert checkpoint_format.checksum(other) != checkpoint_format.checksum({"tensor": torch.ones(1)})
+    assert exchange_state.checksum(other) != exchange_state.checksum({"tensor": torch.ones(1)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.step_checks import Stepping, vote
+from tritoncomm.step.agree import Stepping, vote
 
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
 

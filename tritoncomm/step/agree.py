@@ -1,23 +1,29 @@
-"""Checks before the first exchange: ranks are configured identically, and DDP does not average the gradients, too."""
+"""What ranks compare: their configuration at set-up, and their options and updates in every step."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigMismatchError, ConfigurationError, ExchangeError
+from tritoncomm.errors import (
+    ConfigMismatchError,
+    ExchangeError,
+    NonFiniteError,
+    ProtocolMismatchError,
+)
 from tritoncomm.scheduler import watcher
-from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.shards import bytes_of, local, mesh_ranks
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 
 logger = logging.getLogger("tritoncomm")
@@ -279,62 +285,6 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter, _ in named_parameters(optimizer)}
 
 
-def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot load ``state``."""
-    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ConfigurationError(f"not an optimizer state_dict: expected keys 'state', 'param_groups', got {found}")
-    saved = [len(group.get("params", ())) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != here:
-        raise ConfigurationError(
-            f"state_dict has parameter groups of {saved} parameters, the parameter groups of the optimizer have {here}"
-        )
-
-
-def check_frozen(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a parameter that was frozen at ``wrap`` has a gradient."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} was frozen at wrap() and now has a gradient: "
-                "leave frozen parameters out of the optimizer, as by filter(lambda p: p.requires_grad, ...), and add "
-                "them later by add_param_group(), or set requires_grad=True before wrap() and freeze them afterwards"
-            )
-
-
-def check_shards(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-    """Return whether any of ``parameters`` is a DTensor, whose shard is exchanged with the ranks of ``group``.
-
-    Raises:
-        ConfigurationError: Ranks of ``group`` hold other shards, or average the gradient already.
-    """
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "device_mesh")]
-    for parameter in sharded:
-        mesh = mesh_ranks(parameter)
-        ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-        if mesh & ranks != {dist.get_rank()}:
-            raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is a DTensor over ranks {sorted(mesh)}, and the "
-                f"exchange is over ranks {sorted(ranks)}: pass process_group=, the ranks that hold the same shard "
-                '(mesh["replicate"].get_group()), and apply fully_shard() or parallelize_module() with the other '
-                "dimensions of the mesh; with a single copy of the model there is nothing to exchange"
-            )
-    return bool(sharded)
-
-
-def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logging.WARNING) -> None:
-    """Log if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded with it."""
-    if is_distributed() and dist.get_rank() != 0:
-        return
-    if any("last_delivered" in state for state in optimizer.state.values()):
-        logger.log(
-            level,
-            "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
-            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint",
-        )
-
-
 def _difference(name: str, values: Sequence[Any]) -> str:
     if all(value == values[0] for value in values):
         return ""
@@ -380,3 +330,141 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 def _ranks(values: Sequence[Any], value: Any) -> str:
     ranks = [rank for rank, other in enumerate(values) if other == value]
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+
+
+class Stepping(NamedTuple):
+    """The optimizer that steps by an exchange, its completed updates, and whether an error has stopped one."""
+
+    optimizer: torch.optim.Optimizer
+    updates: int
+    is_stopped: bool
+
+    @property
+    def text(self) -> str:
+        """What must be equal on all ranks: updates, and numbers among the options, such as learning rates.
+
+        Options are those of the optimizer's class. Others, which users add to groups, may differ between ranks. The
+        host waits for no GPU: the value of an option that is a tensor on a GPU is left out.
+        """
+        names = sorted(set(getattr(self.optimizer, "defaults", ())))
+        options = [[_numbers(group.get(name)) for name in names] for group in self.optimizer.param_groups]
+        return repr((options, self.updates, self.is_stopped))
+
+    @property
+    def update_fields(self) -> dict[str, Any]:
+        """The completed updates, by name."""
+        return {UPDATES: f"{self.updates}, and one that stopped" if self.is_stopped else self.updates}
+
+    @property
+    def option_fields(self) -> dict[str, Any]:
+        """The options in :attr:`text`, by name."""
+        fields: dict[str, Any] = {}
+        for position, group in enumerate(self.optimizer.param_groups):
+            for name in getattr(self.optimizer, "defaults", ()):
+                value = _numbers(group.get(name))
+                fields[f"{name} of parameter group {position}"] = tuple(value) if isinstance(value, list) else value
+        return fields
+
+
+def _numbers(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, Real):
+        return float(value)
+    return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
+
+
+class Votes(NamedTuple):
+    """What a rank, or the number of ranks that, say of a step.
+
+    No rank gets more than one update ahead of another, because it is found out then. The remainder of the number of
+    updates by 3 tells whether all have completed as many.
+    """
+
+    rejects: int
+    is_stopped: int
+    updates_leave_1: int
+    updates_leave_2: int
+
+
+def vote(
+    rejected: bool, stepping: Stepping, suspects: list[torch.Tensor], world_size: int, device: torch.device
+) -> Pattern[tuple[bool, bool, bool]]:
+    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
+
+    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
+    """
+    remainder = stepping.updates % 3
+    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2)  # noqa: PLR2004 - see Votes
+    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+    words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
+    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
+        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
+    counts = (yield AllReduce("commit", words)).tolist()
+    total = Votes(*counts[: len(own)])
+    alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
+    return bool(total.rejects), any(counts[len(own) :]), alike
+
+
+def confirm_shards(
+    verdict: ProcessGroupScheduler, stepping: Stepping, schedulers: Sequence[ProcessGroupScheduler], *, rejected: bool
+) -> bool:
+    """Return whether any rank of ``verdict``, which has all shards, has ``rejected`` a step.
+
+    ``schedulers`` are those of the vectors of the step.
+
+    Raises:
+        ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
+    """
+    suspects = take_suspects(schedulers)
+    found = vote(rejected, stepping, suspects, verdict.world_size, verdict.device)
+    is_rejected, suspicious, alike = verdict.run(found)
+    if suspicious:
+        raise verdict.suspicion()
+    if not alike:  # options may differ between shards
+        raise rejection(verdict.last_step, stepping.update_fields, stepping, verdict.group, verdict.device)
+    return is_rejected
+
+
+def rejection(
+    step: str,
+    fields: Mapping[str, Any],
+    stepping: Stepping,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> ProtocolMismatchError:
+    """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
+
+    It names those of ``fields`` that differ between ranks.
+    """
+    found = differences(fields, group, device) if is_distributed() else {}
+    differ = f"ranks differ: {'; '.join(found.values())}"
+    if stepping.is_stopped or UPDATES in found:
+        reason = differ if found else "an update has stopped on all ranks"
+        return ProtocolMismatchError(f"{step} was rejected, because {reason}: {UPDATES_ADVICE}")
+    if found:
+        return ProtocolMismatchError(
+            f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
+            "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
+        )
+    return ProtocolMismatchError(
+        f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
+        "ranks"
+    )
+
+
+def naming(
+    error: NonFiniteError, at_fault: str, group: dist.ProcessGroup | None, device: torch.device | None
+) -> NonFiniteError:
+    """Return ``error``, or one that names the ranks and what is ``at_fault`` on each. All ranks of ``group`` call this.
+
+    ``at_fault`` is empty on a rank without NaN and Inf.
+    """
+    told = [{"at fault": at_fault}]
+    if is_distributed():
+        told = gather(told[0], group, device)
+    bad = {rank: fields["at fault"] for rank, fields in enumerate(told) if fields["at fault"]}
+    if not bad:
+        return error
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in bad.items())
+    return NonFiniteError(f"NaN or Inf in the gradients of {named}; nothing was applied", bad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.step.bucket import BucketLayout
+from tritoncomm.step.flat import BucketLayout
 
 import tritoncomm_kernels as kernels
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tritoncomm
 from tritoncomm import ConfigurationError, checkpoint
 from tritoncomm.scheduler.span import Span
-from tritoncomm.step import exchange, setup_checks
+from tritoncomm.step import agree, exchange
 
 GPU = torch.device("cuda", 3)
 
@@ -95,7 +95,7 @@ def test_objects_are_sent_from_the_device_of_the_parameters(
     tmp_path: Path,
 ) -> None:
     """NCCL sends objects from the current device. Without set_device(), all ranks would send them from GPU 0."""
-    monkeypatch.setattr(setup_checks, "device_of", lambda optimizer: GPU, raising=False)
+    monkeypatch.setattr(agree, "device_of", lambda optimizer: GPU, raising=False)
     door(tmp_path)
     assert devices
     assert set(devices) == {GPU}

@@ -1,4 +1,4 @@
-"""The exchange of one flat vector: its gradients, its residual, and the scheduler that sends its messages."""
+"""One flat vector of gradients: its residual, its method with the stages around it, and who sends its messages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,104 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Algorithm, Dense, Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.mean_norm import random_signs, sketch
 from tritoncomm.primitives.sparse_vector import SparseVector
+from tritoncomm.primitives.verdict import Verdict
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import AllGather, Pattern, Result
 from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
-from tritoncomm.step.bucket import BucketLayout, split_by_size
-from tritoncomm.step.error_feedback import ErrorFeedback
-from tritoncomm.step.options import without_encoding
-from tritoncomm.step.packing import resolve, rounds
+from tritoncomm.step.flat import BucketLayout, split_by_size
+from tritoncomm.step.options import rounds, with_form, without_encoding
 from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
-from tritoncomm_kernels import has_non_finite
+from tritoncomm_kernels import Workspace, has_non_finite
+
+
+class ErrorFeedback:
+    """One rank's residual for one flat vector, and the algorithm that exchanges this vector.
+
+    Call :meth:`begin`, and run the returned pattern on a scheduler. Residual and algorithm state are then still those
+    from before the step. :meth:`commit` replaces both by those after the step, :meth:`rollback` forgets the step.
+
+    Attributes:
+        algorithm: The algorithm and its state.
+        residual: The residual, fp32 ``[numel]``.
+        workspace: Scratch memory of the kernels, kept between steps.
+        accumulator: Residual plus gradient of the last step. None before the first step.
+    """
+
+    def __init__(self, algorithm: Algorithm, device: torch.device | str = "cpu") -> None:
+        self.algorithm = algorithm
+        self.residual = torch.zeros(algorithm.numel, dtype=torch.float32, device=device)
+        # The sum is computed here, while the residual stays unchanged. A commit swaps the two.
+        self._scratch = torch.zeros_like(self.residual)
+        self.workspace = Workspace()
+        self._before: Any = None  # the algorithm's state before the step, and after it
+        self._after: Any = None
+        self.accumulator: Accumulator | None = None
+
+    def begin(
+        self, gradient: torch.Tensor, rank: int, world_size: int, algorithm: Algorithm | None = None
+    ) -> Pattern[SparseVector]:
+        """Begin a step and return its pattern, which returns the mean.
+
+        Args:
+            gradient: The gradient, ``[numel]``, fp32, bf16 or fp16. It is only read.
+            rank: Rank in the group of the exchange.
+            world_size: Number of ranks in this group.
+            algorithm: Algorithm for this step only. None uses :attr:`algorithm`.
+
+        Raises:
+            ConfigurationError: The shapes of gradient and residual differ.
+        """
+        if gradient.shape != self.residual.shape:
+            raise ConfigurationError(
+                f"gradient has shape {tuple(gradient.shape)}, the residual has shape {tuple(self.residual.shape)}"
+            )
+        self._before = self._after = self.algorithm.state
+        algorithm = algorithm or self.algorithm
+        device, static = self.residual.device, algorithm.is_static
+        # On a CPU, nothing waits for the result of a check, so errors are raised at once.
+        needs_verdict = static or (algorithm.has_shared_verdict and device.type != "cpu")
+        verdict = Verdict(device, is_shared=algorithm.has_shared_verdict) if needs_verdict else None
+        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
+        return self._reduced(algorithm.reduce(self.accumulator, rank, world_size), verdict)
+
+    def _reduced(self, pattern: Pattern[SparseVector], verdict: Verdict | None) -> Pattern[SparseVector]:
+        """Run ``pattern``, and set the algorithm's new state aside until the commit."""
+        mean = yield from pattern
+        assert verdict is None or verdict.is_settled, "the method has not read what the ranks found wrong in its step"
+        self._after, self.algorithm.state = self.algorithm.state, self._before
+        return mean
+
+    def commit(self) -> None:
+        """Replace residual and algorithm state by those after the step."""
+        self.residual, self._scratch = self._scratch, self.residual
+        self._before = self.algorithm.state = self._after
+
+    def rollback(self) -> None:
+        """Forget the step that :meth:`begin` began, wherever its pattern has stopped."""
+        self.algorithm.state = self._after = self._before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the residual, and the algorithm's state."""
+        return {"residual": self.residual.clone(), "algorithm": self.algorithm.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned. If it does not fit, nothing changes."""
+        residual = state["residual"]
+        if residual.shape != self.residual.shape:
+            raise ConfigurationError(
+                f"saved residual has shape {tuple(residual.shape)}, expected {tuple(self.residual.shape)}"
+            )
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.residual.copy_(residual)
+
 
 logger = logging.getLogger("tritoncomm")
 
@@ -42,7 +125,7 @@ class ExchangeOptions:
         group: Process group of the exchange. None is the default group.
         timeout: Maximum time of each wait for a peer. None uses the time-out of the process group.
         dense_below: Number of elements below which a tensor is small. See
-            :func:`~tritoncomm.step.bucket.split_by_size`.
+            :func:`~tritoncomm.step.flat.split_by_size`.
         small: Format in which small tensors travel, ``"fp32"`` or ``"8bit"``. See
             :class:`~tritoncomm.step.stages.Staged`.
         flattened: Whether the model has one-dimensional shards only. None decides this for each vector.
@@ -83,7 +166,7 @@ class VectorExchange:
 
     Small tensors are sent dense, at the end of the vector. Without an initialized process group, this is the exchange
     of a single worker. A :class:`~tritoncomm.step.exchange.GradientExchange` decides when the steps of an exchange
-    happen. Settings of a vector never change: its successor is a new object, see :mod:`tritoncomm.step.carry_over`.
+    happen. Settings of a vector never change: its successor is a new object, see :mod:`tritoncomm.step.state`.
 
     Args:
         parameters: Parameters whose gradients are exchanged. Of a DTensor, the local shard is exchanged.
@@ -96,7 +179,6 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
-        packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
@@ -115,11 +197,11 @@ class VectorExchange:
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
-        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
+        self.method = with_form(recipe, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
@@ -179,7 +261,7 @@ class VectorExchange:
         options = self.options
         shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if options.by_update else None
         whole = Staged(
-            recipe=self.packing.recipe,
+            recipe=self.method,
             tail=self.dense_numel,
             small=options.small,
             shapes=shapes,

@@ -1,0 +1,53 @@
+"""Where the numbers are that the kernels of an Adam update read from device memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step: the elements of :attr:`AdamControl.scalars <tritoncomm_kernels.AdamControl>`, in order.
+
+    * ``steps``: the step count, counted from 1
+    * ``rate``: the learning rate divided by the first bias correction
+    * ``root``: the square root of the second bias correction
+    * ``epsilon``: Adam's option
+    * ``catch_up``: ``max_catch_up``, the limit on the staleness that counts for the distance
+    * ``decay``: the coupled weight decay
+    * ``walk``: ``max_sqrt_staleness``, the limit in multiples of sqrt(tau)
+    * ``distance``: 32 divided by the first bias correction, which turns a move into 1/32 of learning rates
+    * ``change``: 32 times ``max_relative_update``, divided by the learning rate
+    """
+
+    steps: Any
+    rate: Any
+    root: Any
+    epsilon: Any
+    catch_up: Any
+    decay: Any
+    walk: Any
+    distance: Any
+    change: Any
+
+
+class Row(NamedTuple):
+    """One tensor in a table of int64 numbers: addresses, then sizes.
+
+    An address of 0 stands for a tensor that there is not. The kernels for many tensors read ``indices`` and the number
+    of ``entries``, and no indices mean all coordinates. Those for a flat list read ``start``, the index of the first
+    element, and ``channels`` and ``positions`` of an image whose channels are innermost in memory.
+    """
+
+    parameter: int
+    gradient: int
+    first: int
+    second: int
+    last: int
+    param_rms: int
+    maximum: int
+    numel: int
+    indices: int = 0
+    entries: int = 0
+    start: int = 0
+    channels: int = 1
+    positions: int = 1

@@ -1,0 +1,442 @@
+"""What is saved of an exchange, loaded, converted to another number of ranks, and kept when settings change."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.shards import bytes_of
+from tritoncomm.step.stages import Scale
+from tritoncomm.step.vector import ErrorFeedback, VectorExchange
+
+SCHEMA = 5
+_FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
+
+
+def with_checksum(**fields: Any) -> dict[str, Any]:
+    """Return ``fields`` with the version of the schema and a checksum."""
+    state = {"schema": SCHEMA, **fields}
+    return state | {"checksum": checksum(state)}
+
+
+def checksum(state: Mapping[str, Any]) -> str:
+    """Return a digest of all of ``state`` except its checksum. Of a DTensor, the local shard counts."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def feed(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(bytes_of(value))
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                digest.update(repr(key).encode())
+                feed(value[key])
+        elif isinstance(value, (list, tuple)):  # loading may turn one into the other
+            digest.update(f"[{len(value)}".encode())
+            for item in value:
+                feed(item)
+        else:
+            digest.update(repr(value).encode())
+
+    feed({key: value for key, value in state.items() if key != "checksum"})
+    return digest.hexdigest()
+
+
+def check_schema(state: Mapping[str, Any]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless this version reads the schema of ``state``."""
+    if not isinstance(state, Mapping):
+        raise ConfigurationError(f"not a state of a gradient exchange: expected a dict, got {type(state).__name__}")
+    if state.get("schema") != SCHEMA:
+        raise ConfigurationError(
+            f"this checkpoint has schema={state.get('schema')!r}, this version of tritoncomm reads schema={SCHEMA}: "
+            "load it with the version that has written it"
+        )
+
+
+def check(state: Mapping[str, Any], **here: Any) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``state`` is intact and its fields equal those ``here``."""
+    check_schema(state)
+    missing = [field for field in _FIELDS if field not in state]
+    if missing:
+        raise ConfigurationError(f"this checkpoint is truncated: it has no {', '.join(missing)}")
+    for field, value in here.items():
+        if state[field] != value:
+            fix = {
+                "rank": ": load the file of this rank (tritoncomm.checkpoint.save() writes one per rank), or discard "
+                'the residuals with load_state_dict(state, residuals="reset")',
+                "recipe": ": use the algo and node_group that it was saved with",
+                "world_size": ": convert the states of all its ranks with tritoncomm.checkpoint.reshard()",
+            }
+            raise ConfigurationError(
+                f"this checkpoint was written with {field}={state[field]!r}, here it is {value!r}{fix.get(field, '')}"
+            )
+    if checksum(state) != state["checksum"]:
+        raise ConfigurationError("this checkpoint is corrupt: its checksum does not match its content")
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Convert the states of all ranks to another world size.
+
+    The residuals of P ranks reach the mean divided by P. The conversion keeps the pending update, which is
+    ``sum(residual) / world_size``: the residual of old rank r is multiplied by ``world_size / P`` and added to that of
+    new rank ``r % world_size``.
+
+    Args:
+        states: The states of all P old ranks, in order: the entry ``"tritoncomm"`` of
+            :meth:`tritoncomm.SparseOptimizer.state_dict`.
+        world_size: The new number of ranks.
+
+    Returns:
+        The states of the new ranks, in order.
+
+    Raises:
+        ConfigurationError: The states do not belong together, are damaged, or have been converted before and not been
+            loaded since.
+    """
+    size = len(states)
+    if any("migrated" in state for state in states):
+        raise ConfigurationError("these states were converted to another world size before: load and save them first")
+    for rank, state in enumerate(states):
+        check(state, rank=rank, world_size=size, recipe=states[0]["recipe"])
+        if state["steps"] != states[0]["steps"]:
+            steps = f"{states[0]['steps']} and {state['steps']}"
+            raise ConfigurationError(f"the states of ranks 0 and {rank} are from steps {steps}: a save was interrupted")
+        if [len(each) for each in state["residuals"]] != [len(each) for each in states[0]["residuals"]]:
+            raise ConfigurationError(f"the states of ranks 0 and {rank} belong to models with other parameters")
+    resharded = []
+    for rank in range(world_size):
+        own = states[rank::world_size]
+        resharded.append(
+            taken_over(
+                states[0],
+                rank=rank,
+                world_size=world_size,
+                saved_by=size,
+                residuals=[state["residuals"] for state in own],
+                like=states[0]["residuals"],
+                methods=[state["algorithm"] for state in own],
+                common=states[0]["algorithm"],
+            )
+        )
+    return resharded
+
+
+def taken_over(
+    first: Mapping[str, Any],
+    *,
+    rank: int,
+    world_size: int,
+    saved_by: int,
+    residuals: Sequence[Sequence[torch.Tensor]],
+    like: Sequence[torch.Tensor],
+    methods: Sequence[Mapping[str, Any]],
+    common: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state of ``rank`` of ``world_size``, which takes over the residuals of some of ``saved_by`` ranks.
+
+    Args:
+        first: The state of one of these ranks, the same on all new ranks. Its residuals are not read.
+        rank: The new rank.
+        world_size: The new number of ranks.
+        saved_by: The number of ranks that exchanged gradients before.
+        residuals: The residuals that this rank takes over, those of each old rank in a list. There may be none.
+        like: Residuals of the right lengths.
+        methods: The states of the methods of these old ranks. None, if they belong to other shards.
+        common: The state of the method of one old rank, the same on all new ranks.
+    """
+    share = world_size / saved_by
+    return with_checksum(
+        rank=rank,
+        world_size=world_size,
+        recipe=first["recipe"],
+        settings=first["settings"],
+        residuals=[
+            sum(parts, start=torch.zeros(len(own))) * share for own, *parts in zip(like, *residuals, strict=True)
+        ],
+        algorithm={},
+        migrated={"states": list(methods), "share": share, "common": common},
+        steps=first["steps"],
+    )
+
+
+logger = logging.getLogger("tritoncomm")
+
+
+def saved(exchange: GradientExchange) -> dict[str, Any]:
+    """Return this rank's state: residuals in the order of the parameters, and the state of each vector's method."""
+    first, states = exchange.vectors[0], [vector.feedback.algorithm.state_dict() for vector in exchange.vectors]
+    residuals: dict[torch.Tensor, torch.Tensor] = {}
+    for vector in exchange.vectors:
+        residuals |= vector.residuals_by_parameter()
+    return with_checksum(
+        rank=first.rank,
+        world_size=first.world_size,
+        recipe=first.recipe.name,
+        settings=_settings_of_vectors(exchange),
+        residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
+        algorithm=states[0] if len(states) == 1 else {"vectors": states},
+        steps=exchange.steps,
+    )
+
+
+def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFeedback]:
+    """Return error feedbacks with the content of ``state``, which :func:`saved` returned. Nothing changes.
+
+    Raises:
+        ConfigurationError: The state is damaged, or belongs to another rank, world size, method or model.
+    """
+    vectors = exchange.vectors
+    first = vectors[0]
+    check(state, rank=first.rank, world_size=first.world_size, recipe=first.recipe.name)
+    lengths = {parameter: vector.layout.length(parameter) for vector in vectors for parameter in vector.parameters}
+    if [len(residual) for residual in state["residuals"]] != [lengths[parameter] for parameter in exchange.parameters]:
+        raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+    residuals = dict(zip(exchange.parameters, state["residuals"], strict=True))
+    same = state["settings"] == _settings_of_vectors(exchange)
+    methods, migrated = _by_vector(state["algorithm"], len(vectors)), state.get("migrated")
+    if migrated is None and methods is None:  # saved by other vectors: only what all vectors have in common fits
+        migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
+    return [
+        restored(
+            vector,
+            {parameter: residuals[parameter] for parameter in vector.parameters},
+            {} if methods is None else methods[number],
+            _migrated_vector(migrated, number, len(vectors)),
+            "" if same else state["settings"],
+        )
+        for number, vector in enumerate(vectors)
+    ]
+
+
+def _settings_of_vectors(exchange: GradientExchange) -> str:
+    return "; ".join(vector.settings for vector in exchange.vectors)
+
+
+def _by_vector(method: Mapping[str, Any], count: int) -> list[Mapping[str, Any]] | None:
+    """Return the saved state of the method of each of ``count`` vectors, or None if there were more or fewer."""
+    states: list[Mapping[str, Any]] = method.get("vectors", [method])
+    return states if len(states) == count else None
+
+
+def _migrated_vector(migrated: Mapping[str, Any] | None, number: int, count: int) -> Mapping[str, Any] | None:
+    """Return what one of ``count`` vectors takes from the states of other ranks. See :func:`restored`."""
+    if migrated is None:
+        return None
+    states = [_by_vector(state, count) for state in migrated["states"]]
+    common = _by_vector(migrated["common"], count)
+    if common is None:
+        common = migrated["common"].get("vectors", [migrated["common"]])[:1] * count
+    return {
+        "states": [state[number] for state in states if state is not None],
+        "share": migrated["share"],
+        "common": common[number],
+    }
+
+
+def restored(
+    vector: VectorExchange,
+    residuals: Mapping[torch.Tensor, torch.Tensor],
+    algorithm: Mapping[str, Any],
+    migrated: Mapping[str, Any] | None = None,
+    other_settings: str = "",
+) -> ErrorFeedback:
+    """Return an error feedback for ``vector`` with a saved content.
+
+    The residual never depends on the settings of a method or the world size. The state of the method does.
+
+    Args:
+        vector: The vector.
+        residuals: Flat residual of each of its parameters.
+        algorithm: The state of the algorithm.
+        migrated: The states from which :func:`~tritoncomm.step.state.reshard` has converted, if any.
+        other_settings: The settings with which the state was saved, if they are not those of ``vector``.
+    """
+    feedback = vector.new_feedback()
+    device = vector.flat.device
+    parts = [residuals[parameter].to(device) for parameter in vector.layout.parameters]
+    residual = torch.cat([vector.flat[:0], *parts])
+    if migrated is not None:
+        feedback.algorithm.migrate(migrated["states"], migrated["share"], migrated["common"])
+    elif other_settings:
+        logger.warning(
+            "the checkpoint was written with other settings, %s: the residual is loaded, and the state of the "
+            "method starts from scratch",
+            other_settings,
+        )
+        feedback.algorithm.migrate([], 1.0, algorithm)  # what does not depend on settings, as the warm-up
+    if migrated is not None or other_settings:
+        algorithm = feedback.algorithm.state_dict()
+    feedback.load_state_dict({"residual": residual, "algorithm": algorithm})
+    return feedback
+
+
+def compare(
+    inner: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    feedbacks: Sequence[ErrorFeedback],
+    replicas: dist.ProcessGroup | None,
+    everybody: dist.ProcessGroup | None,
+    device: torch.device | None,
+) -> None:
+    """Check that all ranks load the state of the same step. All of them call this together.
+
+    Args:
+        inner: The state of the original optimizer.
+        saved: What :func:`saved` returned, if the state has it.
+        feedbacks: What :func:`loaded` returned.
+        replicas: The ranks that exchange gradients.
+        everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
+        device: The device of the exchange. See :func:`~tritoncomm.step.agree.gather`.
+
+    Raises:
+        ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
+    """
+    fields: dict[str, Any] = {"steps": saved["steps"] if saved else None}
+    if everybody is not replicas:  # methods of other shards have other states
+        agree.compare(fields, everybody, device)
+    fields["optimizer state"] = agree.state_outline(inner)
+    if feedbacks:
+        fields["loaded state"] = repr([feedback.algorithm.common_state() for feedback in feedbacks])
+    agree.compare(fields, replicas, device)
+
+
+def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, reset: bool) -> dict[str, Any]:
+    """Return the ``state_dict`` of a wrapped optimizer, changed if ranks load the state of another rank.
+
+    That is possible for a state without residual, and for any state if ``reset`` is set, which sets residuals to zero.
+    All ranks then keep only the part of the method's state that does not depend on the rank. All ranks of ``group``
+    call this together.
+    """
+    saved: Any = state_dict.get("tritoncomm") if isinstance(state_dict, dict) else None
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
+    intact = saved is not None and _is_intact(saved)
+    foreign = intact and "migrated" not in saved and (reset or _is_foreign(saved, rank, size))
+    if is_distributed():
+        foreign = any(fields["foreign"] for fields in agree.gather({"foreign": foreign}, group))
+    if not foreign or not intact:
+        return state_dict
+    return state_dict | {"tritoncomm": _for_rank(saved, rank, size, reset=reset)}
+
+
+def _is_intact(state: Any) -> bool:
+    try:
+        check(state)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _is_foreign(state: Mapping[str, Any], rank: int, world_size: int) -> bool:
+    """Return True if ``state`` belongs to another rank and has no residual."""
+    return (state["rank"], state["world_size"]) != (rank, world_size) and not _has_residual(state)
+
+
+def _for_rank(state: Mapping[str, Any], rank: int, world_size: int, *, reset: bool) -> dict[str, Any]:
+    """Return ``state`` as the state of ``rank``, with the part of the method's state that all ranks have in common."""
+    if not reset and _has_residual(state):
+        check(state, rank=rank, world_size=world_size)
+    residuals = state["residuals"]
+    if reset:
+        residuals = [torch.zeros_like(residual) for residual in residuals]
+    fields = {name: value for name, value in state.items() if name not in ("schema", "checksum")}
+    fields |= {"rank": rank, "world_size": world_size, "residuals": residuals}
+    migrated = {"states": [], "share": 1.0, "common": state["algorithm"]}
+    return with_checksum(**fields | {"migrated": migrated})
+
+
+def _has_residual(state: Mapping[str, Any]) -> bool:
+    return any(bool(part.any()) for part in state["residuals"])
+
+
+def warn_about_lost_residual(optimizer: torch.optim.Optimizer, level: int = logging.WARNING) -> None:
+    """Log if ``optimizer`` holds the state of a wrapped optimizer, whose residual was not loaded with it."""
+    if is_distributed() and dist.get_rank() != 0:
+        return
+    if any("last_delivered" in state for state in optimizer.state.values()):
+        logger.log(
+            level,
+            "the optimizer holds the state of an earlier run with wrap(), without its residuals, which are lost: call "
+            "load_state_dict() of the wrapped optimizer with its state of each rank, see tritoncomm.checkpoint",
+        )
+
+
+def check_state_dict(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot load ``state``."""
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"not an optimizer state_dict: expected keys 'state', 'param_groups', got {found}")
+    saved = [len(group.get("params", ())) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise ConfigurationError(
+            f"state_dict has parameter groups of {saved} parameters, the parameter groups of the optimizer have {here}"
+        )
+
+
+def continued(new: GradientExchange, before: GradientExchange) -> GradientExchange:
+    """Return ``new`` with the residuals, methods' states and counters of ``before``, which it replaces."""
+    for vector in new.vectors:
+        across_layout(vector, before.vectors)
+    new.state, new.steps, new.updates = before.state, before.steps, before.updates
+    new.skipped, new.zeroed, new.total = before.skipped, before.zeroed, before.total
+    new.gradient_norm = before.gradient_norm
+    return new
+
+
+def across_layout(new: VectorExchange, before: Sequence[VectorExchange]) -> None:
+    """Continue in ``new`` with other parameters, or with other bounds between the vectors.
+
+    Residuals and second moments are those of the parameters that ``before`` has. State that does not depend on the
+    vector is that of the first vector of ``before``.
+    """
+    adopt_residuals(new, before)
+    if not before:
+        return
+    new.feedback.algorithm.adopt_across_layout(before[0].feedback.algorithm)
+    own = new.scale
+    if own is None:
+        return
+    sources: dict[int, tuple[Scale, int]] = {}
+    for vector in before:
+        scale = vector.scale
+        if scale is not None:
+            sources |= {id(parameter): (scale, position) for position, parameter in enumerate(vector.large)}
+    own.adopt_tensors([sources.get(id(parameter)) for parameter in new.large])
+
+
+def adopt_residuals(new: VectorExchange, before: Sequence[VectorExchange]) -> None:
+    """Copy the residuals of the parameters that ``before`` has."""
+    own = new.residuals_by_parameter()
+    for vector in before:
+        for parameter, residual in vector.residuals_by_parameter().items():
+            if parameter in own:
+                own[parameter].copy_(residual)
+
+
+def across_density(new: VectorExchange, before: VectorExchange) -> None:
+    """Continue in ``new`` with another density of the same method."""
+    new.feedback.residual.copy_(before.feedback.residual)
+    new.feedback.algorithm.adopt_across_density(before.feedback.algorithm)
+
+
+def across_groups(new: VectorExchange, before: VectorExchange) -> None:
+    """Continue in ``new`` in another process group, possibly of another size.
+
+    The residual is scaled by the ratio of world sizes. This rank's contribution to the mean stays the same. The recipe
+    may differ only in :class:`~tritoncomm.Hierarchical`.
+    """
+    share = new.world_size / before.world_size
+    torch.mul(before.feedback.residual, share, out=new.feedback.residual)
+    state = before.feedback.algorithm.state_dict()
+    # Within nodes, the state of a rank belongs to a part of the vector. This part may be another one now.
+    same = new.recipe == before.recipe
+    new.feedback.algorithm.migrate([state] if same else [], share, state)
