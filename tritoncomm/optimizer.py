@@ -310,8 +310,13 @@ class SparseOptimizer(OptimizerProxy):
         exchange = self._exchange
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
         delivered, clip = exchange.delivered or [], not exchange.is_flush
-        decayed = self._decays_in_vector
-        self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
+        decayed, steps = self._decays_in_vector, exchange.steps
+        try:
+            self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
+        except Exception:
+            if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
+                exchange.skip()
+            raise
 
     def _note_failure(self, error: BaseException) -> None:
         """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""

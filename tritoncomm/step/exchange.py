@@ -252,7 +252,7 @@ class GradientExchange:
         self._ready(lambda means: scattered(means, zeros=False))
 
     def skip(self) -> None:
-        """Let the next step apply nothing, because this one was rejected on all ranks."""
+        """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""
         self._move("skip")
 
     @contextmanager
