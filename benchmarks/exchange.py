@@ -129,7 +129,7 @@ def measure(
     for step in range(steps):
         forecast = algorithm.predicted_traffic(world_size)
         predicted = max(forecast.sent.bytes, forecast.received.bytes)
-        forecast = algorithm.ordinary_traffic(world_size)
+        forecast = algorithm.predicted_traffic(world_size, ordinary=True)
         ordinary = max(forecast.sent.bytes, forecast.received.bytes)
         # In the same memory each time, as gradients are. Memory that was new would be freed in the exchange.
         gradient.copy_(gradients.at(step))

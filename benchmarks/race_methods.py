@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from tritoncomm.scheduler import tracing
 
 DOORS = ("wrap", "ddp", "fsdp")
 ONE_BUCKET = 1e6  # megabytes
-FIRST_BUCKET = 2**20  # bytes, of DDP by default
 NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -42,7 +40,7 @@ class Contender:
             if not (key and equals and value):
                 raise ValueError(f"{text!r} is not a contender: write NAME or NAME:KEY=VALUE,KEY=VALUE")
             settings.append((key, _literal(value)))
-        if name not in (*RIVALS, *tritoncomm.algorithms(), "auto"):
+        if name not in (*RIVALS, *tritoncomm.algorithms()):
             raise ValueError(f"{name!r} is no contender: choose from {', '.join([*RIVALS, *tritoncomm.algorithms()])}")
         found = cls(name, tuple(settings))
         door = found.get("door", "wrap")
@@ -62,12 +60,6 @@ class Contender:
     def warmup(self, steps: int) -> int:
         """Return the number of first steps of ``steps`` that averages leave out: the dense ones. DiLoCo has none."""
         return 0 if self.name == "diloco" else int(self.get("warmup_steps", int(steps * demo_run.WARMUP_SHARE)))
-
-    def buckets(self, size: int) -> int:
-        """Return the number of DDP's buckets for ``size`` bytes. By default, the first one has 1 MiB, the others 25."""
-        given = self.get("bucket_mb", None)
-        first, each = (FIRST_BUCKET, 25 * 2**20) if given is None else (0, given * 2**20)
-        return max(1, (size > first > 0) + math.ceil((size - first) / each))
 
     @property
     def period(self) -> int:

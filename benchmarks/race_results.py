@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tritoncomm import ConfigurationError
-from tritoncomm.algorithms import recipe
+from tritoncomm.algorithms import Dense
 from tritoncomm.planning import planner
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_VALUES
 
 from race_methods import Contender
 from race_worker import PARTS, Cell
@@ -85,7 +85,7 @@ def write(rows: Rows, path: Path, about: dict[str, Any]) -> None:
             "kilobytes_per_step": row.kilobytes_per_step,
             "seconds_to_target": to_target(row, rows),
             "gap": gap(row, rows),
-            "predicted": predicted(row),
+            "predicted": predicted(row, rows),
         }
         for row in rows.values()
     ]
@@ -142,29 +142,60 @@ def gap(row: Row, rows: Rows) -> float | None:
     return None if final is None or not own else 100 * (own[-1][1] / final - 1)
 
 
-def predicted(row: Row) -> float | None:
+def predicted(row: Row, rows: Rows) -> float | None:
     """Return the seconds per step that ``plan`` predicts, or None for what it does not know.
 
-    It is given the rate of the interface, the measured latency, the seconds of a step without exchange, and the cores.
+    It is given the rate of the interface, the measured latency, the seconds of a step without exchange, and the
+    :func:`work` of this machine. Computation hides nothing if workers share cores.
     """
+    estimate = _estimate(row)
+    if estimate is None or estimate.is_dense:
+        return None if estimate is None else estimate.step
+    measured = work(row, rows)
+    return None if measured is None else estimate.step + measured
+
+
+def work(row: Row, rows: Rows) -> float | None:
+    """Return the seconds of a step of the default method that are neither computation nor the link.
+
+    They are the mean over the runs on the fastest network with the task, workers and machine of ``row``. None without.
+    """
+    same = [
+        other
+        for other in rows.values()
+        if (other.cell.task, other.cell.workers, other.machine) == (row.cell.task, row.cell.workers, row.machine)
+        and is_measured(other, rows)
+    ]
+    found = [(other, estimate) for other in same if (estimate := _estimate(other)) is not None]
+    return _mean(max(0.0, other.seconds_per_step - estimate.step) for other, estimate in found)
+
+
+def is_measured(row: Row, rows: Rows) -> bool:
+    """Whether :func:`work` is measured in the run of ``row``, so that its prediction is no prediction."""
+    fastest = max(other.rate for other in rows.values())
     contender = Contender.parse(row.cell.contender)
-    door = contender.get("door", "wrap")
-    known = contender.name == "dense" or (contender.is_ours and contender.name != "auto" and door != "fsdp")
+    return row.rate == fastest and contender.name == DEFAULT_ALGO and contender.get("door", "wrap") == "wrap"
+
+
+def _estimate(row: Row) -> planner.Estimate | None:
+    """Return what ``plan`` predicts without the work of the machine, or None for what it does not know."""
+    contender = Contender.parse(row.cell.contender)
+    known = contender.name == "dense" or (contender.is_ours and contender.get("door", "wrap") == "wrap")
     if row.rate == 0 or not known:
         return None
-    link = Link(row.latency, row.rate / 8)
+    setting = planner.Setting(
+        numel=row.numel,
+        workers=row.cell.workers,
+        link=Link(row.latency, row.rate / 8),
+        step=row.seconds_alone,
+        overlap=planner.OVERLAP if row.cores >= 1 else 0.0,
+        values=contender.get("values", DEFAULT_VALUES),
+    )
     density = contender.get("density", DEFAULT_DENSITY)
-    values = contender.get("values", DEFAULT_VALUES)
     try:
-        recipe(contender.name, density=density)
-        found = planner.estimates(
-            row.numel, row.cell.workers, link, row.seconds_alone, densities=(density,), values=values,
-            cores=row.cores,
-            buckets=contender.buckets(4 * row.numel) if door == "ddp" else 0,
-        )  # fmt: skip
+        return setting.estimate(Dense() if contender.name == "dense" else setting.at(contender.name, density))
     except ConfigurationError:
         return None
-    return next((e.step for e in found if e.recipe.name == contender.name), None)
 
 
 def line(row: Row, rows: Rows) -> str:
@@ -242,16 +273,20 @@ def plan_table(rows: Rows) -> str:
     """Return the predictions of ``plan`` beside the measured times of a step, as Markdown."""
     lines = [
         "",
+        "Predictions of `plan`. Its `--work-ms` is what a step of the default method took beside computation and the",
+        "link on the fastest network. \\* marks these runs.",
+        "",
         "| task | workers | network | method | measured ms | predicted ms | off by |",
         "|---|---|---|---|---|---|---|",
     ]
     for (task, workers, network), contenders in _groups(rows).items():
         for own in contenders:
-            foreseen = _mean(predicted(row) for row in own)
+            foreseen = _mean(predicted(row, rows) for row in own)
             measured = statistics.fmean(row.seconds_per_step for row in own)
             if foreseen is not None:
+                mark = " \\*" if is_measured(own[0], rows) else ""
                 lines.append(
-                    f"| {task} | {workers} | {network} | `{own[0].cell.contender}` | {measured * 1e3:.0f} "
+                    f"| {task} | {workers} | {network} | `{own[0].cell.contender}`{mark} | {measured * 1e3:.0f} "
                     f"| {foreseen * 1e3:.0f} | {foreseen / measured - 1:+.0%} |"
                 )
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cache
 from types import MappingProxyType
 
@@ -22,16 +23,42 @@ from tritoncomm import (
     recipe,
 )
 from tritoncomm.algorithms import Hierarchical
+from tritoncomm.algorithms.base import IndexRecipe
+from tritoncomm.scheduler.wire import Encoding
 from tritoncomm.step.stages import Staged
 
 # The laws compare gradients with results, so DGC runs without momentum. ``reduced_lr`` silences a warning.
 FIELDS = {"dgc": {"momentum": 0.0}, "random_block": {"reduced_lr": True, "alignment": 4}}
 SHORT = {"repartition_every": 3, "reevaluate_every": 4}
+
+
+@cache
+def _always_packed(kind: type[IndexRecipe]) -> type[IndexRecipe]:
+    def encoding(self: IndexRecipe) -> Encoding:
+        return kind.encoding.fget(self)._replace(packed="always")
+
+    def reduced(self: IndexRecipe) -> tuple[object, ...]:  # pickle does not find the class by its name
+        return always_packed, (_as(kind, self),)
+
+    return type(
+        kind.__name__, (kind,), {"encoding": property(encoding), "__reduce__": reduced, "__doc__": kind.__doc__}
+    )
+
+
+def _as(kind: type[IndexRecipe], recipe: IndexRecipe) -> IndexRecipe:
+    return kind(**{field.name: getattr(recipe, field.name) for field in fields(recipe)})
+
+
+def always_packed(recipe: IndexRecipe) -> IndexRecipe:
+    """Return ``recipe`` with packed messages, also where plain ones are shorter, as they are in small tests."""
+    return _as(_always_packed(type(recipe)), recipe)
+
+
 # Methods whose values are rounded on the wire, the format and further fields.
 ROUNDED = [
     ("topk_allgather", "4bit", {}),
     ("oktopk", "4bit", SHORT),
-    ("oktopk", "1bit", {"packed": "always", "balance_trigger": 1.0, **SHORT}),
+    ("oktopk", "1bit", {"balance_trigger": 1.0, **SHORT}),
     ("spardl", "8bit", {}),
     ("dgc", "4bit", {}),
     ("gaussiank", "2bit", {}),
@@ -103,15 +130,17 @@ def _around_others(density: float) -> dict[str, Recipe]:
 
 def _packed_or_rounded(density: float) -> dict[str, Recipe]:
     """Return recipes whose entries are packed or whose values are rounded, and dense tails beside them."""
+    rounded = {
+        f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
+        for name, values, more in ROUNDED
+    }
+    rounded["oktopk-1bit"] = always_packed(rounded["oktopk-1bit"])
     return {
-        **{
-            f"{name}-{values}": recipe(name, density=density, values=values, **FIELDS.get(name, {}), **more)
-            for name, values, more in ROUNDED
-        },
-        "oktopk-packed": OkTopk(density=density, packed="always", **SHORT),
-        "exdyna-packed": ExDyna(density=density, packed="always"),
+        **rounded,
+        "oktopk-packed": always_packed(OkTopk(density=density, **SHORT)),
+        "exdyna-packed": always_packed(ExDyna(density=density)),
         "spardl-3-teams-4bit": SparDL(density=density, teams=3, values="4bit"),
-        "spardl-4-teams-2bit": SparDL(density=density, teams=4, values="2bit", packed="always"),
+        "spardl-4-teams-2bit": always_packed(SparDL(density=density, teams=4, values="2bit")),
         "hierarchical-2-4bit": Hierarchical(recipe=OkTopk(density=density, values="4bit"), node_size=2),
         "preconditioned-8bit": Staged(
             recipe=OkTopk(density=density, values="8bit", **SHORT), shapes=((9, 5), (11,)), renew_every=2
@@ -137,18 +166,18 @@ def _static_forms(density: float) -> dict[str, Recipe]:
     """Return recipes in their static form, also inside others."""
     return {
         "topk-allgather-static": TopkAllgather(density=density, static=True),
-        "topk-allgather-static-packed": TopkAllgather(density=density, static=True, packed="always"),
+        "topk-allgather-static-packed": always_packed(TopkAllgather(density=density, static=True)),
         "topk-allgather-static-4bit": TopkAllgather(density=density, static=True, values="4bit"),
         "random-block-static-4bit": RandomBlock(density=density, static=True, values="4bit", reduced_lr=True),
         "spardl-static": SparDL(density=density, static=True),
-        "spardl-static-packed": SparDL(density=density, static=True, packed="always"),
+        "spardl-static-packed": always_packed(SparDL(density=density, static=True)),
         "spardl-static-4bit": SparDL(density=density, static=True, values="4bit"),
         "spardl-static-2-teams-bruck": SparDL(density=density, static=True, teams=2, sag="bruck"),
         "spardl-static-3-teams-4bit": SparDL(density=density, static=True, teams=3, values="4bit"),
         "spardl-static-4-teams": SparDL(density=density, static=True, teams=4),
-        "spardl-static-4-teams-2bit": SparDL(density=density, static=True, teams=4, values="2bit", packed="always"),
+        "spardl-static-4-teams-2bit": always_packed(SparDL(density=density, static=True, teams=4, values="2bit")),
         "exdyna-static": ExDyna(density=density, static=True),
-        "exdyna-static-packed": ExDyna(density=density, static=True, packed="always", capacity=1.0),
+        "exdyna-static-packed": always_packed(ExDyna(density=density, static=True, capacity=1.0)),
         "micro-static": MiCRO(density=density, static=True),
         "dense-tail-spardl-static": Staged(recipe=SparDL(density=density, static=True), tail=3),
         "dense-tail-static": Staged(recipe=TopkAllgather(density=density, static=True), tail=3),
@@ -164,7 +193,7 @@ def _static_forms(density: float) -> dict[str, Recipe]:
         "oktopk-static-histogram": OkTopk(
             density=density, static=True, exact_select="histogram", correct_thresholds=False, **SHORT
         ),
-        "oktopk-static-packed": OkTopk(density=density, static=True, packed="always", **SHORT),
+        "oktopk-static-packed": always_packed(OkTopk(density=density, static=True, **SHORT)),
         "oktopk-static-4bit": OkTopk(density=density, static=True, values="4bit", **SHORT),
         "oktopk-static-1bit": OkTopk(density=density, static=True, values="1bit", global_cap=2.0, **SHORT),
         "dense-tail-oktopk-static": Staged(

@@ -58,11 +58,8 @@ def test_registered_method_works_everywhere(monkeypatch: pytest.MonkeyPatch, cap
     case = laws.Case(4, 90, ("random", "disjoint", "random"))
     for law in (laws.budget, laws.overflow, laws.faults):
         law(ours, case)
-    assert main(["plan", "--numel", "1e7", "--workers", "16"]) == 0
+    assert main(["plan", "--numel", "1e7", "--workers", "16", "--all"]) == 0
     assert "first_entries" in capsys.readouterr().out
-    assert main(["plan", "--numel", "1e7", "--workers", "16", "--device", "cuda"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[1:5] for row in rows if row[:1] == ["first_entries"]] == [["3%", "exact", "?", "?"]]
     assert main(["simulate", "--algo", "first_entries", "--workers", "4", "--numel", "1e5", "--steps", "2"]) == 0
     assert "first_entries" in capsys.readouterr().out
 

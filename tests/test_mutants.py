@@ -141,7 +141,7 @@ class CountsItsCalls(TopkAllgatherAlgorithm):
 class ExceedsForecast(TopkAllgatherAlgorithm):
     """Predicts less traffic than it sends."""
 
-    def predicted_traffic(self, world_size):
+    def predicted_traffic(self, world_size, *, ordinary=False):
         return Forecast({})
 
 

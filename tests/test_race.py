@@ -105,42 +105,35 @@ def test_bytes_of_a_run_cut_short(module, row) -> None:
     assert found.kilobytes_per_step == (100 + 3 * 2) / 4
 
 
-def test_buckets(module) -> None:
-    """DDP's first bucket has one MiB by default. With a size, all buckets have it."""
-    parse, megabyte = module("race_methods").Contender.parse, 2**20
-    default, half, one = (parse(f"oktopk:door=ddp{more}") for more in ("", ",bucket_mb=0.5", ",bucket_mb=1000"))
-    assert [default.buckets(size * megabyte) for size in (0.5, 1, 3.3, 26, 27)] == [1, 1, 2, 2, 3]
-    assert [half.buckets(size * megabyte) for size in (0.1, 3.3)] == [1, 7]
-    assert one.buckets(40 * megabyte) == 1
-
-
 def test_predictions(module, row) -> None:
-    """``plan`` predicts dense and our methods, and more for workers that share cores and for more buckets."""
+    """``plan`` predicts dense and our methods. Sparse ones take longer by the work that the fastest network shows."""
     results = module("race_results")
 
-    def of(contender: str, **fields: float) -> float | None:
-        return results.predicted(dataclasses.replace(row(contender, "slow", [1.0], []), numel=900_000, **fields))
+    def of(contender: str, *others, **changes: float) -> float | None:
+        own = dataclasses.replace(row(contender, "slow", [1.0], []), numel=900_000, **changes)
+        return results.predicted(own, {other.cell: other for other in (own, *others)})
 
-    alone = of("oktopk")
-    assert alone > 0.1
-    assert of("dense") > alone
-    assert alone < of("oktopk", cores=0.5) < 3 * alone
-    assert of("oktopk:door=ddp") > alone
-    assert of("oktopk:door=ddp") > of("oktopk:door=ddp,bucket_mb=1000") > alone
-    assert [of(other) for other in ("fp16", "powersgd:rank=4", "diloco", "auto", "oktopk:door=fsdp")] == [None] * 5
+    fast = dataclasses.replace(row("oktopk", "fast", [1.0], []), numel=900_000, rate=1e9)
+    assert of("oktopk", fast) == pytest.approx(of("oktopk", rate=20e6), rel=0.1)  # both measure 2 s a step
+    assert 2 < of("spardl", fast) < 2.5
+    assert of("spardl") is None  # no run shows the work
+    assert of("dense") == of("dense", fast) == pytest.approx(0.1 + 2 * 3 / 4 * 900_000 * 4 / 2.5e6 - 0.05, rel=0.01)
+    assert of("dense", cores=0.5) == pytest.approx(of("dense") + 0.05)
+    for other in ("fp16", "powersgd:rank=4", "diloco", "oktopk:door=fsdp", "oktopk:door=ddp"):
+        assert of(other, fast) is None
     assert of("oktopk", rate=0.0) is None
 
 
 def test_predictions_are_within_a_quarter(module, monkeypatch) -> None:
-    """What ``plan`` predicts for the steps of races is off by a quarter at most, as a mean of seeds."""
+    """What ``plan`` predicts for the steps of the race is off by a quarter at most, as a mean of seeds."""
     results = module("race_results")
     monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")  # conftest.py changes the default
-    cells = collections.defaultdict(list)
-    for cell, row in results.read(RESULTS / "race.json").items():
-        foreseen = results.predicted(row)
-        if foreseen is not None:
+    rows, cells = results.read(RESULTS / "race.json"), collections.defaultdict(list)
+    for cell, row in rows.items():
+        foreseen = results.predicted(row, rows)
+        if foreseen is not None and not results.is_measured(row, rows):
             cells[dataclasses.replace(cell, seed=0)].append((foreseen, row.seconds_per_step))
-    assert len(cells) > 15
+    assert len(cells) > 13
     off = {str(cell): sum(f for f, _ in found) / sum(m for _, m in found) - 1 for cell, found in cells.items()}
     assert {cell: error for cell, error in off.items() if abs(error) > 0.25} == {}
 
@@ -154,6 +147,19 @@ def test_picture_of_the_readme(module, tmp_path) -> None:
     assert all(len(results.curve(row, rows)) > 15 for row in shown)
     script.draw(rows, "100mbit", tmp_path / "race.png")
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_decision_of_the_race(module, monkeypatch) -> None:
+    """``plan`` says for each network of the race what was measured: sparse pays up to 100 Mbit/s, not at 1 Gbit/s."""
+    results = module("race_results")
+    monkeypatch.setattr(results, "DEFAULT_VALUES", "4bit")
+    rows = results.read(RESULTS / "race.json")
+    for row in rows.values():
+        if row.cell.contender != "oktopk:warmup_steps=20":
+            continue
+        dense = rows[dataclasses.replace(row.cell, contender="dense")]
+        pays = results.predicted(row, rows) < results.predicted(dense, rows)
+        assert pays is (row.seconds_per_step < dense.seconds_per_step) is (row.rate < 1e9), row.cell
 
 
 def test_missing_tools(module, monkeypatch) -> None:

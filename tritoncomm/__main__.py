@@ -166,7 +166,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="compare words, messages and time of the methods on a simulated network",
         description="Run the methods with any number of workers on a simulated network, in this process. Training uses "
         "the same code. The table shows, for the last step and per rank, words and messages received, balance and "
-        "virtual time, beside the formulas of the papers. A word has 4 bytes.",
+        "virtual time, beside what was predicted. A word has 4 bytes.",
         formatter_class=_Help,
     )
     simulate.add_argument(
@@ -178,11 +178,6 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument("--density", type=_density, default=0.01, help="fraction of entries to deliver")
     _add_values(simulate, "fp32")
     simulate.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
-    simulate.add_argument(
-        "--device", default="cpu", choices=("cpu", "cuda"),
-        help="cuda: messages have the form that they have on GPUs, and times include host synchronizations and kernel "
-        "launches, which were counted in emulation; nothing runs on a GPU",
-    )  # fmt: skip
     simulate.add_argument("--steps", type=_positive, default=4, help="steps to simulate; the table shows the last one")
     simulate.add_argument("--gradients", default="layered", help="layered, adversarial, or a file from demo --record")
     simulate.add_argument(
@@ -214,7 +209,7 @@ def _simulate(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     for row in compare_methods(
         recipes, options.workers, options.numel, options.link, _source(options.gradients),
-        steps=options.steps, memory=options.memory, gpu=options.device == "cuda",
+        steps=options.steps, memory=options.memory,
     ):  # fmt: skip
         rows.append(row)
         print(
@@ -230,7 +225,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.trace:
         timeline(
             recipes[0], rows[0].workers, rows[0].simulated, options.link, _source(options.gradients), options.trace,
-            steps=options.steps, gpu=options.device == "cuda",
+            steps=options.steps,
         )  # fmt: skip
     return 0
 
@@ -270,9 +265,9 @@ def _source(kind: str) -> Source:
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser(
         "plan",
-        help="predict which method is fastest on a network, or whether dense is",
-        description="Rank dense and every method by the papers' cost formulas, first the methods known to train well. "
-        "The last lines show the code to use, or advise to stay dense.",
+        help="predict whether sparse exchange is faster than dense on a network",
+        description="Predict the time of a step from the bytes and messages of an exchange, on the given link. The "
+        "answer comes first, then a table and the code to use.",
         formatter_class=_Help,
     )
     plan.add_argument("--numel", type=_count, required=True, help="parameters of the model")
@@ -282,36 +277,38 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--link", type=_link, default=LINK, help="bandwidth and latency of every rank's interface")
     plan.add_argument("--step-ms", type=_milliseconds, default=0.0, help="computation per step, in milliseconds")
     plan.add_argument(
+        "--work-ms",
+        type=_milliseconds,
+        help="time of selection and packing in a sparse step, in milliseconds, as doctor measures it",
+    )
+    plan.add_argument(
         "--overlap",
         type=float,
         default=planner.OVERLAP,
-        help="fraction of the computation that hides a dense all-reduce",
-    )
-    plan.add_argument(
-        "--cores", type=float, default=1.0, help="CPU cores for each worker: 0.5 if two share a core, at most 1"
-    )
-    plan.add_argument(
-        "--buckets",
-        type=_not_negative,
-        default=0,
-        help="buckets of DDP that its hook exchanges, wrap(model=...); 0: wrap without a hook",
+        help="fraction of the computation that hides a dense all-reduce; 0 if workers share CPU cores",
     )
     plan.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         choices=("cpu", "cuda"),
-        help="device of the gradients; on a GPU, host synchronizations and kernel launches take time",
+        help="device of the gradients, on which the form of the messages depends",
     )
+    plan.add_argument("--all", action="store_true", help="print the other methods and other densities too")
     plan.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    advice = planner.advice(
-        options.numel, options.workers, options.link, options.step_ms / 1e3,
-        density=options.density, overlap=options.overlap, values=options.values or DEFAULT_VALUES,
-        device=options.device, cores=options.cores, buckets=options.buckets,
-    )  # fmt: skip
-    print(advice)
+    setting = planner.Setting(
+        numel=options.numel,
+        workers=options.workers,
+        link=options.link,
+        step=options.step_ms / 1e3,
+        work=None if options.work_ms is None else options.work_ms / 1e3,
+        overlap=options.overlap,
+        values=options.values or DEFAULT_VALUES,
+        device=options.device,
+    )
+    print(planner.advice(setting, options.density, everything=options.all))
     return 0
 
 
@@ -320,7 +317,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="measure whether sparse exchange is faster than dense on this machine and network",
         description="Under torchrun: measure the link, a dense all-reduce and the sparse exchange between the ranks. "
-        "In a single process: measure the selection, and predict the exchanges for --workers and --link. "
+        "In a single process: measure the work, and predict the exchanges for --workers and --link. "
         "Exit code: 0 if compression pays, 1 if it does not, 2 if an argument is bad or the measurement fails. "
         "Under torchrun, which reports any code but 0 as a failed process: 0 if the measurement is complete, whether "
         "compression pays or not.",

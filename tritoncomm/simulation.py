@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from tritoncomm.algorithms import Dense, Recipe
-from tritoncomm.algorithms.warmup import warmup_of
+from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.clock import VirtualClock
 from tritoncomm.scheduler.cost import Forecast, Link, Traffic
 from tritoncomm.scheduler.faults import Faults
 from tritoncomm.scheduler.simulated import BeforeRound, SimulatedScheduler
-from tritoncomm.step import gpu_cost
 from tritoncomm.step.vector import ErrorFeedback
 
 
@@ -24,12 +22,7 @@ class SimulatedWorld:
     The workers run the same code as in training. Only the network is simulated. Any world size works.
     Residuals are on ``device``, and gradients must be on it too. With a ``link``, ``clock`` runs in virtual time:
     ``seconds`` is the time that the last step would have taken on that link, and ``clock.charge(rank, seconds)``
-    delays a rank.
-
-    ``gpu=True`` charges every rank for the host synchronizations and kernel launches of an ordinary step on a GPU, at
-    the beginning of a step. See :func:`tritoncomm.step.gpu_cost.counts`. Wherever the vectors are, ``static`` and
-    ``packed`` of ``recipe`` stay as they are: :func:`tritoncomm.step.packing.resolve` chooses them as
-    :func:`tritoncomm.wrap` does on a GPU.
+    delays a rank. ``static="auto"`` is False wherever the vectors are.
     """
 
     def __init__(
@@ -40,16 +33,11 @@ class SimulatedWorld:
         *,
         link: Link | None = None,
         device: torch.device | str = "cpu",
-        gpu: bool = False,
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be at least 1, got world_size={world_size}")
         if link is not None and not isinstance(link, Link):
             raise ConfigurationError(f'link must be a Link, for example Link.parse("10gbit,30us"), got link={link!r}')
-        if gpu and link is None:
-            raise ConfigurationError(
-                'gpu=True charges time to the clock of a link: pass one, for example link=Link.parse("10gbit,30us")'
-            )
         if numel < 0:
             raise ConfigurationError(f"numel must be at least 0, got numel={numel}")
         recipe.check_world_size(world_size)
@@ -60,7 +48,6 @@ class SimulatedWorld:
         self.clock = VirtualClock(world_size, link) if link is not None else None
         self.scheduler = SimulatedScheduler(world_size, self.clock)
         self.seconds = 0.0
-        self._gpu = gpu
 
     def step(
         self, gradients: torch.Tensor, *, before_round: BeforeRound | None = None, faults: Faults | None = None
@@ -81,8 +68,6 @@ class SimulatedWorld:
             for rank, worker in enumerate(self.workers)
         ]
         started = max(self.clock.now) if self.clock is not None else 0.0
-        if self._gpu:
-            self._charge()
         try:
             means = self.scheduler.run(patterns, before_round, faults)
         except BaseException:
@@ -94,17 +79,6 @@ class SimulatedWorld:
         if self.clock is not None:
             self.seconds = max(self.clock.now) - started
         return [mean.trimmed() for mean in means]
-
-    def _charge(self) -> None:
-        """Charge every rank for the synchronizations and launches of the next step."""
-        assert self.clock is not None
-        recipe = Dense() if self._warms_up_dense() else self.recipe
-        for rank in range(self.world_size):
-            self.clock.charge(rank, gpu_cost.counts(recipe, self.world_size).seconds)
-
-    def _warms_up_dense(self) -> bool:
-        warmup = warmup_of(self.workers[0].algorithm)
-        return warmup is not None and warmup.is_dense
 
     @property
     def residuals(self) -> torch.Tensor:

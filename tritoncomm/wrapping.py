@@ -12,13 +12,11 @@ from torch import nn
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
-from tritoncomm.planning.automatic import automatic_recipe
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
-    DEFAULT_DENSITY,
     DENSE_BELOW,
     WrapOptions,
     check_group,
@@ -26,7 +24,6 @@ from tritoncomm.step.options import (
     is_alone,
     resolve_recipe,
     resolved_small,
-    with_warmup_and_nodes,
 )
 
 __all__ = ["wrap"]
@@ -71,10 +68,7 @@ def wrap(
 
     Args:
         optimizer: Optimizer to wrap.
-        algo: Name of a method from :func:`tritoncomm.algorithms`, a recipe, or ``"auto"``. ``"auto"`` measures the
-            network and uses the method that the cost formulas predict to be fastest for this model. It considers dense
-            and the methods known to train well, and ignores that a dense exchange can overlap with computation.
-            Default: ``"oktopk"``.
+        algo: Name of a method from :func:`tritoncomm.algorithms`, or a recipe. Default: ``"oktopk"``.
         density: Fraction of entries to deliver per step, in (0, 1]. Default: None, which is 0.03, or the density of a
             recipe.
         process_group: Process group to exchange in. With FSDP2, the ranks that hold the same shard. With DDP, the group
@@ -115,9 +109,8 @@ def wrap(
             and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
-            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. ``packed`` says
-            whether values that are not rounded travel in packed messages. ``"auto"``, the default, decides by the
-            device, or by the link where ``algo="auto"`` measures it. ``"1gbit,30us"`` decides for this link.
+            ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded
+            values travel in packed messages. ``packed`` says whether values in ``"fp32"`` do. By default they do not.
             ``static`` says whether messages have a fixed length. By default they do on a GPU if the method has this
             form, because the host then waits less often.
 
@@ -151,14 +144,9 @@ def wrap(
             dense_below=dense_below,
             small=resolved_small(small),
         )
-        if algo == "auto":
-            measured_for = DEFAULT_DENSITY if density is None else density
-            chosen = automatic_recipe(optimizer, measured_for, group, recipe_fields, wrap)
-            chosen = with_warmup_and_nodes(chosen, warmup_steps, node_group, group, options.small)
-        else:
-            chosen = resolve_recipe(
-                algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
-            )
+        chosen = resolve_recipe(
+            algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
+        )
         chosen.check_optimizer(optimizer)
     if is_distributed():
         agree.compare({"model": None if model is None else type(model).__name__}, group, device)

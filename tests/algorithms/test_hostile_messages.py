@@ -30,7 +30,7 @@ from tritoncomm.scheduler.wire import Encoding, Sections
 import laws
 import replay
 from depth import DEEP, trials
-from recipes import under_test
+from recipes import always_packed, under_test
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
@@ -107,7 +107,7 @@ def packed(methods: Sequence[str], formats: Sequence[str]) -> dict[str, Recipe]:
         plain = under_test(0.2)["oktopk-short-periods" if name == "oktopk" else name]
         for values in formats if hasattr(plain, "values") else ["fp32"]:
             more = {"values": values} if hasattr(plain, "values") else {}
-            found[f"{name}-{values}-packed"] = chosen = replace(plain, packed="always", **more)
+            found[f"{name}-{values}-packed"] = chosen = always_packed(replace(plain, **more))
             if DEEP and isinstance(chosen, StaticRecipe) and chosen.can_be_static():
                 found[f"{name}-static-{values}-packed"] = replace(chosen, static=True)
     return found

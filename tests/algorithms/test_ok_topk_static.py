@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from tritoncomm.scheduler.rounds import AllGather, Op
 
 import laws
 from depth import trials
-from recipes import SHORT
+from recipes import SHORT, always_packed
 
+STATIC = OkTopk(density=0.05, static=True, **SHORT)
 AMPLE = {"local_cap": 50.0, "global_cap": 50.0}  # no cap binds
 
 
@@ -45,17 +47,15 @@ def reuse_steps(
             yield gradient, means
 
 
-@pytest.mark.parametrize("packed", [False, "always"])
+@pytest.mark.parametrize("form", [dataclasses.replace, always_packed])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_ample_room_delivers_what_the_other_form_delivers(world_size: int, packed: bool | str) -> None:
+def test_ample_room_delivers_what_the_other_form_delivers(world_size: int, form: Callable[[OkTopk], OkTopk]) -> None:
     """Results, residuals, states and reports are equal to the bit over many steps, of which some re-evaluate."""
     numel, rooms = 400, {"static": True, "static_room": 64.0}
     for chosen in ({}, {"exact_select": "histogram"}, {"exact_select": "gather", "correct_thresholds": False}):
-        recipe = OkTopk(density=0.05, packed=packed, **AMPLE, **SHORT, **chosen)
+        recipe = form(OkTopk(density=0.05, **AMPLE, **SHORT, **chosen))
         exact = SimulatedWorld(recipe, world_size, numel)
-        static = SimulatedWorld(
-            OkTopk(density=0.05, packed=packed, **AMPLE, **SHORT, **chosen, **rooms), world_size, numel
-        )
+        static = SimulatedWorld(dataclasses.replace(recipe, **rooms), world_size, numel)
         kinds = set()
         for step in range(trials(12, 20)):
             gradient = heavy_tailed(world_size, numel, step)
@@ -121,13 +121,19 @@ def test_more_sums_than_the_cap() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"strict_volume": True}, {"packed": "always"}, {"values": "4bit"}, {"values": "1bit", "global_cap": 3.0}],
+    "recipe",
+    [
+        STATIC,
+        dataclasses.replace(STATIC, strict_volume=True),
+        always_packed(STATIC),
+        dataclasses.replace(STATIC, values="4bit"),
+        dataclasses.replace(STATIC, values="1bit", global_cap=3.0),
+    ],
     ids=str,
 )
-def test_traffic_of_reuse_steps_is_predicted_exactly(world_size: int, fields: dict[str, object]) -> None:
+def test_traffic_of_reuse_steps_is_predicted_exactly(world_size: int, recipe: OkTopk) -> None:
     """In a step that reuses thresholds and cuts, every phase sends and receives what was predicted."""
-    world = SimulatedWorld(OkTopk(density=0.05, static=True, **SHORT, **fields), world_size, 1000)
+    world = SimulatedWorld(recipe, world_size, 1000)
     compared = 0
     for step in range(16):
         predicted = world.predicted_traffic
@@ -157,12 +163,10 @@ def test_strict_volume_bounds_traffic() -> None:
 
 
 def test_ordinary_traffic() -> None:
-    """The forecast of an ordinary step is what the formula says, and what steps with even regions send."""
+    """The prediction of an ordinary step is twice that of exact lengths, and what steps with even regions send."""
     recipe, world_size, numel, k = OkTopk(density=0.05, static=True), 4, 20_000, 1000
-    forecast = recipe.ordinary_traffic(numel, world_size)
-    formula = recipe.formula(numel, world_size)
-    assert formula.low == formula.high == forecast.received.bytes / WORD
-    assert formula.high == pytest.approx(8 * k * (world_size - 1) / world_size, rel=0.02)
+    forecast = recipe.build(numel).predicted_traffic(world_size, ordinary=True)
+    assert forecast.received.bytes / WORD == pytest.approx(8 * k * (world_size - 1) / world_size, rel=0.02)
     world = SimulatedWorld(recipe, world_size, numel)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(world_size, numel, generator=generator) for _ in range(8)]

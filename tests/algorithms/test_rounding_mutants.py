@@ -22,6 +22,7 @@ from tritoncomm.scheduler.wire import Encoding, Section
 
 import laws
 from golden_sections import GOLDEN, A, in_hex
+from recipes import always_packed
 from tritoncomm_kernels import Selection, quantize, sections
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
@@ -41,7 +42,7 @@ class LongerIntegers(laws.Case):
 def conserves(name: str, values: str, **fields: object) -> None:
     """Check that one step on exact gradients loses nothing. Few levels are multiples of the number of workers."""
     case = LongerIntegers(5, 120, ("random",), seed=5)
-    laws.conservation(method(name, density=0.1, values=values, packed="always", **fields), case, tolerance=0.0)
+    laws.conservation(always_packed(method(name, density=0.1, values=values, **fields)), case, tolerance=0.0)
 
 
 def ok_topk_conserves(values: str) -> None:

@@ -32,7 +32,7 @@ from tritoncomm.scheduler.wire import PLAIN
 
 import laws
 from depth import trials
-from recipes import under_test
+from recipes import always_packed, under_test
 
 AMPLE = 1000.0  # capacity of ExDyna that no step reaches
 STATIC = [
@@ -52,7 +52,7 @@ SAME = [
     (SparDL(density=0.05, teams=3, values="4bit"), 6),
     (SparDL(density=0.05, teams=4), 12),
     (SparDL(density=0.05, teams=8), 8),
-    (SparDL(density=0.05, teams=8, values="2bit", packed="always"), 16),
+    (always_packed(SparDL(density=0.05, teams=8, values="2bit")), 16),
     (SparDL(density=0.05, residuals="partial"), 6),
     (SparDL(density=0.05, residuals="local", teams=2), 6),
     *((ExDyna(density=0.05, capacity=AMPLE), world_size) for world_size in (1, 2, 3, 8)),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from ddp_models import SETTINGS, Branches, Pair, ddp, net
+from ddp_models import SETTINGS, Pair, ddp, net
 from helpers import adamw, flat, loss_of, residual, same_everywhere, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -251,14 +251,3 @@ def killed(rank: int, world_size: int, send) -> None:
     train(model, optimizer, rank, range(3, 6))
     send((rank, "continued" if same_everywhere(flat(model), group) and flat(model) != before else "diverged"))
     os._exit(0)
-
-
-def averaged_twice(rank: int, world_size: int, send) -> None:
-    """Without ``model=``, a module in DDP that averages is found in the first step, and the error says what to pass."""
-    model = ddp(Branches())
-    optimizer = tritoncomm.wrap(adamw(model), **SETTINGS)
-    loss_of(model, rank, 0).backward()
-    before = flat(model)
-    with pytest.raises(ConfigurationError, match=r"tritoncomm\.wrap\(optimizer, model"):
-        optimizer.step()
-    assert flat(model) == before

@@ -14,19 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-import tritoncomm.planning.automatic
 from helpers import loss_of, tiny_model, total
 from torch import nn
 from tritoncomm import (
     ConfigMismatchError,
-    ConfigurationError,
     NonFiniteError,
     Recipe,
     SimulatedWorld,
     SparseVector,
 )
-from tritoncomm.planning.planner import TRUSTED
-from tritoncomm.scheduler.cost import Link, Traffic
+from tritoncomm.scheduler.cost import Traffic
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import AllReduce, Pattern
@@ -240,7 +237,7 @@ def mismatches(rank: int, world_size: int, send) -> None:
     attempt("recipe", lambda: wrap(repartition_every=7 if odd else 8))
     attempt("recipe", lambda: wrap(warmup_steps=7 if odd else 8))
     attempt("values='4bit'", lambda: wrap(values="4bit" if odd else "fp32"))
-    attempt("packed='always'", lambda: wrap(packed="always" if odd else True))
+    attempt("packed=True", lambda: wrap(packed=odd, values="fp32"))
     attempt("options", lambda: wrap(staleness="off" if odd else "aware"))
     attempt("small='8bit'", lambda: wrap(small="8bit" if odd else "fp32"))
     attempt("optimizer", lambda: sparse_wrap((torch.optim.SGD if odd else torch.optim.Adam)(tiny_model().parameters())))
@@ -396,36 +393,11 @@ def vanish(rank: int, world_size: int, send) -> None:
     time.sleep(600)
 
 
-def automatic(rank: int, world_size: int, send) -> None:
-    """algo="auto" measures a link and makes the same choice on all ranks. Different ``algo`` values raise an error."""
+def measured_link(rank: int, world_size: int, send) -> None:
+    """All ranks measure the same link."""
     link = measure_link(None)
     everybody = [None] * world_size
     dist.all_gather_object(everybody, tuple(link))
     assert all(other == tuple(link) for other in everybody)
     assert 0 < link.latency < 1
     assert link.bandwidth > 1e6
-    optimizer = tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto")
-    dist.all_gather_object(everybody, repr(optimizer.recipe))
-    assert len(set(everybody)) == 1
-    assert isinstance(optimizer.recipe, tritoncomm.Dense)  # nothing is faster for so few values
-    slow = Link(latency=1e-6, bandwidth=1e3)  # one second per kilobyte
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tritoncomm.planning.automatic, "measure_link", lambda *_: slow)
-        model = tiny_model()
-        sparse = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "auto", density=0.05, dense_below=0)
-        if world_size > 1:
-            assert sparse.recipe.name in TRUSTED
-            assert sparse.recipe.density == 0.05
-        loss_of(model, rank, 0).backward()
-        sparse.step()
-        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(60, 60))], lr=0.1)
-        unrounded = tritoncomm.wrap(sgd, "auto", density=0.05, dense_below=0, values="fp32")
-        if world_size > 1:
-            assert unrounded.recipe.packed is True  # the measured link decides
-    with pytest.raises(ConfigurationError, match="leave out teams"):
-        tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), "auto", teams=2)
-    dist.barrier()
-    if world_size > 1:
-        algo = "auto" if rank else "oktopk"
-        with pytest.raises(ConfigMismatchError):
-            tritoncomm.wrap(torch.optim.SGD(tiny_model().parameters(), lr=0.1), algo)

@@ -1,4 +1,4 @@
-"""What a worker does in the tests of the static form behind the front doors."""
+"""What a worker does in the tests of the static form."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from helpers import flat, loss_of, residual, tiny_model
 from torch import nn
 from tritoncomm import ConfigurationError, NonFiniteError, OkTopk, Recipe, SparDL, TopkAllgather
 from tritoncomm.algorithms import Hierarchical, Warmup
-from tritoncomm.step.packing import resolve
+from tritoncomm.step.options import with_form
 
 STEPS = 8
 
 
-def trained(rank: int, recipe: Recipe, make: object, *, door: str = "wrap", **options: object) -> tuple[list, dict]:
+def trained(rank: int, recipe: Recipe, make: object, **options: object) -> tuple[list, dict]:
     """Train some steps, with a checkpoint in the middle, and return the bits of parameters, residual and state."""
     model = tiny_model()
-    del model.unused, model.frozen  # DDP wants every parameter to be used
     inner = make([p for p in model.parameters() if p.requires_grad])
-    wrapped = nn.parallel.DistributedDataParallel(model) if door == "ddp" else None
-    where = {"model": wrapped} if wrapped is not None else {}
-    optimizer = tritoncomm.wrap(inner, algo=recipe, dense_below=30, **where, **options)
+    optimizer = tritoncomm.wrap(inner, algo=recipe, dense_below=30, **options)
     for step in range(STEPS):
         if step == STEPS // 2:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer.load_state_dict(saved)
         optimizer.zero_grad()
-        loss_of(wrapped or model, rank, step).backward()
-        if step == 2 and door == "wrap":
+        loss_of(model, rank, step).backward()
+        if step == 2:
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    kept = residual(optimizer).view(torch.int32).tolist() if door == "wrap" else []
+    kept = residual(optimizer).view(torch.int32).tolist()
     states = [value.flatten().tolist() for p in inner.state.values() for value in p.values()]
     return [flat(model), kept, states], optimizer.metrics()
 
@@ -51,15 +48,10 @@ def equals_exact_form(rank: int, world_size: int, send) -> None:
         recipe = partial(TopkAllgather, density=0.1, values=values)
         for make in makes:
             for options in all_options:
-                for door in ("wrap", "ddp"):
-                    static, metrics = trained(
-                        rank, recipe(static=True), make, door=door, select_by="gradient", **options
-                    )
-                    exact, others = trained(
-                        rank, recipe(static=False), make, door=door, select_by="gradient", **options
-                    )
-                    assert static == exact, (recipe, make, options, door)
-                    assert metrics["density_delivered"] == others["density_delivered"]
+                static, metrics = trained(rank, recipe(static=True), make, select_by="gradient", **options)
+                exact, others = trained(rank, recipe(static=False), make, select_by="gradient", **options)
+                assert static == exact, (recipe, make, options)
+                assert metrics["density_delivered"] == others["density_delivered"]
 
 
 def selection_by_update(rank: int, world_size: int, send) -> None:
@@ -101,11 +93,11 @@ def rejected(rank: int, world_size: int, send) -> None:
 def resolved_for_gpus(rank: int, world_size: int, send) -> None:
     """For a GPU, methods that have a static form use it unless the user asks for something else."""
     for recipe in (TopkAllgather(), OkTopk(), SparDL()):
-        assert resolve(recipe, 1000, 3, "cuda").recipe.static is True
-        assert resolve(recipe, 1000, 3, "cpu").recipe.static == "auto"
-    assert resolve(Warmup(recipe=TopkAllgather(), steps=2), 1000, 3, "cuda").recipe.recipe.static is True
-    assert resolve(TopkAllgather(static=False), 1000, 3, "cuda").recipe.static is False
+        assert with_form(recipe, "cuda").static is True
+        assert with_form(recipe, "cpu").static == "auto"
+    assert with_form(Warmup(recipe=TopkAllgather(), steps=2), "cuda").recipe.static is True
+    assert with_form(TopkAllgather(static=False), "cuda").static is False
     nodes = Hierarchical(recipe=TopkAllgather(), node_size=2)
-    assert resolve(nodes, 1000, 4, "cuda").recipe.recipe.static == "auto"
+    assert with_form(nodes, "cuda").recipe.static == "auto"
     with pytest.raises(ConfigurationError, match="static=True"):
         Hierarchical(recipe=TopkAllgather(static=True), node_size=2)

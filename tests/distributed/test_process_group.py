@@ -81,9 +81,9 @@ def test_ranks_load_together() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_automatic_choice(world_size: int) -> None:
-    """All ranks make the same plan from a measured link."""
-    assert run_workers(process_group_workers.automatic, world_size) == [None] * world_size
+def test_measured_link(world_size: int) -> None:
+    """All ranks measure the same link."""
+    assert run_workers(process_group_workers.measured_link, world_size) == [None] * world_size
 
 
 def test_rejected_gradients() -> None:

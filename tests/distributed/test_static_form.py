@@ -1,4 +1,4 @@
-"""The static form of exchanges behind the front doors, on real gloo processes."""
+"""The static form of exchanges, on real gloo processes."""
 
 from __future__ import annotations
 

@@ -251,16 +251,14 @@ def logged_choice(rank: int, world_size: int, send) -> None:
     tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.01)
     tritoncomm.wrap(torch.optim.SGD(nn.Linear(300, 300).parameters(), lr=0.1), density=0.9)
     model = nn.Linear(300, 300)
-    slow = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "spardl", density=0.01, packed="1mbit,1us")
+    slow = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), "spardl", density=0.01, packed=True)
     model((1 + rank) * torch.randn(2, 300)).sum().backward()
     slow.step()
     assert slow.metrics()["bytes_received"] < 2400 + 0.8 * 8 * 4 * 900 * 2 / 3  # small tensors, and what is not saved
     if rank:
         assert not lines
         return
-    (level, text), (other_level, other_text), (_, slow_text) = lines
-    assert "messages are plain: packing pays on links below" in text
-    assert "messages are packed: packing saves" in slow_text
+    (level, text), (other_level, other_text), _ = lines
     assert other_level == logging.WARNING  # at density 0.9, sparse messages exceed the dense volume
     assert "density=0.9" in other_text
     assert level == logging.INFO

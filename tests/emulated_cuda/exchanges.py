@@ -12,10 +12,6 @@ from tritoncomm.step.vector import ErrorFeedback
 from emulated_cuda import ranks
 from emulated_cuda.device import current_gpu, to_gpu, values_of
 
-# Exchanges are counted at this density, which is below that where the sums of topk_dsa travel as dense values.
-DENSITY = 0.03
-DENSITIES = {"topk_dsa": 0.01}
-
 
 class Outcome(NamedTuple):
     """What a rank has after a step: the mean, its residual, and the bytes that it has sent and received."""

@@ -36,8 +36,8 @@ SHORT = {"repartition_every": 2, "reevaluate_every": 3}
 METHODS = {
     "oktopk": {"algo": "oktopk", "static": False, **SHORT},
     "oktopk-static": {"algo": "oktopk", "static": True, **SHORT},
-    "oktopk-4bit": {"algo": "oktopk", "static": False, "values": "4bit", "packed": "always", "small": "8bit"},
-    "oktopk-static-4bit": {"algo": "oktopk", "static": True, "values": "4bit", "packed": "always", "small": "8bit"},
+    "oktopk-4bit": {"algo": "oktopk", "static": False, "values": "4bit", "small": "8bit"},
+    "oktopk-static-4bit": {"algo": "oktopk", "static": True, "values": "4bit", "small": "8bit"},
     "oktopk-static-clipped": {"algo": "oktopk", "static": True, "max_grad_norm": 0.1, "clip_by": "gradient", **SHORT},
     "spardl": {"algo": "spardl", "static": False},
     "spardl-static": {"algo": "spardl", "static": True},

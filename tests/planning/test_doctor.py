@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tritoncomm import OkTopk
 from tritoncomm.__main__ import main
 from tritoncomm.planning import doctor
 from tritoncomm.planning.doctor import break_even
@@ -28,14 +29,15 @@ def test_doctor_in_one_process(
     figures = json.loads(file.read_text())
     assert figures["pays"] is True
     assert figures["measured"] is False
-    assert figures["packed"] is True  # the default values are rounded
-    assert 0 < figures["packing_seconds"] < 0.1
-    assert 0 < figures["selection_seconds"] < 10
+    assert 0 < figures["work_seconds"] < 10
+    assert figures["sparse_seconds"]["0.03"] > figures["work_seconds"]
     assert 0.05 < figures["break_even_density"] <= 0.2
     out = capsys.readouterr().out
     assert "Compression pays at density 3.00%" in out
     assert "The first 20 steps are dense, in 8 bits, and take " in out
-    assert "packing     messages are packed, which takes " in out
+    assert "work        " in out
+    assert "For other links: python -m tritoncomm plan --numel 200000 --workers 8 --density 0.03 --values 4bit" in out
+    assert "--link 10mbit,1us --step-ms 0 --work-ms " in out
     assert main([*arguments, "10mbit,1us", "--algo", "dgc"]) == 0
     assert "The first 20 steps are dense and take " in capsys.readouterr().out  # dgc's are in fp32
     assert main([*arguments, "10000gbit,1us"]) == 1
@@ -125,13 +127,29 @@ def test_exit_code_follows_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["doctor", "--numel", "2e5", "--link", "10mbit,1us", "--exit-code"]) == 0
 
 
-def test_doctor_packs_where_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    """With values that are not rounded, ``doctor`` packs messages for a slow link only."""
-    arguments = ["doctor", "--numel", "2e5", "--values", "fp32", "--link"]
-    main([*arguments, "10mbit,1us"])
-    assert "messages are packed: packing saves " in capsys.readouterr().out
-    main([*arguments, "10000gbit,1us"])
-    assert "messages are plain: packing would save " in capsys.readouterr().out
+def test_plan_of_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that ``doctor`` prints is one of ``plan``, and gives the same answer."""
+    for link, answer in (("10mbit,1us", "Sparse pays: "), ("10000gbit,1us", "Dense is faster here: ")):
+        main(["doctor", "--numel", "2e5", "--link", link])
+        *_, last = capsys.readouterr().out.splitlines()
+        command = last.removeprefix("For other links: python -m tritoncomm ").split()
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(answer)
+        assert "Not counted" not in out
+
+
+def test_doctor_on_a_gpu() -> None:
+    """On a GPU, the work is that of the static form."""
+
+    def methods(density: float) -> OkTopk:
+        return OkTopk(density=density)
+
+    with ranks.alone():
+        found = doctor.diagnose(4_000, methods, 0.05, workers=8, device="cuda:0")
+    assert 0 < found.work < 10
+    assert found.sparse[0.05] > found.work
+    assert not found.measured
 
 
 def test_doctor_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:

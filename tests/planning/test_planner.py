@@ -1,15 +1,15 @@
-"""Plans and comparisons of methods, from formulas and from simulated networks."""
+"""Plans and comparisons of methods, from predictions and from simulated networks."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import tritoncomm
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from spardl_oracle import SPARDL_TABLE
@@ -17,7 +17,7 @@ from tritoncomm import ConfigurationError, SparDL
 from tritoncomm.__main__ import main
 from tritoncomm.algorithms import Dense, algorithms
 from tritoncomm.planning.comparison import Row, compare_methods, draw, shortened, table
-from tritoncomm.planning.planner import TRUSTED, at, estimates, recommend
+from tritoncomm.planning.planner import TRUSTED, Setting, at
 from tritoncomm.planning.synthetic_gradients import (
     AdversarialGradients,
     LayeredGradients,
@@ -32,30 +32,46 @@ from depth import trials
 SLOW, FAST = Link.parse("1gbit,50us"), Link.parse("400gbit,100us")
 
 
-def test_options_are_ranked() -> None:
-    """Every method is ranked at every density, fastest first. A dense exchange overlaps half of the computation."""
-    ranked = estimates(1_000_000, 8, SLOW, 0.02)
-    assert len(ranked) == 1 + 3 * (len(algorithms()) - 1)
-    assert [option.step for option in ranked] == sorted(option.step for option in ranked)
-    (dense,) = (option for option in ranked if option.is_dense)
-    assert dense.step == pytest.approx(0.02 + dense.high - 0.01)
+def test_computation_hides_dense_exchanges() -> None:
+    """A dense all-reduce overlaps with half of the computation, unless the user says something else."""
+    for overlap, share in (({}, 0.5), ({"overlap": 0.0}, 0.0), ({"overlap": 1.0}, 1.0)):
+        dense = Setting(numel=1_000_000, workers=8, link=SLOW, step=0.02, **overlap).estimate(Dense())
+        assert dense.is_dense
+        assert dense.step == pytest.approx(0.02 + dense.exchange - share * 0.02)
 
 
-def test_recommended_method() -> None:
-    """A slow network gets a trusted sparse method. A fast network or a tiny model stays dense."""
-    assert recommend(25_000_000, 8, SLOW, 0.01).name in TRUSTED
-    assert recommend(25_000_000, 8, SLOW, 0.02).density == 0.02
-    assert isinstance(recommend(100_000, 64, FAST, 0.01, 0.1), Dense)
-    assert isinstance(recommend(1000, 1, SLOW, 0.01), Dense)
+def test_prediction_is_traffic_on_the_link() -> None:
+    """An exchange takes the messages and bytes of an ordinary step. A sparse step also takes the given work."""
+    for device, static in (("cpu", "auto"), ("cuda", True)):
+        setting = Setting(numel=1_000_000, workers=8, link=SLOW, step=0.02, work=0.003, values="4bit", device=device)
+        found = setting.estimate(setting.at("spardl", 0.03))
+        assert found.recipe == SparDL(density=0.03, values="4bit", static=static)
+        expected = found.recipe.build(1_000_000).predicted_traffic(8, ordinary=True).seconds(SLOW)
+        assert found.exchange == expected
+        assert found.step == pytest.approx(0.02 + expected + 0.003)
+    assert setting.estimate(Dense()).step == replace(setting, work=0.0).estimate(Dense()).step
+
+
+def test_best_method() -> None:
+    """The best method is a trusted one at the given density. Without computation, little of a dense step is left."""
+    slow = Setting(numel=25_000_000, workers=8, link=SLOW)
+    for density in (0.01, 0.02):
+        best = slow.best(density)
+        assert best.recipe.name in TRUSTED
+        assert best.recipe.density == density
+        assert best.step < 0.1 * slow.estimate(Dense()).step
+    hidden = Setting(numel=100_000, workers=64, link=FAST, step=0.1)
+    assert hidden.best(0.01).step > hidden.estimate(Dense()).step == 0.1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [((0, 4, SLOW), "numel=0"), ((10, 0, SLOW), "workers=0"), ((10, 2, SLOW, -1.0), "-1.0")]
+    ("arguments", "named"),
+    [({"numel": 0}, "numel=0"), ({"workers": 0}, "workers=0"), ({"step": -1.0}, "step=-1.0"), ({"work": -2.0}, "-2.0")],
 )
-def test_impossible_plans_are_rejected(arguments: tuple, named: str) -> None:
+def test_impossible_plans_are_rejected(arguments: dict, named: str) -> None:
     """The error names the impossible argument."""
     with pytest.raises(ConfigurationError, match=named):
-        estimates(*arguments)
+        Setting(**{"numel": 10, "workers": 4, "link": SLOW, **arguments})
 
 
 def test_too_many_workers_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,26 +90,60 @@ def _table(out: str) -> list[list[str]]:
     return [line.split() for line in out.splitlines() if line.endswith("x")]
 
 
-def test_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """``plan`` prints the ranking and a line of code, and recommends dense on a fast network."""
-    assert main(PLAN) == 0
-    out = capsys.readouterr().out
-    assert "optimizer = tritoncomm.wrap(optimizer, algo='oktopk', density=0.03, values='4bit')" in out
-    assert {row[0] for row in _table(out)} == set(algorithms())
+def test_plan_answers_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line is the answer, in one sentence. Then come three rows, and the code to use."""
+    assert main([*PLAN, "--device", "cpu"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "Sparse pays: 0.43 s a step instead of 8.0, if 50% of the computation hides a dense all-reduce."
+    rows = _table("\n".join(rest))
+    assert [row[0] for row in rows] == ["spardl", "oktopk", "dense"]
+    assert [row[1] for row in rows[:2]] == ["3%", "3%"]
+    assert "optimizer = tritoncomm.wrap(optimizer, algo='spardl', density=0.03, values='4bit')" in rest
+    assert max(map(len, rest)) < 160
+
+
+def test_plan_for_a_fast_network(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where computation hides the all-reduce, the first line says that dense is faster, and the last one to stay."""
     assert main(["plan", "--numel", "1e6", "--workers", "8", "--link", "400gbit,5us", "--step-ms", "100"]) == 0
-    assert "Stay dense: at density 3%" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Dense is faster here: 100 ms a step, and 100 with a sparse exchange, if 50% of the ")
+    assert lines[-1] == "Stay dense: use the optimizer without tritoncomm.wrap."
+    assert _table("\n".join(lines))[0][0] == "dense"
 
 
-def test_plan_starts_with_methods_that_train_well(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first rows are dense and the methods that train well, at the default density, and a sentence says so."""
-    assert main(PLAN) == 0
+def test_plan_for_a_network_between(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sparse step that is faster by less than 5 % hardly pays."""
+    command = ["plan", "--numel", "1e6", "--workers", "4", "--link", "1gbit,50us", "--step-ms", "20"]
+    assert main([*command, "--work-ms", "35"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Sparse hardly pays: 56 ms a step instead of 58, if 50% of the ")
+    assert lines[-1].startswith("Stay dense")
+
+
+def test_plan_counts_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without ``--work-ms``, the plan says up to which work a sparse exchange pays. With it, dense may be faster."""
+    command = ["plan", "--numel", "867072", "--workers", "4", "--link", "1gbit,50us", "--step-ms", "80"]
+    assert main([*command, "--overlap", "0"]) == 0
     out = capsys.readouterr().out
-    rows = _table(out)
-    assert [row[:2] for row in rows[:2]] == [["oktopk", "3%"], ["spardl", "3%"]]
-    assert rows[2][0] == "dense"
-    assert "The first row is the fastest step by these formulas, among dense, oktopk and spardl at density 3%." in out
-    assert "So it may differ from the default of wrap, which is oktopk at density 3%." in out
-    # Then the other methods at the same density, and only then other densities.
+    assert out.startswith("Sparse pays: 81 ms a step instead of 122, if no computation hides")
+    room = float(re.search(r"Sparse pays if it is below (\d+) ms a step", out)[1])
+    for more, answer in ((-2, "Sparse pays: "), (2, "Sparse hardly pays: "), (12, "Dense is faster here: ")):
+        assert main([*command, "--overlap", "0", "--work-ms", str(room + more)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(answer)
+        assert "Not counted" not in out
+
+
+def test_plan_prints_everything_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--all`` prints every method at the density, and the trusted ones at other densities."""
+    assert main(PLAN) == 0
+    short = _table(capsys.readouterr().out)
+    assert main([*PLAN, "--all"]) == 0
+    rows = _table(capsys.readouterr().out)
+    assert len(short) <= 5
+    assert rows[: len(short)] == short
+    assert {row[0] for row in rows} == set(algorithms())
+    # First all methods at the same density, and only then other densities.
     densities = [row[1] for row in rows if row[0] != "dense"]
     assert densities[: len(algorithms()) - 1] == ["3%"] * (len(algorithms()) - 1)
     assert sorted(densities[len(algorithms()) - 1 :]) == ["0.1%", "0.1%", "1%", "1%", "5%", "5%"]
@@ -103,9 +153,8 @@ def test_plan_at_another_density(capsys: pytest.CaptureFixture[str]) -> None:
     """``--density`` plans at another density, and the code uses it."""
     assert main([*PLAN, "--density", "0.05"]) == 0
     out = capsys.readouterr().out
-    assert _table(out)[0][:2] == ["oktopk", "5%"]
-    assert "algo='oktopk', density=0.05, values='4bit')" in out
-    assert "among dense, oktopk and spardl at density 5%." in out
+    assert _table(out)[0][:2] == ["spardl", "5%"]
+    assert "algo='spardl', density=0.05, values='4bit')" in out
 
 
 def test_plan_names_the_format(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,33 +196,10 @@ def _times(out: str, method: str) -> tuple[float, float]:
     return float(exchange), float(step)
 
 
-def test_plan_behind_the_hook_passes_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """With buckets of DDP, the printed code keeps DDP."""
-    assert main([*PLAN, "--buckets", "2"]) == 0
-    assert "tritoncomm.wrap(optimizer, model=model, algo=" in capsys.readouterr().out
-
-
 def test_plan_for_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
     """For one worker, ``plan`` says in one sentence that nothing is exchanged."""
     assert main(["plan", "--numel", "1e6", "--workers", "1"]) == 0
     assert capsys.readouterr().out == "One worker exchanges nothing: use the optimizer without tritoncomm.wrap.\n"
-
-
-def test_plan_for_shared_cores_and_buckets(capsys: pytest.CaptureFixture[str]) -> None:
-    """``plan`` says what it counts. Sharing a core, and each bucket, make the step of a sparse method longer."""
-
-    def step(*more: str) -> float:
-        assert main(["plan", "--numel", "1e7", "--workers", "4", "--device", "cpu", "--step-ms", "50", *more]) == 0
-        out = capsys.readouterr().out
-        assert f"{'0.5 cores' if '--cores' in more else '1 core'} per worker" in out
-        assert (", 7 buckets" in out) == ("--buckets" in more)
-        assert f"overlaps with {0 if '--cores' in more else 50}% of the computation" in out
-        (row,) = re.findall(r"^spardl .* ([\d.]+) +[\d.]+x$", out, flags=re.MULTILINE)[:1]
-        return float(row)
-
-    assert step() < step("--buckets", "7") < step("--buckets", "7", "--cores", "0.5")
-    assert main(["plan", "--numel", "1e7", "--workers", "4", "--cores", "0"]) == 2
-    assert "cores must be above 0" in capsys.readouterr().err
 
 
 def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,8 +214,7 @@ def test_simulate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(name in out for name in algorithms())
     assert picture.read_bytes().startswith(b"\x89PNG")
     spardl = next(row for row in rows if row["method"] == "spardl" and row["workers"] == 5)
-    frames = HEADER_WORDS * spardl["messages"]
-    assert spardl["words"] - frames == spardl["formula_low"] == spardl["formula_high"]
+    assert spardl["busiest"] == spardl["predicted"]
 
 
 def test_simulate_in_a_format(tmp_path: Path) -> None:
@@ -271,7 +296,7 @@ def test_simulated_traffic_matches_spardl_table(world_size: int, teams: int) -> 
 def _rows(words: dict[str, list[float]], workers: list[int]) -> list[Row]:
     """Return rows with the given words per k."""
     return [
-        Row(method, p, 1000, 1000, 0.01, 10.0 * value, 10.0 * value, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0)
+        Row(method, p, 1000, 1000, 0.01, 10.0 * value, 10.0 * value, 1.0, 1.0, 1.0, 0.0, 1.0)
         for method, values in words.items()
         for p, value in zip(workers, values, strict=True)
     ]
@@ -331,7 +356,8 @@ def test_too_large_simulations_are_rejected() -> None:
 def test_all_gather_methods_use_shorter_vectors() -> None:
     """Methods in which every worker holds data of all workers are simulated with shorter vectors."""
     for method, most in ((at("oktopk", 0.01), 409_600), (at("topk_allgather", 0.01), 10_000)):
-        gathered = method.formula(25_000_000, 1024).high / 25_000_000
+        predicted = method.build(25_000_000).predicted_traffic(1024, ordinary=True)
+        gathered = predicted.received.bytes / WORD / 25_000_000
         short = shortened(25_000_000, 1024, 0.01, 1e9, max(0.0, gathered - 2))
         assert most / 2 < short <= most
         assert 1024 * short * (20 + 4 * gathered) < 9e9
@@ -380,18 +406,3 @@ def test_table_columns_are_aligned() -> None:
     assert len(head) == len(first) == len(second)
     before = head.index(" workers")
     assert [line[:before].strip() for line in (first, second)] == [row.method for row in rows]
-
-
-def test_auto_takes_a_format_of_values() -> None:
-    """``algo="auto"`` chooses the method. The format of values is the user's, and no other field."""
-    parameters = [torch.nn.Parameter(torch.zeros(40, 50))]
-    assert tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", values="2bit").recipe.name == "dense"
-    with pytest.raises(ConfigurationError, match="leave out bucket_width"):
-        tritoncomm.wrap(torch.optim.SGD(parameters, lr=0.1), algo="auto", bucket_width=2)
-
-
-def test_auto_names_a_wrong_format() -> None:
-    """One worker needs no format, and yet a wrong one is an error, as with every method."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))])
-    with pytest.raises(ConfigurationError, match="values='5bit': must be one of fp32, bf16"):
-        tritoncomm.wrap(optimizer, algo="auto", values="5bit")

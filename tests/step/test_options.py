@@ -9,10 +9,12 @@ import re
 import pytest
 import torch
 import tritoncomm
-from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, Warmup
+from tritoncomm import ConfigurationError, Dense, ExDyna, OkTopk, Recipe, TopkAllgather, Warmup
 from tritoncomm.algorithms import Hierarchical, algorithms, field_names
+from tritoncomm.algorithms.base import StaticRecipe
+from tritoncomm.planning import planner
 from tritoncomm.step import options
-from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, log_choice, readable_size, with_form
 
 from emulated_cuda import ranks
 from emulated_cuda.device import to_gpu
@@ -81,15 +83,14 @@ def test_unknown_keyword_with_a_recipe_in_a_recipe() -> None:
         tritoncomm.wrap(optimizer, recipe, steps=2)
 
 
-def test_unknown_keyword_with_automatic_method() -> None:
-    """With ``algo="auto"``, a typing error is named as such, and a field of a method is rejected as before."""
-    optimizer = torch.optim.SGD([torch.ones(3)], lr=0.1)
-    with pytest.raises(
-        ConfigurationError, match=r"wrap\(\) has no argument 'warmup' \(did you mean 'warmup_steps'\?\)"
-    ):
-        tritoncomm.wrap(optimizer, algo="auto", warmup=3)
-    with pytest.raises(ConfigurationError, match="leave out teams"):
-        tritoncomm.wrap(optimizer, algo="auto", teams=2)
+def test_static_form_on_a_gpu() -> None:
+    """On a GPU, a method with a static form uses it, unless the user asks for something else."""
+    methods = [method for name in algorithms() if isinstance(method := planner.at(name, 0.01), StaticRecipe)]
+    other = [(TopkAllgather(static=False), False), (ExDyna(mode="paper"), False)]
+    for method, static in [*other, *((each, each.can_be_static()) for each in methods)]:
+        assert with_form(method, "cuda").static is static
+        assert with_form(method, "cpu") == method
+    assert with_form(Dense(), "cuda") == Dense()
 
 
 @pytest.mark.parametrize(
@@ -118,20 +119,20 @@ def test_choice_is_logged(recipe: Recipe, numel: int, level: int, said: str, cap
 @pytest.mark.parametrize(
     ("recipe", "on_gpu", "waits"),
     [
-        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), True, 48),
-        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), False, 0),
-        (OkTopk(density=0.01, static=True), True, 0),
+        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), True, True),
+        (Hierarchical(recipe=OkTopk(density=0.01, values="4bit"), node_size=2), False, False),
+        (OkTopk(density=0.01, static=True), True, False),
     ],
 )
 def test_waits_with_nodes_are_logged(
-    recipe: Recipe, on_gpu: bool, waits: int, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, on_gpu: bool, waits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a GPU, the line says that ``node_group`` makes the host wait many times."""
     caplog.set_level(logging.INFO, "tritoncomm")
     log_choice(recipe, 0, 8, [(recipe.build(1_000_000), 0)], on_gpu=on_gpu)
     (record,) = caplog.records
     said = record.getMessage().partition("; node_group has no static form, ")[2]
-    assert said == (f"so the host waits for the GPU about {waits} times in a step" if waits else "")
+    assert said == ("so the host waits for the GPU many times in a step" if waits else "")
 
 
 def test_wrap_says_that_it_is_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +144,7 @@ def test_wrap_says_that_it_is_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None
         tritoncomm.wrap(inner, Hierarchical(recipe=OkTopk(density=0.1), node_size=2))
 
     ranks.run(main, 2)
-    assert "so the host waits for the GPU about" in caplog.text
+    assert "so the host waits for the GPU many times in a step" in caplog.text
 
 
 def test_only_the_first_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,10 +191,15 @@ def test_default_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped().recipe == OkTopk(density=0.03, values="4bit")
     assert wrapped().recipe.encoding.rounds
     assert wrapped(values="fp32").recipe == OkTopk(density=0.03)
-    assert wrapped(packed=False).recipe == OkTopk(density=0.03, packed=False)
+    assert wrapped(packed=False).recipe == OkTopk(density=0.03)
+    assert wrapped(packed=True).recipe == OkTopk(density=0.03, values="4bit", packed=True)
     assert wrapped(algo=OkTopk(density=0.2)).recipe == OkTopk(density=0.2)
     assert wrapped(algo="exdyna").recipe == ExDyna(density=0.03)
     assert wrapped(algo="dense").recipe.name == "dense"
+    with pytest.raises(ConfigurationError, match="packed=False: values='2bit' are always packed: leave out packed"):
+        wrapped(values="2bit", packed=False)
+    with pytest.raises(ConfigurationError, match="unknown algorithm 'auto'"):
+        wrapped(algo="auto")
     assert options.resolved_small(None) == "8bit"
     with pytest.raises(ConfigurationError, match=r"small='9bit'"):
         wrapped(small="9bit")

@@ -79,7 +79,7 @@ def test_forecast_of_8_bits_is_exact() -> None:
         if phase.startswith("small")
     )
     assert payload == 2 * 4 * (60 + 4)
-    assert "small tensors" not in recipe.ordinary_traffic(400, 5).phases
+    assert "small tensors" not in recipe.build(400).predicted_traffic(5, ordinary=True).phases
 
 
 def test_dense_steps_are_not_quantized() -> None:
@@ -87,7 +87,7 @@ def test_dense_steps_are_not_quantized() -> None:
     for inner in (OkTopk(density=1.0), Dense(density=0.01), Warmup(recipe=OkTopk(density=1.0), steps=1)):
         recipe = Staged(recipe=inner, tail=50, small="8bit")
         world = SimulatedWorld(recipe, 5, 400)
-        assert "small tensors" in recipe.ordinary_traffic(400, 5).phases
+        assert "small tensors" in recipe.build(400).predicted_traffic(5, ordinary=True).phases
         assert "small tensors" in world.predicted_traffic[0].phases
         world.step(gradients(0))
         assert not world.residuals.any()

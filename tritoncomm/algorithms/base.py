@@ -12,10 +12,8 @@ import torch
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, Link
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.wire import NO_VALUES, Encoding
 from tritoncomm_kernels import Workspace
@@ -58,16 +56,15 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """Return an upper bound for the next step from the current state, per rank, phase and direction."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """Return what a rank sends and receives in a step, by phase.
 
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """Return the traffic of the busiest rank in an ordinary step, by the formula of the method's paper.
+        Without ``ordinary``, it is the most that any rank may send and receive in the next step, whatever its gradients
+        are. It follows from the current state. The budget law checks it.
 
-        Entries are taken to be spread evenly. Rare steps may send more, for example those that determine thresholds
-        again. :meth:`predicted_traffic` is the upper bound.
+        With ``ordinary``, it is what the busiest rank sends and receives in an ordinary step, whatever the state is. An
+        ordinary step reuses thresholds and regions, and its k entries are spread evenly over ranks and regions.
         """
-        return self.predicted_traffic(world_size)
 
     @property
     def is_static(self) -> bool:
@@ -201,19 +198,6 @@ class Recipe(ABC):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most accept any
         """Raise :class:`ConfigurationError` if ``optimizer`` conflicts with the method."""
 
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """Return the method's row in the papers' tables, for an ordinary step.
-
-        The default implementation derives it from :meth:`ordinary_traffic`.
-        """
-        forecast = self.ordinary_traffic(numel, world_size)
-        words = forecast.received.bytes / cost.WORD
-        return Formula(forecast.received.messages, words, words)
-
-    def ordinary_traffic(self, numel: int, world_size: int) -> Forecast:
-        """Return the traffic of an ordinary step with ``numel`` elements, see :meth:`Algorithm.ordinary_traffic`."""
-        return self.build(numel).ordinary_traffic(world_size)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticRecipe(Recipe):
@@ -242,47 +226,21 @@ class StaticRecipe(Recipe):
 class IndexRecipe(Recipe):
     """A method that sends indices.
 
-    ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32.
-    ``"auto"`` packs if values are rounded (see :class:`EntryRecipe`). If they are not, :func:`tritoncomm.wrap` resolves
-    it: messages are packed for vectors on a GPU, and not on a CPU. With ``algo="auto"``, the measured link decides.
-    A link as text, such as ``"1gbit,30us"`` (see :meth:`Link.parse <tritoncomm.scheduler.cost.Link.parse>`), is
-    ``"auto"`` for this link: messages are packed if that saves more time than it takes. ``"always"`` packs messages
-    that become longer too. It is for tests.
+    ``packed`` says whether they are packed. A packed index needs about 2 + log2(1 / density) bits, a plain one 32. The
+    result is the same. Packing takes time, so it pays on slow links. Rounded values are packed in any case, see
+    :class:`EntryRecipe`.
     """
 
-    packed: bool | str = "auto"
+    packed: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fix = "must be True, False, 'auto', 'always', or a link such as '10gbit,30us'"
-        check(self, "packed", isinstance(self.packed, (bool, str)), fix)
-        try:
-            _ = self.known_link
-        except ConfigurationError:
-            check(self, "packed", False, fix)
-
-    @property
-    def packs_by_link(self) -> bool:
-        """True if ``packed`` is ``"auto"``, or a link."""
-        return isinstance(self.packed, str) and self.packed != "always"
-
-    @property
-    def known_link(self) -> Link | None:
-        """The link in ``packed``, or None."""
-        return Link.parse(str(self.packed)) if self.packs_by_link and self.packed != "auto" else None
+        check(self, "packed", isinstance(self.packed, bool), "must be True or False")
 
     @property
     def encoding(self) -> Encoding:
-        """The format of messages. They are plain as long as ``packed`` is not resolved."""
-        return Encoding(NO_VALUES, False if self.packs_by_link else self.packed)
-
-    def entry_words(self, numel: int, sections: int = 1) -> float:
-        """Return the words per entry of messages with the largest entries of a vector of ``numel`` elements.
-
-        The entries are spread evenly over ``sections`` parts of the vector, and those of each part are a section.
-        """
-        span, room = -(-numel // sections), -(-entries_to_keep(numel, self.density) // sections)
-        return self.encoding.words(span, room) / min(span, room) if room else 0.0
+        """The format of messages."""
+        return Encoding(NO_VALUES, self.packed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,8 +248,8 @@ class EntryRecipe(IndexRecipe):
     """A method whose messages hold entries: pairs of an index and a value.
 
     ``values`` is the format of a value on the wire. ``"fp32"`` sends all bits. ``"bf16"``, ``"8bit"``, ``"4bit"``,
-    ``"3bit"``, ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual. Rounded values are
-    always packed.
+    ``"3bit"``, ``"2bit"`` and ``"1bit"`` round, and keep the exact difference in the residual. Messages with rounded
+    values are always packed. ``packed`` is for ``"fp32"``.
     """
 
     values: str = "fp32"
@@ -304,18 +262,11 @@ class EntryRecipe(IndexRecipe):
             isinstance(self.values, str) and self.values in VALUE_BITS,
             f"must be one of {', '.join(VALUE_BITS)}",
         )
-        fix = f"values={self.values!r} are always packed: leave out packed, or choose values='fp32'"
-        check(self, "packed", self.values == "fp32" or self.packed is not False, fix)
-
-    def all_gather_formula(self, numel: int, world_size: int, gathers: int = 1) -> Formula:
-        """Return the formula of an all-gather of k entries, and of ``gathers - 1`` short ones before it."""
-        words = self.entry_words(numel) * entries_to_keep(numel, self.density) * (world_size - 1)
-        return Formula(gathers * cost.log2(world_size), words, words)
 
     @property
     def encoding(self) -> Encoding:
         """The format of messages."""
-        return Encoding(self.values, self.values != "fp32" if self.packs_by_link else self.packed)
+        return Encoding(self.values, self.packed or self.values != "fp32")
 
 
 def check(recipe: Recipe, field: str, holds: bool, fix: str) -> None:

@@ -10,7 +10,7 @@ from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import dense_exchange
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Pattern
 
 
@@ -24,11 +24,6 @@ class Dense(Recipe):
     name: ClassVar[str] = "dense"
     averages_when_dense: ClassVar[bool] = True
     density: float = dataclasses.field(default=1.0, repr=False)
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`. Assumes recursive halving and doubling."""
-        words = 2 * numel * (world_size - 1) / world_size
-        return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. All entries are delivered."""
@@ -55,5 +50,5 @@ class DenseAlgorithm(Algorithm):
     def reduce(self, acc: Accumulator, rank: int, world_size: int) -> Pattern[SparseVector]:
         return dense_exchange(acc, world_size)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         return cost.dense(self.numel, world_size)

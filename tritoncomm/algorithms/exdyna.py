@@ -28,7 +28,7 @@ from tritoncomm.primitives.region_cuts import trimmed_sizes
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
+from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, AllReduce, Pattern, read
 from tritoncomm_kernels import Selection
 from tritoncomm_kernels.rebalance import MAX_PARTITIONS
@@ -108,17 +108,6 @@ class ExDyna(IndexRecipe, StaticRecipe):
         check_at_least(self, 1, "blocks", "min_blocks", whole=True)
         check_at_least(self, 1, "capacity", "lift")
         check(self, "lift", math.isfinite(self.lift), "must be a finite multiple of the quantile")
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: three ring collectives over k evenly distributed entries.
-
-        The static form has its own fixed length, which has room for more than k entries.
-        """
-        if self.static is True:
-            return super().formula(numel, world_size)
-        words = (2 + self.entry_words(numel, world_size)) * entries_to_keep(numel, self.density)
-        words *= (world_size - 1) / world_size
-        return Formula(4 * (world_size - 1), words, words)
 
     def build(self, numel: int) -> ExDynaAlgorithm:
         return ExDynaAlgorithm(self, numel)
@@ -393,31 +382,28 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         room = math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
         return Messages(self.encoding, self.numel, room, world_size)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.
+
+        In an ordinary step, all ranks select the same number of k entries: 3k(P-1)/P words.
+        """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         layout = self.layout(world_size)
         if self.is_static:
             forecast = self._messages(world_size).forecast
+        elif ordinary:
+            volume = (world_size - 1) * self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
+            forecast = self._forecast(world_size, volume, volume, self.k)
         else:
             bounds = self._partitions(self._state_for(world_size, layout), layout, torch.device("cpu")).bounds.tolist()
             largest = max(stop - start for start, stop in itertools.pairwise(bounds))
             leaving = (world_size - 1) * self.encoding.words_at_most(self.numel, min(self.capacity, largest), 1)
             arriving = min(leaving, self.encoding.words_at_most(self.numel, self.capacity, world_size))
             forecast = self._forecast(world_size, leaving, arriving, self.capacity)
-        if self._state_for(world_size, layout).threshold:
+        if ordinary or self._state_for(world_size, layout).threshold:
             return forecast
         return Forecast({"start": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: k entries, the same number from every rank; 3k(P-1)/P words."""
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        if self.is_static:
-            return self._messages(world_size).forecast
-        section = self.encoding.words(-(-self.numel // world_size), -(-self.k // world_size))
-        return self._forecast(world_size, (world_size - 1) * section, (world_size - 1) * section, self.k)
 
     def _forecast(self, world_size: int, leaving: int, arriving: int, total: int) -> Forecast:
         rounds = cost.log2(world_size)

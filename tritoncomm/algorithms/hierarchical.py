@@ -130,11 +130,9 @@ class HierarchicalAlgorithm(WrapperAlgorithm):
         inside = int(torch.count_nonzero(found.indices < self.numel))
         return SparseVector(found.indices[:inside], found.values[:inside], self.numel)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        return self._forecast(self.inner.predicted_traffic(max(1, world_size // self.recipe.node_size)))
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        return self._forecast(self.inner.ordinary_traffic(max(1, world_size // self.recipe.node_size)))
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        nodes = max(1, world_size // self.recipe.node_size)
+        return self._forecast(self.inner.predicted_traffic(nodes, ordinary=ordinary))
 
     def _forecast(self, between: Forecast) -> Forecast:
         size = self.recipe.node_size

@@ -30,7 +30,7 @@ from tritoncomm.primitives.region_sums import RegionSums
 from tritoncomm.primitives.selection import before_rounding, entries_to_keep, largest_parts, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Forecast, Formula
+from tritoncomm.scheduler.cost import Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import Encoding
 from tritoncomm_kernels import Selection
@@ -99,14 +99,6 @@ class OkTopk(EntryRecipe, StaticRecipe):
         check(self, "local_cap", math.isfinite(self.local_cap), "must be a finite multiple of k")
         check(self, "global_cap", math.isfinite(self.global_cap), "must be a finite multiple of k")
         check(self, "static_room", math.isfinite(self.static_room), "must be a finite multiple of an even share")
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: from fully overlapping to disjoint supports, or the length of the static form."""
-        if self.static is True:
-            return super().formula(numel, world_size)
-        words = self.entry_words(numel, world_size) * entries_to_keep(numel, self.density)
-        words *= (world_size - 1) / world_size
-        return Formula(2 * world_size + 2 * cost.log2(world_size), words, 3 * words)
 
     @property
     def static_shares(self) -> tuple[float, float]:
@@ -454,12 +446,16 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.invalidate_thresholds`: the next step re-evaluates them."""
         self.state = replace(self.state, local_threshold=0.0, force_reevaluate=True)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: the most that the caps of the next step allow, or an even step."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if world_size == 1:
             return Forecast({})
+        if ordinary and self.is_static:
+            return self.static_form.forecast(world_size, -(-self.numel // world_size))
+        if ordinary:
+            return self.caps.even(world_size)
         state = self._state_for(world_size)
         reevaluate, repartition = self._due(state)
         width = widest(state.cuts) if state.cuts and not repartition else None  # None before the cuts are computed
@@ -469,16 +465,3 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
             span = None if reevaluate else width
             return self.static_form.forecast(world_size, span, **kinds, worth_gathering=worth)
         return self.caps.most(world_size, width or self.numel, **kinds, worth_gathering=worth)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: a step that reuses thresholds and cuts, with regions of equal width.
-
-        The static form sends its fixed length. For other messages, see :meth:`Caps.even`.
-        """
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        if world_size == 1:
-            return Forecast({})
-        if self.is_static:
-            return self.static_form.forecast(world_size, -(-self.numel // world_size))
-        return self.caps.even(world_size)

@@ -22,7 +22,7 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import below, draw, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 
 _PHASE = "block"
@@ -72,12 +72,6 @@ class RandomBlock(StaticRecipe):
                 "learning rate and set reduced_lr=True, or use a density of at least 1/32",
                 stacklevel=3,
             )
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        if self.values != "fp32":
-            return super().formula(numel, world_size)
-        words = 2 * self.block_size(numel) * (world_size - 1) / world_size
-        return Formula(2 * cost.log2(world_size), words, words)
 
     def block_size(self, numel: int) -> int:
         """Return the number of elements per block for a vector of ``numel`` elements."""
@@ -166,15 +160,9 @@ class RandomBlockAlgorithm(Algorithm):
             self._order = round_, np.argsort(draws(self.recipe.seed, round_, 0, count), kind="stable")
         return int(self._order[1][place])
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exact and covers only values."""
-        return self._forecast(sum(stop - start for start, stop in self.ranges(self.state.step)), world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. It is 2k(P-1)/P words."""
-        return self._forecast(self.size, world_size)
-
-    def _forecast(self, values: int, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P words. The last block may be shorter."""
+        values = self.size if ordinary else sum(stop - start for start, stop in self.ranges(self.state.step))
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         if self.recipe.values != "fp32":

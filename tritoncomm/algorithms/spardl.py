@@ -36,7 +36,7 @@ from tritoncomm.primitives.selection import RoundingError, entries_to_keep, left
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED, with_verdict
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Forecast, Formula, Link, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import Sections
 from tritoncomm_kernels import Selection
@@ -76,25 +76,6 @@ class SparDL(EntryRecipe, StaticRecipe):
         if self.teams != "auto":
             check_at_least(self, 1, "teams", whole=True)
 
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """See :meth:`Recipe.formula`: for B-SAG, from teams with disjoint entries to teams with the same entries."""
-        k = entries_to_keep(numel, self.density)
-        teams = self.teams_for(world_size, k)
-        plain = self._formula(teams, world_size, k)
-        shorter = self.entry_words(numel, world_size // teams) / 2
-        return Formula(plain.latencies, shorter * plain.low, shorter * plain.high)
-
-    def _formula(self, d: int, world_size: int, k: int) -> Formula:
-        """Return the formula of the paper for d teams, with two words per entry."""
-        size = world_size // d
-        k = max(k, size)  # every block delivers at least one entry
-        latencies = 2 * cost.log2(size) + cost.log2(d)
-        within = 4 * k * (size - 1) / size
-        if self.recursive(d):
-            words = within + 2 * k / size * cost.log2(d)
-            return Formula(latencies, words, words)
-        return Formula(latencies, within + 2 * k / world_size * (d - 1), within + 2 * k / size * (d - 1))
-
     def build(self, numel: int) -> SparDLAlgorithm:
         return SparDLAlgorithm(self, numel)
 
@@ -111,8 +92,7 @@ class SparDL(EntryRecipe, StaticRecipe):
             return 1
         if self.teams == "auto":
             divisors = (d for d in range(1, world_size + 1) if world_size % d == 0 and self._can_merge(d))
-            link = Link(self.latency_words * cost.WORD, 1.0)
-            return min(divisors, key=lambda d: (self._formula(d, world_size, k).seconds(link)[1], d))
+            return min(divisors, key=lambda d: (self._words(d, world_size, k), d))
         assert isinstance(self.teams, int)
         if world_size % self.teams:
             raise ConfigurationError(f"teams={self.teams} does not divide world_size={world_size}: choose a divisor")
@@ -121,6 +101,14 @@ class SparDL(EntryRecipe, StaticRecipe):
                 f"sag='recursive' with teams={self.teams}: teams must be a power of two, or choose sag='bruck'"
             )
         return self.teams
+
+    def _words(self, d: int, world_size: int, k: int) -> float:
+        """Return the most words that d teams receive in plain messages. A message counts as ``latency_words`` more."""
+        size = world_size // d
+        k = max(k, size)  # every block delivers at least one entry
+        between = cost.log2(d) if self.recursive(d) else d - 1
+        messages = 2 * cost.log2(size) + cost.log2(d)
+        return 4 * k * (size - 1) / size + 2 * k / size * between + self.latency_words * messages
 
     def recursive(self, teams: int) -> bool:
         """Return True if ``teams`` teams merge by R-SAG."""
@@ -374,15 +362,12 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.common_state`: the state of the controller differs between columns."""
         return {"world_size": self.state.world_size}
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`: exact if all blocks have the same budget."""
-        return self._forecast(world_size, self.state.h if self.state.world_size == world_size else 0)
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`: exact if all blocks have the same budget.
 
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: for B-SAG with the largest h, the budget K of a block."""
-        return self._forecast(world_size, self.k)
-
-    def _forecast(self, world_size: int, h: int) -> Forecast:
+        For B-SAG, h of an ordinary step is the largest one, the budget of a block.
+        """
+        h = self.k if ordinary else self.state.h if self.state.world_size == world_size else 0
         place = self._place(0, world_size)
         if place is None:
             dense = cost.dense(self.numel, world_size)

@@ -18,7 +18,7 @@ from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import Verdict, with_verdict
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern
 from tritoncomm.scheduler.wire import PLAIN, Encoding, Rows
 from tritoncomm_kernels import Padded
@@ -30,9 +30,6 @@ class TopkAllgather(EntryRecipe, StaticRecipe):
 
     name: ClassVar[str] = "topk_allgather"
     averages_when_dense: ClassVar[bool] = True
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        return self.all_gather_formula(numel, world_size)
 
     def build(self, numel: int) -> TopkAllgatherAlgorithm:
         k = entries_to_keep(numel, self.density)
@@ -82,7 +79,7 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         lows = kernels.constant((0,) * world_size, device)
         return Rows(encoding, lows, self.numel, self.k, divisor=world_size if encoding.rounds else 1)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)

@@ -151,16 +151,14 @@ class WarmupAlgorithm(WrapperAlgorithm):
         """See :meth:`Algorithm.dense_update`. It belongs to the step that the inner algorithm is about to take."""
         return self.inner.dense_update(mean)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. It is exact in a quantized step."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. It is exact in quantized steps. Ordinary ones follow."""
+        if ordinary:
+            return self.recipe.recipe.build(self.numel).predicted_traffic(world_size, ordinary=True)
         if not self.quantizes:
             return self.inner.predicted_traffic(world_size)
         bits, collective = BITS[self.recipe.values], self.is_static
         return Forecast(traffic(self.numel, world_size, bits=bits, phase=_PHASE, collective=collective))
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Returns the traffic after the warm-up."""
-        return self.recipe.recipe.build(self.numel).ordinary_traffic(world_size)
 
     def adopt_across_layout(self, other: Algorithm) -> None:
         """See :meth:`Algorithm.adopt_across_layout`. Copies the number of completed steps."""

@@ -1,1 +1,1 @@
-"""Choosing a method: cost formulas, network measurements and simulated comparisons."""
+"""Choosing a method: predictions, network measurements and simulated comparisons."""

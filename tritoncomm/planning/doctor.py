@@ -11,17 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import tritoncomm_kernels as kernels
 from tritoncomm.algorithms import Dense, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.planning import planner
 from tritoncomm.planning.synthetic_gradients import LayeredGradients
-from tritoncomm.primitives.accumulator import Accumulator
-from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.link import measure_link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
-from tritoncomm.step.packing import Packing, describe, resolve
+from tritoncomm.simulation import SimulatedWorld
+from tritoncomm.step.options import with_form
 from tritoncomm.step.vector import ErrorFeedback
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
@@ -32,46 +30,40 @@ _REPEATS = 3
 class Diagnosis:
     """The result of :func:`diagnose`. All times are seconds on the slowest rank.
 
-    With several ranks, exchange times are measured. In a single process, they are predicted as by ``plan``, see
-    :func:`tritoncomm.planning.planner.estimates`. Only the selection is measured, and shown beside them.
+    With several ranks, exchange times are measured. In a single process, the time on the link is predicted as by
+    ``plan``, see :mod:`tritoncomm.planning.planner`, and only the work beside it is measured.
 
     Attributes:
         workers: Number of workers.
         numel: Number of values exchanged.
         method: Name of the method.
-        density: Density that ``selection`` and ``pays`` refer to.
+        values: Format of values on the wire, or empty for a method without one.
+        density: Density that ``work`` and ``pays`` refer to.
         step: Seconds of computation in one training step.
         link: Measured link, or the given one in a single process.
         measured: Whether exchange times are measured rather than predicted.
-        selection: Time of the selection at ``density``.
+        work: Time of the sparse exchange at ``density`` beside the link: selection, packing, merging.
         dense: Time of a dense all-reduce.
-        sparse: Time of the sparse exchange by density, selection included.
-        break_even: Density at which sparse and dense take the same time, with what the rest of a sparse step takes
-            longer. 0 if sparse is slower at every density.
-        packing: How the messages at ``density`` travel, and the time that packing takes (predicted).
-        rest: What the rest of a sparse step takes longer than that of a dense one (predicted).
-        warmup: Time of the exchange in one of the dense steps of ``wrap`` at the start, predicted if quantized.
-        quantizes_warmup: Whether these steps are quantized.
-        pays: Whether the sparse exchange at ``density``, and what the rest of a sparse step takes longer (predicted),
-            take less than 95 % of the exposed time of a dense all-reduce. The exposed time is the part that computation
-            does not hide.
+        sparse: Time of the sparse exchange by density, work included.
+        break_even: Density at which sparse and dense take the same time. 0 if sparse is slower at every density.
+        start: A sentence on the dense steps at the start of ``wrap``.
+        pays: Whether the sparse exchange at ``density`` takes less than 95 % of the exposed time of a dense all-reduce.
+            The exposed time is the part that computation does not hide. The update of the parameters is not counted.
     """
 
     workers: int
     numel: int
     method: str
+    values: str
     density: float
     step: float
     link: Link
     measured: bool
-    selection: float
+    work: float
     dense: float
     sparse: dict[float, float]
     break_even: float
-    packing: Packing
-    rest: float
-    warmup: float
-    quantizes_warmup: bool
+    start: str
     pays: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,10 +71,9 @@ class Diagnosis:
         return {
             "workers": self.workers, "numel": self.numel, "method": self.method, "density": self.density,
             "measured": self.measured, "link_bits_per_second": 8 * self.link.bandwidth,
-            "link_latency_seconds": self.link.latency, "selection_seconds": self.selection,
-            "dense_seconds": self.dense, "sparse_seconds": {str(d): s for d, s in self.sparse.items()},
-            "break_even_density": self.break_even, "packed": self.packing.packed,
-            "packing_seconds": self.packing.seconds, "pays": self.pays,
+            "link_latency_seconds": self.link.latency, "work_seconds": self.work, "dense_seconds": self.dense,
+            "sparse_seconds": {str(d): s for d, s in self.sparse.items()}, "break_even_density": self.break_even,
+            "pays": self.pays,
         }  # fmt: skip
 
     def report(self) -> str:
@@ -91,8 +82,7 @@ class Diagnosis:
         lines = [
             f"{self.workers} workers, {self.numel:,} values, exchanges {how}",
             f"link        {8e-9 * self.link.bandwidth:.3g} Gbit/s, {1e6 * self.link.latency:.3g} us per message",
-            f"selection   {1e3 * self.selection:.2f} ms at density {self.density:.2%}",
-            *([f"packing     {how}"] if (how := describe([self.packing])) else []),
+            f"work        {1e3 * self.work:.2f} ms at density {self.density:.2%}: selection, packing, merging",
             f"dense       {1e3 * self.dense:.2f} ms",
         ]
         lines += [
@@ -108,10 +98,17 @@ class Diagnosis:
             + (f" with {1e3 * self.step:g} ms of computation per step." if self.step else ".")
         )
         if self.pays and self.density < 1:
-            others = self.step + self.rest
-            dense, sparse = self.warmup + others, self.sparse[self.density] + others
-            lines.append(planner.dense_start(dense, sparse, quantized=self.quantizes_warmup))
-        return "\n".join(lines)
+            lines.append(self.start)
+        lines.append("Not counted: the update of the parameters, which takes longer after a sparse exchange.")
+        return "\n".join([*lines, f"For other links: {self.command()}"])
+
+    def command(self) -> str:
+        """Return the command that plans with these figures."""
+        link = f"{_plain(8e-6 * self.link.bandwidth)}mbit,{_plain(1e6 * self.link.latency)}us"
+        values = f" --values {self.values}" if self.values else ""
+        times = f"--step-ms {_plain(1e3 * self.step)} --work-ms {_plain(1e3 * self.work)}"
+        exchange = f"--numel {self.numel} --workers {self.workers} --density {self.density:g}{values} --link {link}"
+        return f"python -m tritoncomm plan {exchange} {times}"
 
 
 def diagnose(
@@ -127,7 +124,7 @@ def diagnose(
     """Measure dense and sparse exchanges on the default process group.
 
     Every rank must call this with the same arguments, and every rank gets the same result. In a single process,
-    the selection is measured and the exchanges are predicted.
+    the work is measured and the time on the link is predicted.
 
     Args:
         numel: Number of values to exchange.
@@ -144,40 +141,34 @@ def diagnose(
     together = is_distributed() and dist.get_world_size() > 1
     if not together and workers < 2:  # noqa: PLR2004 - one worker exchanges nothing
         raise ConfigurationError(f"workers={workers}: one worker exchanges nothing, predict for 2 or more")
-    densities = sorted({*DENSITIES, density})
+    recipes = {each: with_form(method(each), device) for each in sorted({*DENSITIES, density})}
     gradient = LayeredGradients(numel, dist.get_rank() if is_distributed() else 0).at(0).to(device)
-    selection = _best(lambda: _select(gradient, density), device)
+    link = link or Link.parse("10gbit,30us")
     if together:
-        workers = dist.get_world_size()
-        found = measure_link(None, device)
+        workers, link = dist.get_world_size(), measure_link(None, device)
+    on_link = {each: planner.exchange_seconds(recipe, numel, workers, link) for each, recipe in recipes.items()}
+    dense = planner.exchange_seconds(Dense(), numel, workers, link)
+    if together:
         dense = _exchange_seconds(Dense(), gradient, device)
-    else:
-        found = link or Link.parse("10gbit,30us")
-        dense = planner.ddp_seconds(numel, workers, found, device)
-    packings = {d: resolve(method(d), numel, workers, device, planner.usable(found, device)) for d in densities}
-    if together:
-        sparse = {d: _exchange_seconds(packing.recipe, gradient, device) for d, packing in packings.items()}
-    else:
-        # On a CPU, the prediction includes the selection. On a GPU, it includes its launches alone, some tens of
-        # microseconds that are counted twice.
-        more = selection if torch.device(device).type == "cuda" else 0.0
-        sparse = {
-            d: more + planner.exchange_seconds(packing, numel, workers, found, device)[1]
-            for d, packing in packings.items()
-        }
-    selection, dense, *others = _slowest([selection, dense, *sparse.values()], device)
-    sparse = dict(zip(sparse, others, strict=True))
-    rest = planner.rest_of_step(numel, device)
+    timed = _exchange_seconds if together else _work_seconds
+    dense, *times = _slowest([dense, *(timed(recipe, gradient, device) for recipe in recipes.values())], device)
+    sparse = dict(zip(recipes, times, strict=True))
+    if not together:
+        sparse = {each: seconds + on_link[each] for each, seconds in sparse.items()}
+    work = max(0.0, sparse[density] - on_link[density])
     exposed = max(0.0, dense - planner.OVERLAP * step_seconds)
-    quantizes = method(density).averages_when_dense
+    setting = planner.Setting(numel=numel, workers=workers, link=link, step=step_seconds, work=work, device=device)
     return Diagnosis(
-        workers=workers, numel=numel, method=method(density).name, density=density, step=step_seconds, link=found,
-        measured=together, selection=selection, dense=dense, sparse=sparse,
-        break_even=break_even({d: seconds + rest for d, seconds in sparse.items()}, dense), packing=packings[density],
-        rest=rest, warmup=planner.warmup_seconds(numel, workers, found, device) if quantizes else dense,
-        quantizes_warmup=quantizes,
-        pays=sparse[density] + rest < planner.WORTH_IT * exposed,
+        workers=workers, numel=numel, method=recipes[density].name,
+        values=getattr(recipes[density], "values", ""), density=density, step=step_seconds, link=link,
+        measured=together, work=work, dense=dense, sparse=sparse, break_even=break_even(sparse, dense),
+        start=planner.dense_start(setting, recipes[density]), pays=sparse[density] < planner.WORTH_IT * exposed,
     )  # fmt: skip
+
+
+def _plain(number: float) -> str:
+    """Return ``number`` with three decimals at most and no exponent."""
+    return f"{number:.3f}".rstrip("0").rstrip(".")
 
 
 def break_even(sparse: dict[float, float], dense: float) -> float:
@@ -198,9 +189,12 @@ def break_even(sparse: dict[float, float], dense: float) -> float:
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
-def _select(gradient: torch.Tensor, density: float) -> None:
-    residual, scratch = torch.zeros_like(gradient), torch.empty_like(gradient)
-    Accumulator(residual, gradient, scratch, kernels.Workspace()).top_k(entries_to_keep(gradient.numel(), density))
+def _work_seconds(recipe: Recipe, gradient: torch.Tensor, device: torch.device | str) -> float:
+    """Return the seconds that a rank works in an exchange, measured in a simulation of two. The first is not timed."""
+    world = SimulatedWorld(recipe, 2, gradient.numel(), device=device)
+    gradients = torch.stack([gradient, gradient.flip(0)])
+    world.step(gradients)
+    return _best(lambda: world.step(gradients), device) / 2
 
 
 def _exchange_seconds(recipe: Recipe, gradient: torch.Tensor, device: torch.device | str) -> float:
@@ -216,7 +210,7 @@ def _exchange_seconds(recipe: Recipe, gradient: torch.Tensor, device: torch.devi
     return _best(step, device)
 
 
-def _best(work: Callable[[], None], device: torch.device | str) -> float:
+def _best(work: Callable[[], object], device: torch.device | str) -> float:
     seconds = []
     for _ in range(_REPEATS):
         if is_distributed():

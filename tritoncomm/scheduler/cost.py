@@ -77,18 +77,18 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Upper bound on the traffic of one rank in one step, for each phase and direction."""
+    """The traffic of one rank in one step, or an upper bound on it, for each phase and direction."""
 
     phases: Mapping[str, Flow]
 
     @property
     def sent(self) -> Traffic:
-        """Upper bound on the traffic that a rank sends in all phases."""
+        """The traffic that a rank sends in all phases."""
         return total(flow.sent for flow in self.phases.values())
 
     @property
     def received(self) -> Traffic:
-        """Upper bound on the traffic that a rank receives in all phases."""
+        """The traffic that a rank receives in all phases."""
         return total(flow.received for flow in self.phases.values())
 
     def seconds(self, link: Link) -> float:
@@ -102,23 +102,6 @@ class Forecast:
         """Return True if ``sent`` and ``received`` in ``phase`` are within the bound."""
         flow = self.phases.get(phase, Flow())
         return sent.within(flow.sent) and received.within(flow.received)
-
-
-class Formula(NamedTuple):
-    """A row of the papers' comparison tables: number of latencies, and words per rank from ``low`` to ``high``.
-
-    A word is 4 bytes. An (index, value) pair is two words. The volume depends on the data where ``low`` and ``high``
-    differ.
-    """
-
-    latencies: float
-    low: float
-    high: float
-
-    def seconds(self, link: Link) -> tuple[float, float]:
-        """Return the lowest and the highest seconds on ``link`` in the alpha-beta model."""
-        low, high = (self.latencies * link.latency + link.transfer(WORD * words) for words in (self.low, self.high))
-        return low, high
 
 
 def log2(count: int) -> int:

@@ -171,9 +171,8 @@ class GradientExchange:
     def log_choice(self) -> None:
         """See :func:`~tritoncomm.step.options.log_choice`."""
         first = self.vectors[0]
-        parts, packings = [vector.part for vector in self.vectors], [vector.packing for vector in self.vectors]
-        on_gpu = first.device.type == "cuda"
-        log_choice(first.recipe, first.rank, first.world_size, parts, packings, on_gpu=on_gpu)
+        parts, on_gpu = [vector.part for vector in self.vectors], first.device.type == "cuda"
+        log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=on_gpu)
 
     def exchange(
         self,

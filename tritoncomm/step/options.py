@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from tritoncomm.algorithms import (
     recipe,
     with_suggestions,
 )
+from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.algorithms.wrapper import WrapperRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step import agree, gpu_cost
-from tritoncomm.step.packing import Packing, describe
+from tritoncomm.step import agree
 from tritoncomm.step.torch_internals import has_hooks, is_flattened
 
 logger = logging.getLogger("tritoncomm")
@@ -169,6 +168,7 @@ def resolve_recipe(
     """
     check_keywords(function, algo, fields)
     if not isinstance(algo, Recipe):
+        _check_packed(fields)
         chosen = recipe(
             algo, density=DEFAULT_DENSITY if density is None else density, **{**default_fields(algo, fields), **fields}
         )
@@ -178,6 +178,15 @@ def resolve_recipe(
             raise ConfigurationError(f"algo is a recipe and carries its own {', '.join(given)}: set it in the recipe")
         chosen = algo
     return with_warmup_and_nodes(chosen, warmup_steps, node_group, group, small)
+
+
+def _check_packed(fields: Mapping[str, Any]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if the user asks for plain messages with rounded values."""
+    values = fields.get("values", "fp32")
+    if fields.get("packed") is False and values != "fp32":
+        raise ConfigurationError(
+            f"packed=False: values={values!r} are always packed: leave out packed, or choose values='fp32'"
+        )
 
 
 def default_fields(algo: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,13 +213,11 @@ def check_keywords(function: Callable[..., Any], algo: str | Recipe, given: Iter
 
     Args:
         function: The function that the user called. It collects keywords that are not its arguments.
-        algo: Its argument ``algo``. ``"auto"`` has the fields of all methods. An unknown name is not checked here.
+        algo: Its argument ``algo``. An unknown name is not checked here.
         given: The collected keywords.
     """
     if isinstance(algo, Recipe):
         name, known = algo.name, [field.name for field in dataclasses.fields(algo)]
-    elif algo == "auto":
-        name, known = algo, list(dict.fromkeys(chain(*map(field_names, algorithms()))))
     elif algo in algorithms():
         name, known = algo, field_names(algo)
     else:
@@ -263,6 +270,25 @@ def with_warmup_and_nodes(
     return Hierarchical(recipe=chosen, node_size=len(node))
 
 
+def with_form(chosen: Recipe, device: torch.device | str) -> Recipe:
+    """Return ``chosen`` with ``static="auto"`` resolved for vectors on ``device``.
+
+    On a GPU it is True if the method has the static form, unless the exchange is hierarchical. On a CPU it stays.
+    """
+    method = chosen.layers[-1]
+    if torch.device(device).type != "cuda" or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
+        return chosen
+    if not isinstance(method, StaticRecipe) or method.static != "auto":
+        return chosen
+    static = method.can_be_static()
+    return chosen.with_method(lambda inner: replace(inner, static=static))  # type: ignore[call-arg]
+
+
+def rounds(chosen: Recipe) -> bool:
+    """Return True if values are rounded on the wire, at least in some steps."""
+    return any(getattr(layer, "values", "fp32") != "fp32" for layer in chosen.layers)
+
+
 def with_density(chosen: Recipe, density: float) -> Recipe:
     """Return a copy of ``chosen`` with another density."""
     return chosen.with_method(lambda method: replace(method, density=density))
@@ -270,7 +296,7 @@ def with_density(chosen: Recipe, density: float) -> Recipe:
 
 def without_encoding(chosen: Recipe) -> Recipe:
     """Return ``chosen`` with plain messages and fp32 values. No state depends on the format of messages."""
-    plain = {"values": "fp32", "packed": "auto", "static": "auto"}
+    plain = {"values": "fp32", "packed": False, "static": "auto"}
 
     def change(method: Recipe) -> Recipe:
         names = {field.name for field in dataclasses.fields(method)}
@@ -348,7 +374,6 @@ def log_choice(
     rank: int,
     world_size: int,
     parts: Sequence[tuple[Algorithm, int]],
-    packings: Sequence[Packing] = (),
     *,
     on_gpu: bool = False,
 ) -> None:
@@ -362,12 +387,11 @@ def log_choice(
         world_size: Number of ranks in the group.
         parts: The vectors that are exchanged separately. Each is its algorithm, and the number of its values that
             belong to small tensors, which are sent dense.
-        packings: How the messages of these vectors travel. The line says whether they are packed, and why.
-        on_gpu: Whether the vectors are on a GPU. The line says how often the host waits for it with ``node_group``.
+        on_gpu: Whether the vectors are on a GPU. The line says that the host waits for it often with ``node_group``.
     """
     if rank != 0 or world_size == 1 or not parts:
         return
-    received = sum(algorithm.ordinary_traffic(world_size).received.bytes for algorithm, _ in parts)
+    received = sum(algorithm.predicted_traffic(world_size, ordinary=True).received.bytes for algorithm, _ in parts)
     dense = sum(cost.dense(algorithm.numel, world_size).received.bytes for algorithm, _ in parts)
     numel, small = sum(algorithm.numel for algorithm, _ in parts), sum(small for _, small in parts)
     text = f"{recipe!r} over {world_size} ranks: {numel:,} values"
@@ -379,11 +403,8 @@ def log_choice(
         text += f", {dense / received:.3g} times less than the {readable_size(dense)} of a dense all-reduce"
     elif not dense_chosen:
         text += f", which is not less than the {readable_size(dense)} of a dense all-reduce: use algo='dense'"
-    if how := describe(packings):
-        text += f"; {how}"
-    if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers) and gpu_cost.is_known(recipe):
-        waits = gpu_cost.counts(recipe, world_size).synchronizations
-        text += f"; node_group has no static form, so the host waits for the GPU about {waits:.0f} times in a step"
+    if on_gpu and any(isinstance(layer, Hierarchical) for layer in recipe.layers):
+        text += "; node_group has no static form, so the host waits for the GPU many times in a step"
     logger.log(logging.INFO if received < dense or dense_chosen else logging.WARNING, "%s", text)
 
 

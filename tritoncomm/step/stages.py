@@ -187,12 +187,10 @@ class StagedAlgorithm(WrapperAlgorithm):
         elif kernels.has_non_finite(values):
             raise NonFiniteError(REJECTED)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        return self._with_tail(self.inner.predicted_traffic(world_size), self._bits, world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. The tail is added to the traffic of the inner method."""
-        return self._with_tail(self.inner.ordinary_traffic(world_size), self.bits, world_size)
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. The tail is added to the traffic of the inner method."""
+        inner = self.inner.predicted_traffic(world_size, ordinary=ordinary)
+        return self._with_tail(inner, self.bits if ordinary else self._bits, world_size)
 
     def _with_tail(self, forecast: Forecast, bits: int | None, world_size: int) -> Forecast:
         if not self.tail:

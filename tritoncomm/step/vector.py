@@ -26,8 +26,7 @@ from tritoncomm.scheduler.simulated import SimulatedScheduler
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import Running
 from tritoncomm.step.flat import BucketLayout, split_by_size
-from tritoncomm.step.options import without_encoding
-from tritoncomm.step.packing import resolve, rounds
+from tritoncomm.step.options import rounds, with_form, without_encoding
 from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm_kernels import Workspace, has_non_finite
@@ -180,7 +179,6 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
-        packing: Whether messages are packed, and the recipe in which this is decided.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
@@ -199,11 +197,11 @@ class VectorExchange:
         recipe, group = options.recipe, options.group
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if is_distributed() else (0, 1)
         recipe.check_world_size(self.world_size)  # before process groups are created for it
-        self.packing = resolve(recipe, self.layout.numel - self.dense_numel, self.world_size, self.device)
+        self.method = with_form(recipe, self.device)
         self.scheduler: ProcessGroupScheduler | None = None
         if is_distributed():
             shapes = [(name, tuple(p.shape)) for p, name in zip(self.parameters, self.names, strict=True)]
-            stamp = f"{recipe.name} {self.packing.recipe!r} {self.dense_numel} values dense in {options.small} {shapes}"
+            stamp = f"{recipe.name} {self.method!r} {self.dense_numel} values dense in {options.small} {shapes}"
             subgroups = recipe.subgroups(self.world_size)
             self.scheduler = ProcessGroupScheduler(group, options.timeout, self.device, stamp, subgroups)
         self.feedback = self.new_feedback()
@@ -263,7 +261,7 @@ class VectorExchange:
         options = self.options
         shapes = tuple(self.layout.shape(parameter) for parameter in self.large) if options.by_update else None
         whole = Staged(
-            recipe=self.packing.recipe,
+            recipe=self.method,
             tail=self.dense_numel,
             small=options.small,
             shapes=shapes,

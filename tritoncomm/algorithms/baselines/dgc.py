@@ -22,7 +22,7 @@ from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 
 _CLIP_SCALES = {"one": 0.0, "sqrtP": 0.5, "inv_sqrtP": -0.5}
@@ -52,9 +52,6 @@ class DGC(EntryRecipe):
         check(self, "clip_scale", self.clip_scale in _CLIP_SCALES, f"must be one of {', '.join(_CLIP_SCALES)}")
         if self.clip_norm is not None:
             check_at_least(self, 0, "clip_norm")
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        return self.all_gather_formula(numel, world_size)
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. The momentum is accumulated in gradient units."""
@@ -185,7 +182,7 @@ class DGCAlgorithm(BudgetedAlgorithm):
         """See :meth:`Algorithm.common_state`. It is empty, because each rank has its own momentum."""
         return {}
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1) words in plain messages."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)

@@ -22,7 +22,7 @@ from tritoncomm.primitives.selection import entries_to_keep, left_out
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.primitives.verdict import REJECTED
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula
+from tritoncomm.scheduler.cost import Flow, Forecast
 from tritoncomm.scheduler.rounds import Inbox, Pattern, Round
 from tritoncomm.scheduler.wire import PLAIN
 from tritoncomm_kernels import Selection
@@ -34,10 +34,6 @@ class GTopk(Recipe):
 
     name: ClassVar[str] = "gtopk"
     averages_when_dense: ClassVar[bool] = True
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        words = 4 * entries_to_keep(numel, self.density) * cost.log2(world_size)
-        return Formula(2 * cost.log2(world_size), words, words)
 
     def build(self, numel: int) -> GTopkAlgorithm:
         return GTopkAlgorithm(numel, entries_to_keep(numel, self.density))
@@ -88,11 +84,11 @@ class GTopkAlgorithm(BudgetedAlgorithm):
             raise NonFiniteError(REJECTED)
         return SparseVector(mean.indices, mean.values, self.numel)
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. A message has 2k words.
 
-        A rank sends its sum once and receives the result once. Rank 0 receives a sum and sends the result in every
-        level.
+        A rank sends its sum once and receives the result once. Rank 0, the busiest, receives a sum and then sends the
+        result in every level, and nothing else.
         """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
@@ -101,16 +97,9 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         levels = cost.log2(world_size)
         words = PLAIN.words(self.numel, self.k)
         one, every = cost.message(words), cost.messages(levels, words * levels)
+        if ordinary:
+            return Forecast({"reduce": Flow(received=every), "broadcast": Flow(sent=every)})
         return Forecast({"reduce": Flow(one, every), "broadcast": Flow(every, one)})
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`: that of rank 0, which first only receives, and then only sends."""
-        bound = self.predicted_traffic(world_size)
-        if "reduce" not in bound.phases:
-            return bound
-        reduce, broadcast = bound.phases["reduce"], bound.phases["broadcast"]
-        own = {"reduce": Flow(received=reduce.received), "broadcast": Flow(sent=broadcast.sent)}
-        return Forecast({**bound.phases, **own})
 
 
 def _step(phase: str, message: torch.Tensor | None, words: int, pairs: dict[int, int], rank: int) -> Pattern[Inbox]:

@@ -20,7 +20,7 @@ from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.shared_random import all_below, draws
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import Pattern
 
 _PHASE = "values"
@@ -37,10 +37,6 @@ class RandomK(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number(self, "seed", whole=True)
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        words = 2 * entries_to_keep(numel, self.density) * (world_size - 1) / world_size
-        return Formula(2 * cost.log2(world_size), words, words)
 
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. Entries are drawn at random."""
@@ -90,7 +86,7 @@ class RandomKAlgorithm(BudgetedAlgorithm):
         drawn = edges[:-1] + all_below(draws(self.seed, step, 0, self.k), np.diff(edges))
         return torch.from_numpy(drawn.astype(np.int32))
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. It is exact: 2k(P-1)/P values."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)

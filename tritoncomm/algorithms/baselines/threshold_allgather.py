@@ -27,7 +27,7 @@ from tritoncomm.primitives.collectives import all_gather_mean, dense_exchange, s
 from tritoncomm.primitives.selection import entries_to_keep, rounding_figures
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost
-from tritoncomm.scheduler.cost import Forecast, Formula, both
+from tritoncomm.scheduler.cost import Forecast, both
 from tritoncomm.scheduler.rounds import AllGather, Pattern, read
 from tritoncomm_kernels import Selection
 
@@ -65,10 +65,6 @@ class HardThreshold(EntryRecipe):
             check_number(self, "threshold")
             check(self, "threshold", 0 < self.threshold < math.inf, "must be a finite magnitude above 0, or None")
 
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """Return the method's row, assuming that exactly k entries pass."""
-        return self.all_gather_formula(numel, world_size, gathers=2)
-
     def compares_entries(self) -> bool:
         """See :meth:`Recipe.compares_entries`. The threshold is in gradient units."""
         return False
@@ -92,10 +88,6 @@ class GaussianK(EntryRecipe):
         super().__post_init__()
         check_at_least(self, 1, "max_ratio")
         check(self, "max_ratio", math.isfinite(self.max_ratio), "must be a finite multiple of k")
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """Return the method's row, assuming that exactly k entries pass."""
-        return self.all_gather_formula(numel, world_size, gathers=2)
 
     def build(self, numel: int) -> ThresholdAlgorithm:
         return GaussianKAlgorithm(self, numel)
@@ -150,17 +142,12 @@ class ThresholdAlgorithm(BudgetedAlgorithm):
         self.state = state
         return mean
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may."""
-        return self._forecast(self.encoding.words_at_most(self.numel, self.room, 1), world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Each rank sends k entries: 2k(P-1) words."""
-        return self._forecast(self.encoding.words(self.numel, self.k), world_size)
-
-    def _forecast(self, words: int, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. All ranks send as many entries as they may, or k: 2k(P-1) words."""
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
+        most = self.encoding.words_at_most(self.numel, self.room, 1)
+        words = self.encoding.words(self.numel, self.k) if ordinary else most
         return Forecast(
             {
                 "counts": both(cost.all_gather(1, 8, world_size)),
@@ -201,10 +188,10 @@ class HardThresholdAlgorithm(ThresholdAlgorithm):
         state = yield from self._calibrated(acc, finite, world_size)
         return acc.at_least(state.threshold), state
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`. Up to the whole vector, plus the calibration in the first step."""
-        forecast = super().predicted_traffic(world_size)
-        if self.goes_dense or self.state.threshold:
+        forecast = super().predicted_traffic(world_size, ordinary=ordinary)
+        if ordinary or self.goes_dense or self.state.threshold:
             return forecast
         return Forecast({"calibration": both(cost.all_gather(1, 8, world_size)), **forecast.phases})
 

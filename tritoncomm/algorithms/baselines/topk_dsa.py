@@ -31,7 +31,7 @@ from tritoncomm.primitives.region_cuts import offsets
 from tritoncomm.primitives.selection import entries_to_keep
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler import cost, wire
-from tritoncomm.scheduler.cost import Flow, Forecast, Formula, both
+from tritoncomm.scheduler.cost import Flow, Forecast, both
 from tritoncomm.scheduler.rounds import Inbox, Pattern
 from tritoncomm.scheduler.wire import PLAIN
 from tritoncomm_kernels import Selection
@@ -55,11 +55,6 @@ class TopkDSA(Recipe):
         check_at_least(self, 0, "dense_switch")
         check(self, "dense_switch", self.dense_switch <= 1, "must be at most 1: beyond it, dense values are shorter")
         check_at_least(self, 1, "bucket_width", whole=True)
-
-    def formula(self, numel: int, world_size: int) -> Formula:
-        """Return the range from full overlap to full regions, as in Ok-Topk's table."""
-        k, share = entries_to_keep(numel, self.density), (world_size - 1) / world_size
-        return Formula(world_size + 2 * cost.log2(world_size), 4 * k * share, (2 * k + numel) * share)
 
     def build(self, numel: int) -> TopkDSAAlgorithm:
         return TopkDSAAlgorithm(self, numel)
@@ -140,11 +135,20 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         """Return True if ``words`` for all entries are too many."""
         return words >= self.recipe.dense_switch * self.numel
 
-    def predicted_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint."""
+    def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
+        """See :meth:`Algorithm.predicted_traffic`. One owner may receive all entries, and supports may be disjoint.
+
+        In an ordinary step, regions are even, and supports are disjoint: (2k + min(2kP, n))(P-1)/P words.
+        """
         if self.goes_dense:
             return cost.dense(self.numel, world_size)
         peers, rounds, region = world_size - 1, cost.log2(world_size), -(-self.numel // world_size)
+        if ordinary:
+            section, gathered = 2 * min(region, -(-self.k // world_size)), 2 * min(region, self.k)
+            if self._goes_dense(world_size * gathered):
+                gathered = region
+            splitting = both(cost.messages(peers, peers * section))
+            return self._forecast(splitting, both(cost.messages(rounds, peers * gathered)), world_size)
         union = min(self.numel, world_size * self.k)
         received, largest = 2 * union, 2 * min(region, union)
         if self._goes_dense(received):  # the bound also holds just below the switch
@@ -154,19 +158,6 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         hot = cost.messages(peers, peers * 2 * min(self.k, region))
         cold = cost.messages(peers, 2 * self.k)
         return self._forecast(Flow(cold, hot), gathering, world_size)
-
-    def ordinary_traffic(self, world_size: int) -> Forecast:
-        """See :meth:`Algorithm.ordinary_traffic`. Even regions, disjoint supports: (2k + min(2kP, n))(P-1)/P words."""
-        if self.goes_dense:
-            return cost.dense(self.numel, world_size)
-        peers, rounds = world_size - 1, cost.log2(world_size)
-        region = -(-self.numel // world_size)
-        section, gathered = 2 * min(region, -(-self.k // world_size)), 2 * min(region, self.k)
-        if self._goes_dense(world_size * gathered):
-            gathered = region
-        return self._forecast(
-            both(cost.messages(peers, peers * section)), both(cost.messages(rounds, peers * gathered)), world_size
-        )
 
     def _forecast(self, splitting: Flow, gathering: Flow, world_size: int) -> Forecast:
         return Forecast(
