@@ -72,14 +72,14 @@ def measure(numel: int, count: int, values: str, turns: int, device: str) -> Row
     clock, section = Clock(device), Section(0, numel, count, values, packed="always")
     indices, numbers = entries(numel, count, device)
     source, target = torch.ones(numel, device=device), torch.zeros(numel, device=device)
-    message, delivered = section.pack(indices, numbers)
-    found = section.unpack(message)
+    message, delivered = section.encode(indices, numbers)
+    found = section.decode(message)
     assert torch.equal(found.indices, delivered.indices)
     assert torch.equal(found.values, delivered.values)
     times = [
         (
-            clock.time(lambda: section.pack(indices, numbers)),
-            clock.time(lambda: section.unpack(message)),
+            clock.time(lambda: section.encode(indices, numbers)),
+            clock.time(lambda: section.decode(message)),
             clock.time(lambda: target.copy_(source)),
         )
         for _ in range(WARM_UPS + turns)

@@ -94,7 +94,7 @@ def train(
         for rank in range(WORKERS):
             optimizer.zero_grad()
             model(batch(text.train, rows, model.shape.context, seed, step, rank)).backward()
-            layout.gather(gradients[rank])
+            layout.read_gradients(gradients[rank])
         mean = world.step(gradients)[0]
         delivered = layout.split(mean)
         layout.scatter(delivered)

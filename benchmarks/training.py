@@ -185,19 +185,19 @@ class Sent:
     @contextlib.contextmanager
     def counted(self, world: World, *, dense: bool) -> Iterator[None]:
         """Count the step of ``world`` inside the context. Meters count messages, so sections are counted here."""
-        pack = wire.Section.pack
+        encode = wire.Section.encode
 
         def counting(section: wire.Section, indices: Tensor, values: Tensor) -> Any:
             if section.is_packed and not dense:
                 self.entries += indices.numel()
                 self.words += section.words
-            return pack(section, indices, values)
+            return encode(section, indices, values)
 
-        wire.Section.pack = counting
+        wire.Section.encode = counting
         try:
             yield
         finally:
-            wire.Section.pack = pack
+            wire.Section.encode = encode
         most = max(traffic.bytes for traffic in world.traffic)
         self.steps += 1
         self.size += most
@@ -258,7 +258,7 @@ def backward(
         model.zero_grad()
         for micro_batch in range(step * accumulate, (step + 1) * accumulate):
             (task.loss(model, seed, micro_batch, rank) / accumulate).backward()
-        layout.gather(gradients[rank])
+        layout.read_gradients(gradients[rank])
     if see_all:
         gradients[:] = gradients.mean(0)
 

@@ -67,7 +67,7 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():
-        mark["id"] = agree.gather(mark, group, device)[0]["id"]
+        mark["id"] = agree.all_gather(mark, group, device)[0]["id"]
     mark["checksum"] = checksum
     file = _file(folder, rank, size)
     with agree.propagate_errors(group, device):

@@ -95,13 +95,13 @@ class SparseOptimizer(OptimizerProxy):
     @property
     def _everybody(self) -> dist.ProcessGroup | None:
         """The ranks that must change alike: those of the exchange, or those of all shards."""
-        verdict = self._exchange.verdict
-        return self.process_group if verdict is None else verdict.group
+        all_shards = self._exchange.all_shards
+        return self.process_group if all_shards is None else all_shards.group
 
     @property
     def has_shards(self) -> bool:
         """True if this optimizer exchanges shards of DTensors, within several groups of ranks."""
-        return self._exchange.verdict is not None
+        return self._exchange.all_shards is not None
 
     @property
     def is_synchronized(self) -> bool:
@@ -216,7 +216,7 @@ class SparseOptimizer(OptimizerProxy):
         process_group = group_of(model, process_group)
         check_model(model, process_group)
         if is_distributed():
-            told = {of["steps"] for of in agree.gather({"steps": exchange.steps}, process_group, self._device)}
+            told = {of["steps"] for of in agree.all_gather({"steps": exchange.steps}, process_group, self._device)}
             caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
             if caught_up:
                 exchange.catch_up()
@@ -310,8 +310,13 @@ class SparseOptimizer(OptimizerProxy):
         exchange = self._exchange
         self._optimizer_step.alone = all(vector.is_bare for vector in exchange.vectors)
         delivered, clip = exchange.delivered or [], not exchange.is_flush
-        decayed = self._decays_in_vector
-        self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
+        decayed, steps = self._decays_in_vector, exchange.steps
+        try:
+            self._optimizer_step.step(delivered, exchange.update(), clip=clip, untouched=untouched, decayed=decayed)
+        except Exception:
+            if exchange.steps > steps:  # a hook after the update: a repeated call does not take the step again
+                exchange.skip()
+            raise
 
     def _note_failure(self, error: BaseException) -> None:
         """Note that a step has failed. Unless a signal has ended it, it can be repeated if its update has not begun."""

@@ -196,7 +196,7 @@ def test_parts_of_one_region_overlap() -> None:
             own, Regions((0, 10, 20), [4, 0], encoding), 0, 2, trigger=1.0, width=1, phase="gather"
         )
         second = Sections(encoding, [(0, 10, 2)])
-        message, _ = second.pack(torch.tensor(other, dtype=torch.int32), torch.ones(2))
+        message, _ = second.encode(torch.tensor(other, dtype=torch.int32), torch.ones(2))
         reply: object = None
         with (
             nullcontext() if fits else pytest.raises(ProtocolMismatchError, match="strictly increasing"),

@@ -59,14 +59,14 @@ def is_golden(values: str) -> None:
     """Check the words of a section."""
     bounds, indices, numbers = A
     section = Section(*bounds, values, packed="always")
-    message, _ = section.pack(torch.tensor(indices, dtype=torch.int32), torch.tensor(numbers))
+    message, _ = section.encode(torch.tensor(indices, dtype=torch.int32), torch.tensor(numbers))
     assert in_hex(message) == GOLDEN["A", values]
 
 
 def at_most_twice(values: str) -> None:
     """Check that no delivered value is more than twice its entry."""
     numbers = torch.linspace(1, 3, 64)
-    _, sent = Section(0, 5000, 64, values).pack(torch.arange(64, dtype=torch.int32), numbers)
+    _, sent = Section(0, 5000, 64, values).encode(torch.arange(64, dtype=torch.int32), numbers)
     assert (sent.values <= 2 * numbers[sent.indices.long()]).all()
 
 
@@ -154,17 +154,17 @@ def sender_returns_its_error_twice(patch: Patch) -> None:
 
 def last_hop_in_units_of_the_sum(patch: Patch) -> None:
     """Send rounded sums, and divide them by the world size afterwards."""
-    right_pack, right_unpack = Section.pack, Section.unpack
+    right_encode, right_decode = Section.encode, Section.decode
 
     def in_sums(section: Section) -> Section:
         return Section(section.low, section.high, section.room, section.values, 1, section.packed)
 
-    def unpack(section: Section, message: torch.Tensor):
-        found = right_unpack(in_sums(section), message)
+    def decode(section: Section, message: torch.Tensor):
+        found = right_decode(in_sums(section), message)
         return found._replace(values=found.values / section.divisor)
 
-    patch.setattr(Section, "pack", lambda section, *entries: right_pack(in_sums(section), *entries))
-    patch.setattr(Section, "unpack", unpack)
+    patch.setattr(Section, "encode", lambda section, *entries: right_encode(in_sums(section), *entries))
+    patch.setattr(Section, "decode", decode)
 
 
 def lowest_level_too_high(patch: Patch) -> None:

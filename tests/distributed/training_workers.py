@@ -63,7 +63,7 @@ def clipping(rank: int, world_size: int, send) -> None:
 def gradients(optimizer: tritoncomm.SparseOptimizer) -> torch.Tensor:
     """Return the flat gradient that the exchange sees."""
     layout = optimizer._vector.layout
-    return layout.gather(torch.empty(layout.numel))
+    return layout.read_gradients(torch.empty(layout.numel))
 
 
 def flat_values(model: nn.Module) -> torch.Tensor:

@@ -32,10 +32,10 @@ def places_of_long(layout: Layout) -> Places:
 def packed(section: Section, indices: list[int], values: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the message, and the indices and values that its receiver gets. Both ends must agree on them."""
     vector = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
-    message, delivered = section.pack(torch.tensor(indices, dtype=torch.int32), vector)
+    message, delivered = section.encode(torch.tensor(indices, dtype=torch.int32), vector)
     assert message.dtype == torch.int32
     assert message.numel() == section.words
-    found = section.unpack(message)
+    found = section.decode(message)
     assert torch.equal(found.indices, delivered.indices)
     expected = delivered.values / section.divisor  # exact if values are rounded
     assert torch.equal(found.values.nan_to_num(nan=7e33), expected.nan_to_num(nan=7e33))
@@ -188,15 +188,15 @@ def test_few_entries_at_once(values: str, span: int, room: int, monkeypatch: pyt
         numbers = torch.from_numpy(np.exp(generator.normal(0, 2, count)).astype(np.float32))
         entries = torch.from_numpy(indices.astype(np.int32)) + 7, numbers if values != NO_VALUES else numbers[:0]
         section = Section(7, 7 + span, room, values, divisor=3, packed="always")
-        few = section.pack(*entries)
+        few = section.encode(*entries)
         with monkeypatch.context() as patch:
             patch.setattr(sections, "places_of", places_of_long)
-            many = section.pack(*entries)
-            found = section.unpack(few[0])
+            many = section.encode(*entries)
+            found = section.decode(few[0])
         assert torch.equal(few[0], many[0])
         assert torch.equal(few[1].indices, many[1].indices)
         assert torch.equal(few[1].values, many[1].values)
-        again = section.unpack(few[0])
+        again = section.decode(few[0])
         assert torch.equal(found.indices, few[1].indices)
         assert torch.equal(again.indices, found.indices)
         assert torch.equal(again.values, found.values)
@@ -212,7 +212,7 @@ def test_one_call_writes_what_two_do(values: str) -> None:
             numbers[trial] = math.nan
         indices = torch.arange(0, 500, 10, dtype=torch.int32)
         section = Section(0, 500, 60, values, divisor=1 + trial % 3, packed="always")
-        message, sent = section.pack(indices, numbers)
+        message, sent = section.encode(indices, numbers)
         chosen = section.sendable(Selection.of(indices, numbers))
         words = torch.empty(section.words, dtype=torch.int32)
         decoded = sections.write_section(
@@ -258,8 +258,8 @@ def test_not_a_number_arrives(values: str, bad: float) -> None:
     """A NaN or Inf among the values reaches the receiver, which then rejects the step."""
     numbers = torch.linspace(1, 2, 64)
     numbers[5] = bad
-    message, delivered = Section(0, 5000, 64, values).pack(torch.arange(64, dtype=torch.int32), numbers)
-    assert not Section(0, 5000, 64, values).unpack(message).values.isfinite().all()
+    message, delivered = Section(0, 5000, 64, values).encode(torch.arange(64, dtype=torch.int32), numbers)
+    assert not Section(0, 5000, 64, values).decode(message).values.isfinite().all()
     assert not delivered.values.isfinite().all()
 
 
@@ -307,14 +307,14 @@ def test_hostile_words(values: str) -> None:
         entries = torch.from_numpy(np.sort(indices).astype(np.int32) + section.low)
         sent = 1 + generator.exponential(0.2, entries.numel()).astype(np.float32)
         given_values = torch.from_numpy(sent[:0] if values == NO_VALUES else sent)
-        messages.append(section.pack(entries, given_values)[0].numpy())
+        messages.append(section.encode(entries, given_values)[0].numpy())
     rejected = accepted = 0
     for trial in range(number):
         which = trial % 4 if trial % 40 else 4  # the long section takes most of the time
         section = targets[which]
         words = tampered(messages[which], section, int(generator.integers(5)), generator)
         try:
-            found = section.unpack(torch.from_numpy(words))
+            found = section.decode(torch.from_numpy(words))
         except ProtocolMismatchError:
             rejected += 1
             continue
@@ -336,7 +336,7 @@ def test_headers_no_encoder_writes(header: int) -> None:
     message, *_ = packed(section, A[1], A[2])
     message[1] = int(np.array(header, np.uint32).view(np.int32))
     with pytest.raises(ProtocolMismatchError, match="malformed section"):
-        section.unpack(message)
+        section.decode(message)
 
 
 @pytest.mark.parametrize("packed_as", [True, "always", False])
@@ -346,27 +346,27 @@ def test_several_sections_in_a_message(packed_as: bool | str) -> None:
     encoding = Encoding("4bit" if packed_as else "fp32", packed_as)
     message = Sections(encoding, bounds)
     indices = torch.cat([torch.arange(low, low + room) for low, _, room in bounds]).int()
-    words, delivered = message.pack(indices, torch.linspace(1, 2, 90))
+    words, delivered = message.encode(indices, torch.linspace(1, 2, 90))
     assert words.numel() == message.words
-    found = message.unpack(words)
+    found = message.decode(words)
     assert torch.equal(found.indices, indices)
     assert torch.equal(found.values, delivered.values)
     moved = Sections(encoding, [(low + 5000, high + 5000, room) for low, high, room in bounds])
     if not packed_as:  # the indices of a packed section are relative to its range
         with pytest.raises(ProtocolMismatchError):
-            moved.unpack(words)
+            moved.decode(words)
 
 
 def test_too_many_entries() -> None:
     """More entries than the section has room for are an error of the caller."""
     with pytest.raises(ValueError, match="room=2"):
-        Section(0, 10, 2).pack(torch.arange(3, dtype=torch.int32), torch.ones(3))
+        Section(0, 10, 2).encode(torch.arange(3, dtype=torch.int32), torch.ones(3))
 
 
 def test_unknown_format() -> None:
     """A format that does not exist is an error, not a section without values."""
     with pytest.raises(KeyError, match="5bit"):
-        Section(0, 10, 2, "5bit").pack(torch.arange(2, dtype=torch.int32), torch.ones(2))
+        Section(0, 10, 2, "5bit").encode(torch.arange(2, dtype=torch.int32), torch.ones(2))
 
 
 @pytest.mark.parametrize("values", FORMATS)
@@ -376,4 +376,4 @@ def test_other_lengths_are_rejected(values: str, packed_as: object) -> None:
     section = Section(0, 400, 8, values, packed=packed_as)
     for words in (0, section.words - 1, section.words + 1):
         with pytest.raises(ProtocolMismatchError, match=f"received {words} words .*, expected {section.words}"):
-            section.unpack(torch.zeros(words, dtype=torch.int32))
+            section.decode(torch.zeros(words, dtype=torch.int32))

@@ -84,17 +84,17 @@ def test_metrics_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -
 
     def main(rank: int) -> list[dict[str, float]]:
         parameter = to_gpu(torch.zeros(40))
-        parameter.grad = None
-        exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.25)))
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        exchange = GradientExchange(optimizer, ExchangeOptions(recipe=TopkAllgather(density=0.25)))
         vector = VectorExchange([parameter], ["weight"], exchange.options)
         exchange.vectors = [vector]
         found = []
         for step in range(3):
-            vector.flat.copy_(to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank))))
+            parameter.grad = to_gpu(torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank)))
             current_gpu().reset()
-            exchange.reset()
-            exchange.deliver(vector)
-            exchange.finish()
+            exchange.exchange()
+            with exchange.update():
+                pass
             waits = sum(count for (kind, _), count in current_gpu().syncs.items() if kind in WAITS)
             found.append(vector.last | {"waits": waits})
         return found
@@ -145,16 +145,17 @@ def test_the_link_is_measured_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_parts_of_an_exchange_of_several_vectors() -> None:
     """The parts of the time of vectors that are exchanged together add up to no more than the time that passed."""
-    exchange = GradientExchange(ExchangeOptions(recipe=TopkAllgather(density=0.01), single_worker_selects=True))
     parameters = [torch.zeros(300_000) for _ in range(3)]
+    options = ExchangeOptions(recipe=TopkAllgather(density=0.01), single_worker_selects=True)
+    exchange = GradientExchange(torch.optim.SGD(parameters), options)
     exchange.vectors = [VectorExchange([each], [""], exchange.options) for each in parameters]
-    for vector in exchange.vectors:
-        vector.flat.normal_(generator=torch.Generator().manual_seed(0))
     for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
         began = time.perf_counter()
-        exchange.reset()
-        exchange.deliver(*exchange.vectors)
-        exchange.finish()
+        exchange.exchange()
+        with exchange.update():
+            pass
         passed, found = time.perf_counter() - began, exchange.metrics()
         parts = [found[f"seconds_{part}"] for part in ("select", "exchange", "apply")]
         assert all(part >= 0.0 for part in parts)

@@ -17,7 +17,7 @@ def test_pack_and_unpack(chosen: set[int]) -> None:
     """Packing keeps indices and values bit for bit, NaN and -0.0 included."""
     indices = torch.tensor(sorted(chosen), dtype=torch.int32)
     values = torch.tensor([float("nan"), -0.0, 1e-45, 3.0]).repeat(len(chosen))[: len(chosen)]
-    got, floats = wire.unpack(wire.pack(indices, values))
+    got, floats = wire.decode(wire.encode(indices, values))
     wire.check_indices(got, 0, 2**31 - 1)
     assert torch.equal(got, indices)
     assert torch.equal(floats.view(torch.int32), values.view(torch.int32))
@@ -28,13 +28,13 @@ def test_pack_parts(parts: list[set[int]], free: int) -> None:
     """Messages packed together equal messages packed one by one. Padded messages keep their length."""
     lists = [torch.tensor(sorted(part), dtype=torch.int32) for part in parts]
     values = [torch.randn(len(indices)) for indices in lists]
-    messages = wire.pack_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
+    messages = wire.encode_parts(torch.cat(lists), torch.cat(values), [len(part) for part in parts])
     for message, indices, floats in zip(messages, lists, values, strict=True):
-        assert torch.equal(message, wire.pack(indices, floats))
+        assert torch.equal(message, wire.encode(indices, floats))
         padded = wire.pack_padded(indices, floats, 2 * (len(indices) + free))
         assert padded.numel() == 2 * (len(indices) + free)
         assert all(map(torch.equal, wire.unpack_padded(padded), (indices, floats)))
-    indices, floats = wire.unpack_parts(messages)
+    indices, floats = wire.decode_parts(messages)
     assert torch.equal(indices, torch.cat(lists))
     assert torch.equal(floats, torch.cat(values))
     wire.check_indices(indices, 0, 100, [len(part) for part in parts])
@@ -51,7 +51,7 @@ def test_malformed_parts_are_rejected(indices: list[int]) -> None:
 def test_every_bit_flip_is_detected() -> None:
     """A message with one flipped bit anywhere, in header or payload, is rejected."""
     frame = wire.Frame(7, 3, "reduce", wire.stamp("somebody"))
-    payload = wire.pack(torch.tensor([3, 8], dtype=torch.int32), torch.tensor([2.0, -1e-30]))
+    payload = wire.encode(torch.tensor([3, 8], dtype=torch.int32), torch.tensor([2.0, -1e-30]))
     message = wire.framed(payload, frame)
 
     def check(arrived: torch.Tensor) -> None:
@@ -69,9 +69,9 @@ def test_every_bit_flip_is_detected() -> None:
 @pytest.mark.parametrize("indices", [[-1, 2], [2, 2], [3, 1], [4, 10]])
 def test_malformed_indices_are_rejected(indices: list[int]) -> None:
     """Indices that do not ascend inside the receiver's range are rejected."""
-    message = wire.pack(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
+    message = wire.encode(torch.tensor(indices, dtype=torch.int32), torch.ones(2))
     with pytest.raises(ProtocolMismatchError, match="not strictly increasing"):
-        wire.check_indices(wire.unpack(message)[0], 0, 10)
+        wire.check_indices(wire.decode(message)[0], 0, 10)
 
 
 def test_frame_mismatches_are_rejected() -> None:

@@ -17,7 +17,7 @@ def test_bucket_layout() -> None:
     c = nn.Parameter(torch.tensor(5.0, dtype=torch.bfloat16))
     layout = BucketLayout([a, b, c])
     a.grad, c.grad = a.detach() * 2, c.detach() * 2
-    flat = layout.gather(torch.full((7,), float("nan")))
+    flat = layout.read_gradients(torch.full((7,), float("nan")))
     assert flat.tolist() == [0, 6, 2, 8, 4, 10, 10]
     layout.scatter(layout.split(SparseVector.full(flat + 1)))
     assert torch.equal(a.grad, a.detach() * 2 + 1)

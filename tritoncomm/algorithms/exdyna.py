@@ -20,7 +20,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, IndexRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.exdyna_static import Counts, Messages, Partitions, exchange_static
+from tritoncomm.algorithms.exdyna_static import Counts, MessageFormat, Partitions, exchange_static
 from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.accumulator import Accumulator
 from tritoncomm.primitives.collectives import bruck_all_gather, dense_exchange, share_rows
@@ -306,9 +306,9 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
             for partition, owner in enumerate(owners)
         }
         words = [sections[owner].words for owner in range(world_size)]
-        message, _ = sections[rank].pack(own, own.new_empty(0, dtype=torch.float32))
+        message, _ = sections[rank].encode(own, own.new_empty(0, dtype=torch.float32))
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="indices")
-        return torch.cat([sections[owner].unpack(blocks[owner]).indices for owner in owners])
+        return torch.cat([sections[owner].decode(blocks[owner]).indices for owner in owners])
 
     def _partitions(self, state: ExDynaState, layout: Layout, device: torch.device) -> Partitions:
         """Return the partitions of this step, as tensors on ``device``. Nothing waits for a GPU."""
@@ -377,10 +377,10 @@ class ExDynaAlgorithm(BudgetedAlgorithm):
         room = self.recipe.capacity * self.k
         return self.numel if self.recipe.parity else math.ceil(min(self.numel, room))
 
-    def _messages(self, world_size: int) -> Messages:
+    def _messages(self, world_size: int) -> MessageFormat:
         """Return the messages of the static form. A rank has room for its share of ``capacity`` times k entries."""
         room = math.ceil(min(self.numel, self.recipe.capacity * self.k / world_size))
-        return Messages(self.encoding, self.numel, room, world_size)
+        return MessageFormat(self.encoding, self.numel, room, world_size)
 
     def predicted_traffic(self, world_size: int, *, ordinary: bool = False) -> Forecast:
         """See :meth:`Algorithm.predicted_traffic`: the largest number of entries, all selected by one rank.

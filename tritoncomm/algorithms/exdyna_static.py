@@ -44,7 +44,7 @@ class Partitions:
     bounds: torch.Tensor
 
 
-class Messages(NamedTuple):
+class MessageFormat(NamedTuple):
     """The messages of a step: at most ``room`` indices of a vector with ``numel`` elements from each of the ranks.
 
     Every message has the span of the whole vector, because borders move. Its length therefore never changes.
@@ -74,7 +74,7 @@ class Messages(NamedTuple):
 
 
 def exchange_static(
-    acc: Accumulator, verdict: Verdict, messages: Messages, *, threshold: float, span: torch.Tensor, step: int
+    acc: Accumulator, verdict: Verdict, messages: MessageFormat, *, threshold: float, span: torch.Tensor, step: int
 ) -> Pattern[tuple[SparseVector, Counts]]:
     """Do the same as the exact form, but each rank sends at most ``messages.room`` entries, its largest ones.
 
@@ -86,9 +86,9 @@ def exchange_static(
     verdict.check_gradient(extremes)
     own, passed = _select(acc, threshold, span, messages.room)
     rows = messages.rows(acc.device)
-    message, _ = rows.pack(Padded(own.indices[None], own.values[None]), workspace=held)
+    message, _ = rows.encode(Padded(own.indices[None], own.values[None]), workspace=held)
     gathered = (yield AllGather("indices", message[0])) if world_size > 1 else message
-    lists, malformed = rows.unpack(gathered, workspace=held)
+    lists, malformed = rows.decode(gathered, workspace=held)
     verdict.check_messages(malformed)
     # Rank r selects in partition (step + r) mod P. In partition order the indices ascend.
     lists = lists._replace(indices=torch.roll(lists.indices, step % world_size, 0))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.ok_topk_static import StaticForm, StaticStep, widest
+from tritoncomm.algorithms.ok_topk_static import OkTopkStaticStep, StaticForm, widest
 from tritoncomm.algorithms.ok_topk_thresholds import WARM_START, OkTopkState, Rules, agree_on_cuts, following_threshold
 from tritoncomm.algorithms.ok_topk_traffic import Caps
 from tritoncomm.errors import NonFiniteError, ProtocolMismatchError
@@ -176,7 +176,7 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
         reevaluate, repartition = self._due(state)
         if acc.verdict is not None:
             worth = self._worth_gathering(world_size)
-            step = StaticStep(
+            step = OkTopkStaticStep(
                 self.static_form, acc, acc.verdict, self.workspace, state, rank, reevaluate, repartition, worth
             )
             mean, self.state, self.report = yield from step.run()
@@ -299,21 +299,21 @@ class OkTopkAlgorithm(BudgetedAlgorithm):
 
         def add(arrived: Inbox) -> None:
             if encoding.packed:
-                found = [arriving[source].unpack(message) for source, message in arrived.items()]
+                found = [arriving[source].decode(message) for source, message in arrived.items()]
                 entries, counts = Selection.join(found), [part.found for part in found]
             else:
                 counts = [message.numel() // 2 for message in arrived.values()]
-                entries = Selection.of(*wire.unpack_parts(list(arrived.values())))
+                entries = Selection.of(*wire.decode_parts(list(arrived.values())))
                 wire.check_indices(entries.indices, low, high, counts)
             region.add(entries, counts)
 
         region.add(parts[rank], [counts[rank]])
         if encoding.packed:
-            packed = [section.pack(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
+            packed = [section.encode(part.indices, part.values) for section, part in zip(sections, parts, strict=True)]
             messages = [message for message, _ in packed]
             sent = Selection.join([parts[p] if p == rank else delivered for p, (_, delivered) in enumerate(packed)])
         else:
-            messages, sent = wire.pack_parts(local.indices, local.values, counts), local
+            messages, sent = wire.encode_parts(local.indices, local.values, counts), local
         sends = {p: message for p, message in enumerate(messages) if p != rank}
         receives = {p: section.words for p, section in arriving.items()}
         width = self.recipe.bucket_width

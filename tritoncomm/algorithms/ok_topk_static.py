@@ -184,7 +184,7 @@ class _Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StaticStep:
+class OkTopkStaticStep:
     """One step of the static form on one rank. :meth:`run` follows the paper from top to bottom.
 
     ``state`` is that before the step. Above ``worth_gathering`` sums, a re-evaluation counts magnitudes first.
@@ -280,7 +280,7 @@ class StaticStep:
         parts = kernels.top_k_rows(
             local.values, starts, rows.room * foreign, rows.room, indices=local.indices, workspace=held
         )
-        messages, sent = rows.pack(parts, workspace=held)
+        messages, sent = rows.encode(parts, workspace=held)
         received = yield AllToAll("split-and-reduce", torch.cat([messages, counts[:, None]], dim=1))
         order = kernels.constant([(rank - turn) % world_size for turn in range(1, world_size)], device)
         arrived = received.index_select(0, order)[:, :-1].contiguous()
@@ -346,7 +346,7 @@ class StaticStep:
         self.verdict.check_sums(entries.values * ROUNDED_MARGIN if rounds else entries.values)
         indices = torch.where(entries.indices < 0, PADDING, entries.indices + regions.low)
         rows = self.form.rows(regions.bounds[:-1], regions.span, entries.room, divisor=self.world_size)
-        message, sent = rows.pack(Padded(indices[None], entries.values[None]), workspace=held, first=self.rank)
+        message, sent = rows.encode(Padded(indices[None], entries.values[None]), workspace=held, first=self.rank)
         gathered = yield AllGather("all-gather", message[0])
         lists = read_regions(rows, gathered, regions.bounds[1:, None], self.verdict, workspace=held)
         if lists.indices.numel() <= chosen.limit:

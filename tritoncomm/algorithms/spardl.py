@@ -19,7 +19,7 @@ import torch
 
 import tritoncomm_kernels as kernels
 from tritoncomm.algorithms.base import BudgetedAlgorithm, EntryRecipe, StaticRecipe, check, check_at_least
-from tritoncomm.algorithms.spardl_static import StaticStep, static_forecast
+from tritoncomm.algorithms.spardl_static import SparDLStaticStep, static_forecast
 from tritoncomm.algorithms.spardl_teams import (
     Place,
     SparDLState,
@@ -178,17 +178,17 @@ class _WorkingVector:
         self.taken.append(taken.indices)
         return taken
 
-    def pack(self, entries: Selection, layout: Sections, share: float = 1.0) -> tuple[torch.Tensor, Selection]:
+    def encode(self, entries: Selection, layout: Sections, share: float = 1.0) -> tuple[torch.Tensor, Selection]:
         """Return the message with ``entries``, and the entries that its receivers will decode.
 
         W gets ``share`` times what rounding takes away. If W overflows, all values become NaN, and all ranks reject the
         step.
         """
-        message, sent = layout.pack(entries.indices, entries.values)
+        message, sent = layout.encode(entries.indices, entries.values)
         if self.place.encoding.rounds:
             self.error.add(entries, sent)
         if self.place.encoding.rounds and not self.add_share(rest_of(entries, sent), share):
-            message, sent = layout.pack(entries.indices, torch.full_like(entries.values, torch.nan))
+            message, sent = layout.encode(entries.indices, torch.full_like(entries.values, torch.nan))
         return message, sent
 
     def add(self, entries: Selection) -> None:
@@ -245,7 +245,7 @@ class SparDLAlgorithm(BudgetedAlgorithm):
             return (yield from dense_exchange(acc, world_size))
         state = self.state if self.state.world_size == world_size else SparDLState(world_size)
         if acc.verdict is not None:
-            step = StaticStep(acc, acc.verdict, place, self.recipe.residuals)
+            step = SparDLStaticStep(acc, acc.verdict, place, self.recipe.residuals)
             entries, self.state, self.report = yield from step.run(state, recursive=self.recipe.recursive(place.teams))
             return SparseVector.padded(entries, self.numel)
         working = _WorkingVector(acc, place)
@@ -290,9 +290,9 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         for distance, count in reduce_scatter_schedule(size):
             to, source = team[(w + distance) % size], team[(w - distance) % size]
             leaving, arriving = place.bag(w + distance, count), place.message(place.bag(w, count))
-            message, _ = working.pack(working.take(leaving), place.message(leaving))
+            message, _ = working.encode(working.take(leaving), place.message(leaving))
             inbox: Inbox = yield Round("reduce-scatter", {to: message}, {source: arriving.words})
-            working.add(arriving.unpack(inbox[source]))
+            working.add(arriving.decode(inbox[source]))
 
     def _merge_recursively(self, working: _WorkingVector, place: Place) -> Pattern[Selection]:
         """R-SAG: recursive doubling over the teams.
@@ -304,9 +304,9 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         for s in range(cost.log2(place.teams)):
             peer = ((place.rank // place.team_size) ^ (1 << s)) * place.team_size + w
             # 2^s ranks hold the same entries, and round them alike.
-            message, own = working.pack(own, layout, 1 / (1 << s))
+            message, own = working.encode(own, layout, 1 / (1 << s))
             inbox: Inbox = yield Round("merge", {peer: message}, {peer: layout.words})
-            lists = [own, layout.unpack(inbox[peer])]
+            lists = [own, layout.decode(inbox[peer])]
             union = Selection.of(*kernels.merge([part[:2] for part in lists], self.numel, workspace=self.workspace))
             kept = kernels.largest(union, place.budget, workspace=self.workspace)
             # Entries truncated in the last round are in no result. Every rank keeps its own accumulator there.
@@ -326,11 +326,11 @@ class SparDLAlgorithm(BudgetedAlgorithm):
         w, team = place.position, place.rank // place.team_size
         state = state.started(place.budget, place.teams)
         layout = place.message([w], room=state.h)
-        message, _ = working.pack(working.take([w], state.h), layout)
+        message, _ = working.encode(working.take([w], state.h), layout)
         blocks = yield from bruck_all_gather(
             message, [layout.words] * place.teams, team, place.teams, phase="merge", ring=place.column
         )
-        lists = [layout.unpack(block)[:2] for block in blocks]
+        lists = [layout.decode(block)[:2] for block in blocks]
         union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
         own = kernels.largest(union, place.budget, workspace=self.workspace)
         return own, state.after(union.found, place.budget, place.teams)
@@ -338,12 +338,12 @@ class SparDLAlgorithm(BudgetedAlgorithm):
     def _all_gather(self, working: _WorkingVector, own: Selection, place: Place) -> Pattern[Selection]:
         """Gather all blocks from the members of the team, as means. A block has the same bits in every team."""
         layouts = [place.message([b], divisor=place.world_size) for b in range(place.team_size)]
-        message, _ = working.pack(own, layouts[place.position], place.share)  # all teams round the same block
+        message, _ = working.encode(own, layouts[place.position], place.share)  # all teams round the same block
         words = [layout.words for layout in layouts]
         blocks = yield from bruck_all_gather(
             message, words, place.position, place.team_size, phase="all-gather", ring=place.team
         )
-        return Selection.join([layout.unpack(block) for layout, block in zip(layouts, blocks, strict=True)])
+        return Selection.join([layout.decode(block) for layout, block in zip(layouts, blocks, strict=True)])
 
     def _collect_residuals(self, acc: Accumulator, working: _WorkingVector, final: torch.Tensor) -> None:
         """Write the new residual.

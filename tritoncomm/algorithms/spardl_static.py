@@ -24,7 +24,7 @@ from tritoncomm.scheduler.wire import Rows
 from tritoncomm_kernels import Padded, Workspace
 
 
-class StaticStep:
+class SparDLStaticStep:
     """One step of the static form on one rank.
 
     ``values`` is W, the working copy of the accumulator. Sent entries are removed from it, received ones are added.
@@ -164,7 +164,7 @@ class StaticStep:
         taken = kernels.top_k_rows(
             self.values, bounds, kernels.constant(budgets, self.acc.device), rows.room, workspace=self.workspace
         )
-        message, sent = rows.pack(taken, workspace=self.workspace)
+        message, sent = rows.encode(taken, workspace=self.workspace)
         if rows.rounds:
             kernels.add_rows(self.values, sent, scale=-1.0, workspace=self.workspace)
         else:
@@ -178,7 +178,7 @@ class StaticStep:
 
         W gets ``share`` times what rounding takes away.
         """
-        message, sent = rows.pack(entries, workspace=self.workspace)
+        message, sent = rows.encode(entries, workspace=self.workspace)
         if rows.rounds:
             _add_rest(self.values, entries, sent, share, self.workspace)
         return message, sent
@@ -199,7 +199,7 @@ class StaticStep:
 
     def _read(self, rows: Rows, message: torch.Tensor) -> Padded:
         """Return the entries of a received message, one row for each block."""
-        entries, malformed = rows.unpack(message.view(-1, rows.words), workspace=self.workspace)
+        entries, malformed = rows.decode(message.view(-1, rows.words), workspace=self.workspace)
         self.verdict.check_messages(malformed)
         return entries
 

@@ -62,9 +62,9 @@ class TopkAllgatherAlgorithm(BudgetedAlgorithm):
         """Do the same as :meth:`reduce` without waiting for a GPU before the verdict."""
         own, rows = acc.top_k_padded(self.k), self._rows(world_size, acc.device)
         verdict.check_gradient(own.values)
-        message, sent = rows.pack(Padded(own.indices[None], own.values[None]), workspace=acc.workspace)
+        message, sent = rows.encode(Padded(own.indices[None], own.values[None]), workspace=acc.workspace)
         gathered = (yield AllGather("all-gather", message[0])) if world_size > 1 else message
-        lists, malformed = rows.unpack(gathered, workspace=acc.workspace)
+        lists, malformed = rows.decode(gathered, workspace=acc.workspace)
         verdict.check_messages(malformed)
         union = kernels.merge_rows(lists, self.numel, workspace=acc.workspace)
         verdict.check_sums(union.values)

@@ -166,7 +166,7 @@ def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) 
 def _held(optimizer: tritoncomm.SparseOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's gradient, and its accumulator: residual plus gradient, as it enters the exchange."""
     vector = optimizer._vector  # noqa: SLF001 - same package
-    gradient = vector.layout.gather(torch.empty(vector.layout.numel, dtype=torch.float32))
+    gradient = vector.layout.read_gradients(torch.empty(vector.layout.numel, dtype=torch.float32))
     return gradient, gradient + vector.feedback.residual
 
 

@@ -162,9 +162,9 @@ def gather_blocks(
     Rank r holds a part of the vector, with ``sizes[r]`` entries. The parts are consecutive in rank order.
     """
     words = [2 * size for size in sizes]
-    message = wire.pack(block.indices, block.values)
+    message = wire.encode(block.indices, block.values)
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    gathered = Selection.of(*wire.unpack_parts(blocks))
+    gathered = Selection.of(*wire.decode_parts(blocks))
     wire.check_indices(gathered.indices, 0, numel)
     return gathered
 
@@ -200,7 +200,7 @@ class Regions(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """The entries of all ranks, and the part of ``own`` entries that was ``sent`` (see :meth:`Sections.pack`).
+    """The entries of all ranks, and the part of ``own`` entries that was ``sent`` (see :meth:`Sections.encode`).
 
     ``least`` is the smallest magnitude of the entries of all ranks before rounding. It is infinite without entries, and
     None if values are not rounded.
@@ -233,7 +233,7 @@ def gather_regions(
         entries = yield from gather_blocks(block, sizes, regions.cuts[-1], rank, world_size, phase=phase)
         return Gathered(entries, block, block, None)
     layouts = regions.blocks(balanced=balanced)
-    message, sent = layouts[rank].pack(block.indices, block.values)
+    message, sent = layouts[rank].encode(block.indices, block.values)
     extra = int(regions.encoding.rounds)
     if extra:  # thresholds must not be learnt from rounded values
         least = (
@@ -244,7 +244,7 @@ def gather_regions(
         message = torch.cat([message, least.reshape(1).view(torch.int32)]) if message.numel() else message
     words = [layout.words + extra if layout.words else 0 for layout in layouts]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=phase)
-    parts = [layout.unpack(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
+    parts = [layout.decode(part[: layout.words]) for layout, part in zip(layouts, blocks, strict=True)]
     entries = Selection.join(parts)
     if balanced:  # several blocks hold parts of one region, and each was checked by itself
         wire.check_indices(entries.indices, 0, regions.cuts[-1])
@@ -279,10 +279,10 @@ def _balance(block: Selection, regions: Regions, rank: int, world_size: int, wid
         return exact.section(cuts[owner], cuts[owner + 1], count)
 
     def keep(arrived: Inbox) -> None:
-        parts.update((source, section(source, arriving[source]).unpack(part)) for source, part in arrived.items())
+        parts.update((source, section(source, arriving[source]).decode(part)) for source, part in arrived.items())
 
     slices = {p: block.slice(start, stop) for p, (start, stop) in leaving.items()}
-    sends = {p: section(rank, part.found).pack(part.indices, part.values)[0] for p, part in slices.items()}
+    sends = {p: section(rank, part.found).encode(part.indices, part.values)[0] for p, part in slices.items()}
     receives = {p: section(p, count).words for p, count in arriving.items() if p != rank}
     yield from rotate(sends, receives, keep, rank, world_size, width=width, phase="balance")
     return Selection.join([block.slice(0, 0), *(parts[p] for p in sorted(parts))])
@@ -312,10 +312,10 @@ def all_gather_mean(
             f"phase {_ALL_GATHER!r}: rank {rank} has {own.found} entries, but received {rooms[rank]}"
         )
     sections = [encoding.section(0, acc.numel, room, divisor=divisor) for room in rooms]
-    message, sent = sections[rank].pack(own.indices, own.values)
+    message, sent = sections[rank].encode(own.indices, own.values)
     words = [section.words for section in sections]
     blocks = yield from bruck_all_gather(message, words, rank, world_size, phase=_ALL_GATHER)
-    lists = [section.unpack(block)[:2] for section, block in zip(sections, blocks, strict=True)]
+    lists = [section.decode(block)[:2] for section, block in zip(sections, blocks, strict=True)]
     indices, sums = kernels.merge(lists, acc.numel, workspace=acc.workspace)
     if kernels.has_non_finite(sums):
         bad = [source for source, (_, values) in enumerate(lists) if kernels.has_non_finite(values)]

@@ -40,7 +40,7 @@ def read_regions(
 
     The others are reported as malformed. The format itself only ensures that they are inside the widest region.
     """
-    lists, malformed = rows.unpack(messages, workspace=workspace)
+    lists, malformed = rows.decode(messages, workspace=workspace)
     outside = lists.indices >= high
     verdict.check_messages(malformed + outside.sum(dtype=torch.int32))
     return only(lists, ~outside)

@@ -34,13 +34,13 @@ NO_VALUES = "none"  # the format of messages that hold indices alone
 _BITS = {**VALUE_BITS, NO_VALUES: 0}
 
 
-def pack(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def encode(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return one message (int32 ``[2m]``) with int32 ``indices`` and fp32 ``values`` (both ``[m]``)."""
     return torch.cat([indices, values.view(torch.int32)])
 
 
-def pack_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Split the entries into consecutive parts of ``counts`` entries, and return one :func:`pack` message for each.
+def encode_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Split the entries into consecutive parts of ``counts`` entries, and return one :func:`encode` message for each.
 
     All messages are written at once. They are views of one buffer.
     """
@@ -51,8 +51,8 @@ def pack_parts(indices: torch.Tensor, values: torch.Tensor, counts: Sequence[int
     return list(torch.split(buffer, [2 * count for count in counts]))
 
 
-def unpack_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the concatenated indices and the concatenated values of several messages of :func:`pack`."""
+def decode_parts(messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the concatenated indices and the concatenated values of several messages of :func:`encode`."""
     indices, values = torch.cat([message.view(2, -1) for message in messages], dim=1).unbind()
     return indices, values.view(torch.float32)
 
@@ -65,7 +65,7 @@ def _positions(counts: Sequence[int], device: torch.device) -> tuple[torch.Tenso
     return torch.from_numpy(at_index).to(device), torch.from_numpy(at_index + np.repeat(sizes, sizes)).to(device)
 
 
-def unpack(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices and values (views) of a packed message. Call :func:`check_indices` before using them."""
     indices, values = message.view(2, -1).unbind()
     return indices, values.view(torch.float32)
@@ -85,7 +85,7 @@ def pack_padded(indices: torch.Tensor, values: torch.Tensor, words: int) -> torc
 
 def unpack_padded(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices and values (views) of a message of :func:`pack_padded`, without the padding."""
-    indices, values = unpack(message)
+    indices, values = decode(message)
     used = int(torch.count_nonzero(indices != _PADDING))
     return indices[:used], values[:used]
 
@@ -180,7 +180,7 @@ class Section:
             return entries
         return Selection.of(entries.indices[keep], entries.values[keep])
 
-    def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
         """Return the section (int32 ``[words]``) with ``indices`` (int32 ``[m]``, ascending) and ``values`` (fp32).
 
         Also returns the entries that the receiver will get, multiplied by ``divisor``. They are a part of the given
@@ -197,7 +197,7 @@ class Section:
         delivered = sent * self.divisor if self.rounds else sent
         return pack_padded(entries.indices, sent, self.words), entries._replace(values=delivered)
 
-    def unpack(self, section: torch.Tensor) -> Selection:
+    def decode(self, section: torch.Tensor) -> Selection:
         """Return the entries of a received ``section`` (int32 ``[words]``), with values divided by ``divisor``.
 
         Raises :class:`ProtocolMismatchError` if they do not ascend inside the range, or the section is malformed.
@@ -294,25 +294,25 @@ class Sections:
         elif ranges:
             self.words = 2 * sum(min(room, high - low) for low, high, room in ranges)
 
-    def pack(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
-        """Do the same as :meth:`Section.pack` for entries of all sections."""
+    def encode(self, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, Selection]:
+        """Do the same as :meth:`Section.encode` for entries of all sections."""
         if self.is_plain or not self.words:
             return pack_padded(indices, values, self.words), Selection.of(indices, values)
         bounds = indices.new_tensor([section.low for section in self.sections[1:]])
         cuts = [0, *torch.searchsorted(indices, bounds).tolist(), indices.numel()]
         parts = [
-            section.pack(indices[start:stop], values[start:stop])
+            section.encode(indices[start:stop], values[start:stop])
             for section, (start, stop) in zip(self.sections, itertools.pairwise(cuts), strict=True)
         ]
         return torch.cat([message for message, _ in parts]), Selection.join([sent for _, sent in parts])
 
-    def unpack(self, message: torch.Tensor) -> Selection:
-        """Do the same as :meth:`Section.unpack` for a received ``message`` (int32 ``[words]``)."""
+    def decode(self, message: torch.Tensor) -> Selection:
+        """Do the same as :meth:`Section.decode` for a received ``message`` (int32 ``[words]``)."""
         if not self.words:
             return Selection.of(message, message.view(torch.float32))
         if not self.is_plain:
             parts = torch.split(message, [section.words for section in self.sections])
-            return Selection.join([section.unpack(part) for section, part in zip(self.sections, parts, strict=True)])
+            return Selection.join([section.decode(part) for section, part in zip(self.sections, parts, strict=True)])
         entries = Selection.of(*unpack_padded(message))
         start = 0
         runs = _runs(self.ranges)
@@ -345,10 +345,10 @@ class Rows:
         self.is_packed = self.room > 0 and (encoding.rounds or section.is_packed)
         self.words = section.layout.words if self.is_packed else self.room * (1 + self.has_values)
 
-    def pack(self, entries: Padded, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Padded]:
+    def encode(self, entries: Padded, *, workspace: Workspace, first: int = 0) -> tuple[torch.Tensor, Padded]:
         """Return the messages (int32 ``[m, words]``) with ``entries`` (``[m, room]``) of the rows from ``first`` on.
 
-        Also returns what the receivers get, times ``divisor``. See :meth:`Section.pack`.
+        Also returns what the receivers get, times ``divisor``. See :meth:`Section.encode`.
         """
         if self.is_packed:
             lows = self.lows[first : first + entries.indices.shape[0]]
@@ -357,7 +357,7 @@ class Rows:
             return entries.indices, entries
         return torch.cat([entries.indices, entries.values.view(torch.int32)], dim=1), entries
 
-    def unpack(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Padded, torch.Tensor]:
+    def decode(self, messages: torch.Tensor, *, workspace: Workspace) -> tuple[Padded, torch.Tensor]:
         """Return the entries of received ``messages`` (int32 ``[rows, words]``), and the number of malformed rows.
 
         Values are divided by ``divisor``. The number is int32 ``[1]``. A malformed row has no entries, see

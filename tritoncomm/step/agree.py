@@ -46,7 +46,7 @@ _ADVICE = {
 def compare(fields: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
     """Gather ``fields`` (small, picklable) of all ranks, and raise on all ranks if any value differs.
 
-    ``device`` is the one of the exchange. See :func:`gather`.
+    ``device`` is the one of the exchange. See :func:`all_gather`.
 
     Raises:
         ConfigMismatchError: A field differs between ranks, or a rank called :func:`propagate_error`. The message names
@@ -65,7 +65,7 @@ def differences(
 
     Raises :class:`~tritoncomm.ConfigMismatchError` if a rank called :func:`propagate_error`.
     """
-    gathered = gather(dict(fields), group, device)
+    gathered = all_gather(dict(fields), group, device)
     errors = {rank: entry[_ERROR] for rank, entry in enumerate(gathered) if _ERROR in entry}
     if errors:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
@@ -79,7 +79,7 @@ def differences(
 def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Iterator[None]:
     """Report an error that the body raises on this rank to the other ranks, whose next :func:`compare` raises it.
 
-    ``device`` is the current device in the body. See :func:`gather`.
+    ``device`` is the current device in the body. See :func:`all_gather`.
     """
     try:
         with on_device(device):
@@ -94,10 +94,10 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
 
 def propagate_error(reason: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
     """Take part in the :func:`compare` of the other ranks with the ``reason`` why this rank cannot start."""
-    gather({_ERROR: reason}, group, device)
+    all_gather({_ERROR: reason}, group, device)
 
 
-def gather(
+def all_gather(
     fields: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> list[dict[str, Any]]:
     """Return ``fields`` (small, picklable) of every rank, ordered by rank.
@@ -407,9 +407,13 @@ def vote(
 
 
 def confirm_shards(
-    verdict: ProcessGroupScheduler, stepping: Stepping, schedulers: Sequence[ProcessGroupScheduler], *, rejected: bool
+    all_shards: ProcessGroupScheduler,
+    stepping: Stepping,
+    schedulers: Sequence[ProcessGroupScheduler],
+    *,
+    rejected: bool,
 ) -> bool:
-    """Return whether any rank of ``verdict``, which has all shards, has ``rejected`` a step.
+    """Return whether any rank of ``all_shards``, which has all shards, has ``rejected`` a step.
 
     ``schedulers`` are those of the vectors of the step.
 
@@ -417,12 +421,12 @@ def confirm_shards(
         ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
     """
     suspects = take_suspects(schedulers)
-    found = vote(rejected, stepping, suspects, verdict.world_size, verdict.device)
-    is_rejected, suspicious, alike = verdict.run(found)
+    found = vote(rejected, stepping, suspects, all_shards.world_size, all_shards.device)
+    is_rejected, suspicious, alike = all_shards.run(found)
     if suspicious:
-        raise verdict.suspicion()
+        raise all_shards.suspicion()
     if not alike:  # options may differ between shards
-        raise rejection(verdict.last_step, stepping.update_fields, stepping, verdict.group, verdict.device)
+        raise rejection(all_shards.last_step, stepping.update_fields, stepping, all_shards.group, all_shards.device)
     return is_rejected
 
 
@@ -462,7 +466,7 @@ def naming(
     """
     told = [{"at fault": at_fault}]
     if is_distributed():
-        told = gather(told[0], group, device)
+        told = all_gather(told[0], group, device)
     bad = {rank: fields["at fault"] for rank, fields in enumerate(told) if fields["at fault"]}
     if not bad:
         return error

@@ -84,11 +84,11 @@ class GradientExchange:
     Args:
         optimizer: The original optimizer.
         options: Settings of the vectors.
-        verdict: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
+        all_shards: Scheduler of a group that is larger than the group of the exchange, for models that are sharded. A
             step is confirmed only if no rank of this larger group has rejected it. Default: None.
 
     Attributes:
-        verdict: See above.
+        all_shards: See above.
         state: How far the present step is.
         vectors: The flat vectors, in the order in which they are exchanged.
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
@@ -108,7 +108,7 @@ class GradientExchange:
         optimizer: torch.optim.Optimizer,
         options: ExchangeOptions,
         *,
-        verdict: ProcessGroupScheduler | None = None,
+        all_shards: ProcessGroupScheduler | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.options = options
@@ -120,7 +120,7 @@ class GradientExchange:
         self.steps = self.updates = self.skipped = self.zeroed = 0
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
-        self.verdict = verdict
+        self.all_shards = all_shards
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -212,7 +212,7 @@ class GradientExchange:
         span = Span(vectors[0].device)
         self._begin()
         try:
-            reasons = [self._gather(vector, scale) for vector in vectors]
+            reasons = [self._read(vector, scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)
@@ -252,7 +252,7 @@ class GradientExchange:
         self._ready(lambda means: scattered(means, zeros=False))
 
     def skip(self) -> None:
-        """Let the next step apply nothing, because this one was rejected on all ranks."""
+        """Let the next step apply nothing, because this one was rejected on all ranks, or is applied already."""
         self._move("skip")
 
     @contextmanager
@@ -338,11 +338,11 @@ class GradientExchange:
             vector.flat.fill_(math.nan)
 
     @staticmethod
-    def _gather(vector: VectorExchange, scale: float) -> ConfigurationError | None:
+    def _read(vector: VectorExchange, scale: float) -> ConfigurationError | None:
         """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None."""
         error = None
         try:
-            vector.layout.gather(vector.flat, sparse=vector.keeps_gradient())
+            vector.layout.read_gradients(vector.flat, sparse=vector.keeps_gradient())
         except ConfigurationError as reason:
             error = reason
         if scale != 1.0:
@@ -353,7 +353,7 @@ class GradientExchange:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
         In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
-        if the step will be rejected by the verdict of the larger group.
+        if the step will be rejected by the vote of all shards.
 
         Raises:
             NonFiniteError: A rank has a NaN or Inf, or the mean overflows. All ranks of the exchange raise it, unless
@@ -373,8 +373,8 @@ class GradientExchange:
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
-            if clipping is not None and self.verdict is not None:  # the norm is that of all shards
-                self.verdict.run(clipping, new_step=False)
+            if clipping is not None and self.all_shards is not None:  # the norm is that of all shards
+                self.all_shards.run(clipping, new_step=False)
                 clipping = None
             try:
                 one, *others = vectors
@@ -392,7 +392,7 @@ class GradientExchange:
             for vector in rejected:
                 vector.measure(None, span.end() if vector is rejected[0] else None)
             self._rejected = error
-            if self.verdict is None:
+            if self.all_shards is None:
                 raise self._reject() from None
             return False
         except BaseException as error:
@@ -402,7 +402,9 @@ class GradientExchange:
 
     def _clip(self, limit: float, decay: Mapping[int, float]) -> Pattern[None]:
         """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add ``decay``."""
-        shard = 0 if self.verdict is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
+        shard = (
+            0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
+        )
         self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
         for vector in self.vectors:
             vector.add_share(decay)
@@ -416,8 +418,8 @@ class GradientExchange:
             scheduler = self.vectors[0].scheduler
             if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
                 scheduler.fail(error)
-            if self.verdict is not None:
-                self.verdict.fail(error)  # its other ranks may be in no exchange with this one
+            if self.all_shards is not None:
+                self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
 
     def _rollback(self) -> None:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
@@ -453,10 +455,10 @@ class GradientExchange:
 
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
-        begun, stepping, verdict = [step.vector for step in self._begun], self.stepping, self.verdict
-        if verdict is not None:
+        begun, stepping, all_shards = [step.vector for step in self._begun], self.stepping, self.all_shards
+        if all_shards is not None:
             schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
-            if agree.confirm_shards(verdict, stepping, schedulers, rejected=self._rejected is not None):
+            if agree.confirm_shards(all_shards, stepping, schedulers, rejected=self._rejected is not None):
                 raise self._reject()
             return
         *others, last = begun
@@ -471,14 +473,14 @@ class GradientExchange:
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
 
-        All ranks of the exchange, or of the verdict, call this together.
+        All ranks of the exchange, or of all shards, call this together.
         """
         self._rollback()
         self.skipped += 1
         error = self._rejected or NonFiniteError("a rank of another shard has rejected the step; nothing was applied")
         group, device = self.options.group, self.vectors[0].device
-        if self.verdict is not None:
-            group, device = self.verdict.group, self.verdict.device
+        if self.all_shards is not None:
+            group, device = self.all_shards.group, self.all_shards.device
         return agree.naming(error, self._at_fault, group, device)
 
     def _ready(self, write: Callable[[list[Delivered]], list[Delivered]]) -> None:

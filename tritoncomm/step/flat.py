@@ -133,7 +133,7 @@ class BucketLayout:
         """Return the shape of ``parameter`` in this vector, which is that of the local shard of a DTensor."""
         return tuple(local(parameter).shape)
 
-    def gather(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
+    def read_gradients(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
 
         ``sparse``: accept sparse gradients.

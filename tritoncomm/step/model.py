@@ -139,18 +139,19 @@ def _check_shards(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                 )
             continue
         meshes.setdefault(tuple(parameter.device_mesh.mesh.flatten().tolist()), name)
-    if len(meshes) > 1:
-        (ranks, name), (other_ranks, other) = list(meshes.items())[:2]
-        raise ConfigurationError(
-            f"{name} is sharded over ranks {list(ranks)}, and {other} over ranks {list(other_ranks)}: call "
-            "fully_shard() with the same mesh for all parameters of the model"
-        )
+    widest = max(meshes, key=len)
+    for ranks, name in meshes.items():  # with tensor parallelism, some are sharded over a dimension of the mesh alone
+        if not set(ranks) <= set(widest):
+            raise ConfigurationError(
+                f"{meshes[widest]} is sharded over ranks {list(widest)}, and {name} over ranks {list(ranks)}: call "
+                "fully_shard() with the same mesh for all parameters of the model"
+            )
     if group is None:
         raise ConfigurationError(
             "model is sharded by FSDP2: pass process_group=, the ranks that hold the same shard as this rank "
             '(mesh["replicate"].get_group())'
         )
-    _check_replicas(next(iter(meshes)), group)
+    _check_replicas(widest, group)
 
 
 def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:

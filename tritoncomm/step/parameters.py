@@ -13,7 +13,7 @@ from tritoncomm.step import agree
 from tritoncomm.step import options as defaults
 from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.private_group import verdict_of_all
+from tritoncomm.step.private_group import scheduler_of_all_shards
 from tritoncomm.step.shards import by_split, local, mesh_ranks
 from tritoncomm.step.update import selects_by_update
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange
@@ -115,11 +115,11 @@ def exchange_of(
         flattened=all(parameter.dim() <= 1 for parameter in parameters),
         single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
     )
-    verdict = None
+    all_shards = None
     if check_shards(parameters, group):
-        verdict = None if before is None else before.verdict
-        verdict = verdict or verdict_of_all(recipe.name, options.timeout, local(parameters[0]).device)
-    exchange = GradientExchange(optimizer, exchange_options, verdict=verdict)
+        all_shards = None if before is None else before.all_shards
+        all_shards = all_shards or scheduler_of_all_shards(recipe.name, options.timeout, local(parameters[0]).device)
+    exchange = GradientExchange(optimizer, exchange_options, all_shards=all_shards)
     exchange.trained = parameters
     exchange.vectors = _vectors(trained, exchange_options, options.on_nonfinite)
     return exchange

@@ -33,7 +33,7 @@ def private_group(
     Args:
         group: Process group with the same ranks. None is the default group.
         timeout: Time-out of the new group. None is that of ``group``.
-        device: Device of the exchange. See :func:`~tritoncomm.step.agree.gather`.
+        device: Device of the exchange. See :func:`~tritoncomm.step.agree.all_gather`.
 
     Returns:
         The group, and a function. Call it with the owner: the group is free when the owner is garbage.
@@ -51,7 +51,7 @@ def private_group(
     timeout = timeout or timeout_of(group, device or torch.device("cpu"))  # torch would use its own default
     free = _free.setdefault((ranks, timeout), {})
     usable = [name for name, each in list(free.items()) if not is_broken(each)]
-    offered = [set(fields["free"]) for fields in agree.gather({"free": usable}, group, device)]
+    offered = [set(fields["free"]) for fields in agree.all_gather({"free": usable}, group, device)]
     common = set.intersection(*offered)
     chosen = free.pop(min(common)) if common else _new_group(group, ranks, timeout, device)
 
@@ -61,8 +61,8 @@ def private_group(
     return chosen, belongs_to
 
 
-def verdict_of_all(method: str, timeout: timedelta | None, device: torch.device) -> ProcessGroupScheduler:
-    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.verdict`.
+def scheduler_of_all_shards(method: str, timeout: timedelta | None, device: torch.device) -> ProcessGroupScheduler:
+    """Return a scheduler of all ranks, in a process group of its own, for :attr:`GradientExchange.all_shards`.
 
     No shard of a model may step alone. All ranks of the default process group call this together.
     """

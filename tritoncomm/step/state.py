@@ -253,7 +253,7 @@ def compare(
         feedbacks: What :func:`loaded` returned.
         replicas: The ranks that exchange gradients.
         everybody: The ranks of all shards. It is ``replicas`` if the model has no shards.
-        device: The device of the exchange. See :func:`~tritoncomm.step.agree.gather`.
+        device: The device of the exchange. See :func:`~tritoncomm.step.agree.all_gather`.
 
     Raises:
         ConfigMismatchError: Another rank cannot load its state, or loads the state of another step.
@@ -279,7 +279,7 @@ def for_this_rank(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *
     intact = saved is not None and _is_intact(saved)
     foreign = intact and "migrated" not in saved and (reset or _is_foreign(saved, rank, size))
     if is_distributed():
-        foreign = any(fields["foreign"] for fields in agree.gather({"foreign": foreign}, group))
+        foreign = any(fields["foreign"] for fields in agree.all_gather({"foreign": foreign}, group))
     if not foreign or not intact:
         return state_dict
     return state_dict | {"tritoncomm": _for_rank(saved, rank, size, reset=reset)}

@@ -62,24 +62,24 @@ class GTopkAlgorithm(BudgetedAlgorithm):
         edges = tree(world_size)
         to_parent = PLAIN.section(0, self.numel, self.k)
         for pairs in edges:
-            message = to_parent.pack(merged.indices, merged.values)[0] if rank in pairs else None
+            message = to_parent.encode(merged.indices, merged.values)[0] if rank in pairs else None
             inbox = yield from _step("reduce", message, to_parent.words, pairs, rank)
             for peer, arrived in inbox.items():
                 assert rank < peer, "messages go to the lower rank"
-                lists = [merged[:2], to_parent.unpack(arrived)[:2]]
+                lists = [merged[:2], to_parent.decode(arrived)[:2]]
                 union = Selection.of(*kernels.merge(lists, self.numel, workspace=self.workspace))
                 merged = kernels.largest(union, self.k, workspace=self.workspace)
                 if not _keep(left_out(union, merged), acc):
                     merged = _reject(merged)
         # Rank 0 packs the result once. The others forward its message, so all ranks decode the same bits.
         result = PLAIN.section(0, self.numel, self.k, divisor=world_size)
-        message = result.pack(merged.indices, merged.values)[0] if rank == 0 else None
+        message = result.encode(merged.indices, merged.values)[0] if rank == 0 else None
         for pairs in reversed(edges):
             downwards = {parent: child for child, parent in pairs.items()}
             inbox = yield from _step("broadcast", message, result.words, downwards, rank)
             message = next(iter(inbox.values()), message)
         assert message is not None
-        mean = result.unpack(message)
+        mean = result.decode(message)
         if kernels.has_non_finite(mean.values):  # all ranks hold the same entries
             raise NonFiniteError(REJECTED)
         return SparseVector(mean.indices, mean.values, self.numel)

@@ -95,7 +95,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         arriving = {p: PLAIN.section(low, high, count) for p, count in enumerate(incoming) if p != rank}
         messages: Inbox = {}
         yield from rotate(
-            {p: wire.pack(part.indices, part.values) for p, part in enumerate(parts) if p != rank},
+            {p: wire.encode(part.indices, part.values) for p, part in enumerate(parts) if p != rank},
             {p: section.words for p, section in arriving.items()},
             messages.update,
             rank,
@@ -105,7 +105,7 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
         )
         region = torch.zeros(high - low, dtype=torch.float32, device=own.values.device)
         for source in sorted({rank, *messages}):
-            part = parts[rank] if source == rank else arriving[source].unpack(messages[source])
+            part = parts[rank] if source == rank else arriving[source].decode(messages[source])
             kernels.scatter_add(region, part.indices - low, part.values)
         return region
 
@@ -127,9 +127,9 @@ class TopkDSAAlgorithm(BudgetedAlgorithm):
             means = (region / world_size).view(torch.int32)
             blocks = yield from bruck_all_gather(means, widths, rank, world_size, phase="all-gather")
             return kernels.select(torch.cat(blocks).view(torch.float32), 0.0, workspace=self.workspace)
-        message = wire.pack(sums.indices, sums.values)
+        message = wire.encode(sums.indices, sums.values)
         blocks = yield from bruck_all_gather(message, words, rank, world_size, phase="all-gather")
-        return Selection.join([section.unpack(block) for section, block in zip(sections, blocks, strict=True)])
+        return Selection.join([section.decode(block) for section, block in zip(sections, blocks, strict=True)])
 
     def _goes_dense(self, words: int) -> bool:
         """Return True if ``words`` for all entries are too many."""
