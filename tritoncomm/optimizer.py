@@ -18,7 +18,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
-from tritoncomm.step.clipping import check_clipping
+from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
@@ -59,7 +59,7 @@ class SparseOptimizer(OptimizerProxy):
         broadcast_parameters: bool = False,
         names: Mapping[int, str] | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options, process_group, names or {})
+        self._bind(optimizer, recipe, with_clipping(options, optimizer), process_group, names or {})
         self._exchange = self._build(process_group)
         exchange_state.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, broadcast=broadcast_parameters)

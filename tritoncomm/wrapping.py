@@ -43,7 +43,7 @@ def wrap(
     max_relative_update: float = 0.05,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
-    clip_by: str = "delivered",
+    clip_by: str | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     small: str | None = None,
@@ -90,11 +90,11 @@ def wrap(
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
-        clip_by: What ``max_grad_norm`` limits. ``"delivered"``: the entries of a step that were delivered, which are
-            sums of several gradients. ``"gradient"``: the mean over ranks of the gradients of this step, before they
-            are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation of 3 %, from
-            2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error. Default:
-            ``"delivered"``.
+        clip_by: What ``max_grad_norm`` limits. ``"gradient"``: the mean over ranks of the gradients of this step,
+            before they are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation
+            of 3 %, from 2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error.
+            ``"delivered"``: the entries of a step that were delivered, which are sums of several gradients. Default:
+            None, which is ``"gradient"``, or ``"delivered"`` if tensor parallelism keeps copies.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.

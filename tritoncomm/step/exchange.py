@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
+from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismatchError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter, of_all
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
@@ -47,7 +47,7 @@ TRANSITIONS = {
     State.MEANS: {
         "confirm": State.READY,
         "reject": State.IDLE,  # a NaN, an overflow or an error on any rank
-        "lose": State.SUSPENDED,  # a rank was lost in the confirmation
+        "lose": State.SUSPENDED,  # a rank was lost or stopped in the confirmation
         "stop": State.STOPPED,  # a signal came after the confirmation
     },
     # Other ranks apply the step, so a signal before the update stops it like one within the update.
@@ -414,12 +414,11 @@ class GradientExchange:
         if self.state is State.IDLE:  # it was reported
             return
         self._rollback()
-        if isinstance(error, Exception):
-            scheduler = self.vectors[0].scheduler
-            if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
-                scheduler.fail(error)
-            if self.all_shards is not None:
-                self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
+        scheduler = self.vectors[0].scheduler
+        if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
+            scheduler.fail(error)
+        if self.all_shards is not None:
+            self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
 
     def _rollback(self) -> None:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
@@ -439,15 +438,16 @@ class GradientExchange:
     def _finish(self) -> None:
         """Return when all ranks have confirmed the step. If one has rejected it, roll back.
 
-        If a rank is lost here, some ranks may apply the step. It is suspended on this one.
+        If a rank is lost or stops here, some ranks may apply the step. It is suspended on this one.
         """
         try:
             self._confirm()
-        except ExchangeError:
-            self._move("lose")
+        except (NonFiniteError, ProtocolMismatchError):  # all ranks raise it
+            self._rollback()
             raise
         except BaseException:
-            self._rollback()
+            if self.state is not State.IDLE:  # it was rejected
+                self._move("lose")
             raise
         for vector, mean, span in self._begun:
             vector.measure(mean, span)

@@ -61,7 +61,7 @@ class WrapOptions:
     max_relative_update: float = 0.05
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
-    clip_by: str = "delivered"
+    clip_by: str | None = None
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
     small: str = "fp32"
@@ -70,7 +70,8 @@ class WrapOptions:
         one_of("staleness", self.staleness, ("aware", "off"))
         one_of("select_by", self.select_by, ("auto", "update", "gradient"))
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
-        one_of("clip_by", self.clip_by, ("delivered", "gradient"))
+        if self.clip_by is not None:
+            one_of("clip_by", self.clip_by, ("delivered", "gradient"))
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
@@ -90,7 +91,7 @@ class WrapOptions:
     @property
     def gradient_limit(self) -> float | None:
         """The largest norm of the mean of the gradients before they are exchanged, or None."""
-        return self.max_grad_norm if self.clip_by == "gradient" else None
+        return None if self.clip_by == "delivered" else self.max_grad_norm
 
 
 def is_number(value: object) -> bool:
