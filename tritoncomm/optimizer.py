@@ -49,6 +49,8 @@ class SparseOptimizer(OptimizerProxy):
     uses the same process group, an unpickled optimizer the default process group. Hooks are not copied.
     """
 
+    _inspected = False  # True once an exchange has found that nothing else averages the gradients
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -118,7 +120,7 @@ class SparseOptimizer(OptimizerProxy):
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_no_pending_step("copying")
+        self._check_saveable("copying")
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
@@ -204,17 +206,17 @@ class SparseOptimizer(OptimizerProxy):
             Whether a step of other ranks was applied here. Learning-rate schedules must then take theirs here, too.
 
         Raises:
+            RuntimeError: An error or a signal has stopped an update: load a checkpoint.
             ConfigurationError: The model is sharded, or an argument is invalid.
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange, step = self._exchange, self._optimizer_step
         told, caught_up = set[int](), False
+        exchange.check_complete()
         check_group("process_group", process_group)
         if self.has_shards:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
-        model = checked_module(model)
-        process_group = group_of(model, process_group)
-        check_model(model, process_group)
+        process_group = group_of(checked_module(model), process_group)
         if is_distributed():
             told = {of["steps"] for of in agree.all_gather({"steps": exchange.steps}, process_group, self._device)}
             caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
@@ -228,7 +230,8 @@ class SparseOptimizer(OptimizerProxy):
             step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
-            keep_gradients_local(model)
+            check_model(checked_module(model), process_group)
+            keep_gradients_local(checked_module(model))
         agree.compare_setup(
             self.optimizer,
             exchange.parameters,
@@ -239,6 +242,7 @@ class SparseOptimizer(OptimizerProxy):
             caught_up=len(told) > 1,
         )
         exchange.restart()
+        self._inspected = False
         for vector, before in exchange.replace_vectors(recipe, process_group):
             exchange_state.across_groups(vector, before)
         self.recipe = recipe
@@ -345,7 +349,7 @@ class SparseOptimizer(OptimizerProxy):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        inspect = None if exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
+        inspect = None if self._inspected else partial(check_not_reduced, self.process_group)
         found = step_state.found_in_unscale if found is None else found
         try:
             exchange.exchange(
@@ -356,6 +360,7 @@ class SparseOptimizer(OptimizerProxy):
                 decay=coupled_decay(self.optimizer) if self._decays_in_vector else {},
                 inspect=inspect,
             )
+            self._inspected = True
         except NonFiniteError as error:
             if policy == "raise" and found is None:
                 raise
@@ -405,7 +410,7 @@ class SparseOptimizer(OptimizerProxy):
                 entries. An error or a signal has stopped an update, so parameters may differ between ranks.
         """
         self._run_hooks_before_saving()
-        self._check_no_pending_step("state_dict()")
+        self._check_saveable("state_dict()")
         own = exchange_state.saved(self._exchange)
         return self._after_saving(self._optimizer_step.saved() | {"tritoncomm": own})
 
@@ -437,6 +442,7 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         self._exchange.restart()
+        self._inspected = False
         self._exchange.restore(feedbacks)
         if saved is not None:
             self._exchange.steps = saved["steps"]
@@ -477,10 +483,20 @@ class SparseOptimizer(OptimizerProxy):
         return agree.device_of(self.optimizer)
 
     def release(self) -> None:
-        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
+        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied.
+
+        A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
+        tritoncomm, put ``model.module`` into a new one, and drop the old one.
+        """
         self._optimizer_step.unguard()
 
     def _check_no_pending_step(self, action: str) -> None:
-        self._exchange.check_complete()
+        self._check_saveable(action)
         if self.is_synchronized:
+            raise RuntimeError(f"a step was skipped, or a hook failed after it: call zero_grad() before {action}")
+
+    def _check_saveable(self, action: str) -> None:
+        """Raise unless residuals and parameters belong to the same step."""
+        self._exchange.check_complete()
+        if self.is_synchronized and self._exchange.delivered is not None:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")

@@ -121,10 +121,11 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
-    model = checked_module(model)
     check_group("process_group", process_group)
-    group = group_of(model, process_group)
     device = agree.device_of(optimizer)
+    with agree.propagate_errors(process_group, device):
+        model = checked_module(model)
+    group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
         check_optimizer(optimizer, alone=is_alone(group))
         if isinstance(optimizer, SparseOptimizer):

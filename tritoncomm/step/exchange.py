@@ -182,7 +182,7 @@ class GradientExchange:
         overflowed: bool = False,
         zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
-        inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
+        inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
@@ -195,8 +195,8 @@ class GradientExchange:
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to its gradient, after the norm was limited.
-            inspect: Called with the vectors and their means while every ``.grad`` is still this rank's gradient. What
-                it raises rejects the step. Default: None.
+            inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
+                the step. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -220,7 +220,7 @@ class GradientExchange:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
             if self._deliver(decay=decay) and inspect is not None:
-                inspect([(begun.vector, begun.mean) for begun in self._begun])
+                inspect(vectors)
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too

@@ -147,9 +147,6 @@ def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     )
 
 
-logger = logging.getLogger("tritoncomm")
-
-
 @dataclass
 class StepState:
     """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
@@ -183,7 +180,8 @@ class StepState:
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
-        if any(now is not then for now, then in zip(gradients, self.written, strict=True)):
+        # A signal at the end of synchronize() leaves nothing written.
+        if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
         if self.versions and self.versions != [_version(gradient) for gradient in gradients]:
             raise RuntimeError(
@@ -448,6 +446,11 @@ class OptimizerStep:
 
 # The original optimizers (see hooks_key) whose wrapped optimizer takes a step now.
 _stepping: set[int] = set()
+
+
+def is_stepping() -> bool:
+    """Return True while a wrapped optimizer takes its step, which may consist of the steps of other optimizers."""
+    return bool(_stepping)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
