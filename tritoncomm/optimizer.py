@@ -20,7 +20,16 @@ from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
-from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
+from tritoncomm.step.model import (
+    Named,
+    check_model,
+    check_not_reduced,
+    checked_module,
+    group_of,
+    keep_gradients_local,
+    names_of,
+    rest_of,
+)
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import (
     WrapOptions,
@@ -33,6 +42,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.parameters import KnownParameters, exchange_of
+from tritoncomm.step.replicas import Replica
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.update import OptimizerStep, StepState, coupled_decay
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
@@ -50,6 +60,7 @@ class SparseOptimizer(OptimizerProxy):
     """
 
     _inspected = False  # True once an exchange has found that nothing else averages the gradients
+    _others: Named = []  # noqa: RUF012 - of the model, which copies do not know
 
     def __init__(
         self,
@@ -59,12 +70,13 @@ class SparseOptimizer(OptimizerProxy):
         options: WrapOptions,
         *,
         broadcast_parameters: bool = False,
-        names: Mapping[int, str] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, with_clipping(options, optimizer), process_group, names or {})
+        self._bind(optimizer, recipe, with_clipping(options, optimizer), process_group, names_of(model))
+        self._others, buffers = rest_of(model, optimizer)
         self._exchange = self._build(process_group)
         exchange_state.warn_about_lost_residual(optimizer)
-        self._compare(self._exchange, broadcast=broadcast_parameters)
+        self._compare(self._exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
         if is_distributed():
             self._exchange.log_choice()
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -469,13 +481,13 @@ class SparseOptimizer(OptimizerProxy):
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
         check_clipping(self._options.gradient_limit, [parameter for parameter, _ in trained])
-        return exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
+        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
+        exchange.replica = Replica(self.optimizer, self._parameters.names, self._others)
+        return exchange
 
-    def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
+    def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
         parameters, group = exchange.parameters, exchange.options.group
-        agree.compare_setup(
-            self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
-        )
+        agree.compare_setup(self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, **fields)
         exchange.agree_on_exchange_id()
 
     @property

@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
+from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DENSE_BELOW,
@@ -63,8 +63,9 @@ def wrap(
     FSDP2, or other parameters that are DTensors, each rank exchanges its shard with the ranks of ``process_group``,
     which hold the same shard.
 
-    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Nothing
-    else may average the gradients. A single worker takes the original optimizer's steps, to the bit.
+    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Parameters
+    and the optimizer's state are compared again every 100 steps. Nothing else may average the gradients. A single
+    worker takes the original optimizer's steps, to the bit.
 
     Args:
         optimizer: Optimizer to wrap.
@@ -103,10 +104,13 @@ def wrap(
             and what this cuts off stays in the residual. A magnitude of 2**112 or more then rejects the step. Dense
             steps of ``dgc`` are not quantized. A :class:`~tritoncomm.Warmup` that is passed has a format of its own.
             Default: None, which is ``"8bit"``.
-        broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
-            ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
+        broadcast_parameters: Whether to copy all parameters and buffers of ``model`` from the group's first rank to its
+            other ranks first, as ``DistributedDataParallel`` does. Without ``model``, these are the parameters of the
+            optimizer alone. If False, parameters that differ raise an error, and buffers a warning: each rank may have
+            collected its own statistics. Default: False.
         model: The module that ``optimizer`` trains. With DDP, several optimizers may be wrapped with the same module,
-            and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module.
+            and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
+            then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
             ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded
@@ -153,7 +157,7 @@ def wrap(
         agree.compare({"model": None if model is None else type(model).__name__}, group, device)
     with agree.propagate_errors(group, device):
         wrapped = SparseOptimizer(
-            optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, names=names_of(model)
+            optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model
         )
         keep_gradients_local(model)
     return wrapped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NamedTuple
@@ -35,9 +35,12 @@ UPDATES_ADVICE = (
 )
 _LONG = 8  # entries of a list that are not all written into a message
 _ERROR = "error"  # key of the error that a rank reports to the others
+NOT_HELD = "values of parameters that the optimizer does not hold"  # as UPDATES
+_EQUAL = "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)"
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
-    "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
+    "parameter values": _EQUAL,
+    NOT_HELD: _EQUAL,
     "optimizer state": "load the same state on all ranks",
     UPDATES: UPDATES_ADVICE,
 }
@@ -156,6 +159,8 @@ def compare_setup(
     steps: int,
     group: dist.ProcessGroup | None,
     *,
+    others: Sequence[tuple[torch.Tensor, str]] = (),
+    buffers: Sequence[tuple[torch.Tensor, str]] = (),
     broadcast: bool = False,
     caught_up: bool = False,
 ) -> None:
@@ -168,8 +173,12 @@ def compare_setup(
         options: The options of ``wrap``.
         steps: Number of committed steps.
         group: Process group of the exchange. None is the default group.
-        broadcast: Whether to copy the values of all parameters from the group's first rank afterwards. If False, the
-            values of ``trained`` must be equal.
+        others: Parameters of the module that ``optimizer`` does not hold, each with its name.
+        buffers: Buffers of the module, each with its name. If their values differ, a warning is logged, and no error is
+            raised: those of a plain module differ after training, and so do those that each rank of a resumed run
+            loads.
+        broadcast: Whether to copy the values of all parameters and buffers from the group's first rank afterwards. If
+            False, the values of ``trained`` and ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
             options may differ. The next step compares them.
 
@@ -192,6 +201,7 @@ def compare_setup(
     }
     names, device = dict(named_parameters(optimizer)), device_of(optimizer)
     fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
+    fields["other parameters and buffers"] = [f"{name} {tuple(e.shape)} {e.dtype}" for e, name in (*others, *buffers)]
     fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in trained]
     if caught_up:
         del fields["param_groups"]
@@ -205,12 +215,27 @@ def compare_setup(
             ) from None
         return
     if not broadcast:
+        fields[NOT_HELD] = [f"{name} {digest(each)}" for each, name in others]
         compare(fields, group, device)
+        _warn_about_buffers(buffers, group, device)
         return
     fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in names]
     compare(fields, group, device)
-    _broadcast(list(names), group)
+    _broadcast([*names, *(each for each, _ in (*others, *buffers))], group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
+
+
+def _warn_about_buffers(
+    buffers: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None, device: torch.device | None
+) -> None:
+    found = differences({name: digest(buffer) for buffer, name in buffers}, group, device)
+    if found and dist.get_rank(group) == 0:
+        logger.warning(
+            "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
+            "they are statistics that each rank has collected",
+            len(found),
+            next(iter(found)),
+        )
 
 
 def settings_of(*layers: Any) -> dict[str, Any]:
@@ -256,13 +281,17 @@ def _state_digest(state: Any) -> str:
 
 
 @torch.no_grad()
-def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copy the values of the group's first rank to its other ranks, after all of them have arrived."""
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of the group's first rank to its other ranks, after all of them have arrived.
+
+    All are sent from the device of the first one, because a backend may support no other.
+    """
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    shards = [local(parameter.detach()) for parameter in parameters]
-    received = [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
+    shards = [local(tensor.detach()) for tensor in tensors]
+    device = shards[0].device if shards else None
+    received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
     try:
-        with watcher.of(group, received[0].device if received else None) or nullcontext():
+        with watcher.of(group, device) or nullcontext():
             for values in filter(torch.numel, received):
                 dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     except RuntimeError as error:
@@ -436,10 +465,12 @@ def rejection(
     stepping: Stepping,
     group: dist.ProcessGroup | None,
     device: torch.device | None,
+    otherwise: Callable[[], str] | None = None,
 ) -> ProtocolMismatchError:
     """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
 
-    It names those of ``fields`` that differ between ranks.
+    It names those of ``fields`` that differ between ranks. If none does, ``otherwise`` is called on all ranks, and
+    returns another reason, or an empty text.
     """
     found = differences(fields, group, device) if is_distributed() else {}
     differ = f"ranks differ: {'; '.join(found.values())}"
@@ -451,6 +482,9 @@ def rejection(
             f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
             "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
         )
+    reason = "" if otherwise is None else otherwise()
+    if reason:
+        return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
     return ProtocolMismatchError(
         f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
         "ranks"

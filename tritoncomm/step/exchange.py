@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from tritoncomm.step import agree
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.options import log_choice
+from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
 
 logger = logging.getLogger("tritoncomm")
@@ -89,6 +91,7 @@ class GradientExchange:
 
     Attributes:
         all_shards: See above.
+        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates.
         state: How far the present step is.
         vectors: The flat vectors, in the order in which they are exchanged.
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
@@ -121,6 +124,7 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
+        self.replica = Replica(optimizer)
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -456,19 +460,26 @@ class GradientExchange:
     def _confirm(self) -> None:
         """Return after all ranks have called this for the same step, and none has rejected it."""
         begun, stepping, all_shards = [step.vector for step in self._begun], self.stepping, self.all_shards
+        replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
+        group, device = self.options.group, self.vectors[0].device
         if all_shards is not None:
             schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
             if agree.confirm_shards(all_shards, stepping, schedulers, rejected=self._rejected is not None):
                 raise self._reject()
+            if replica is not None:
+                replica.confirm_shards(all_shards, group, self.steps)
             return
         *others, last = begun
         trained = "".join("01"[parameter.requires_grad] for vector in begun for parameter in vector.parameters)
-        if last.confirm(trained + stepping.text, others) and not stepping.is_stopped:
+        text = trained + stepping.text + (f" {replica.digest()}" if replica is not None else "")
+        if last.confirm(text, others) and not stepping.is_stopped:
+            self.replica.agreed = self.replica.agreed if replica is None else self.steps
             return
         step = "the step" if last.scheduler is None else last.scheduler.last_step
         frozen = [vector.name_of(p) for vector in begun for p in vector.parameters if not p.requires_grad]
         fields = {"last step": step, "frozen parameters": frozen} | stepping.update_fields | stepping.option_fields
-        raise agree.rejection(step, fields, stepping, self.options.group, last.device)
+        values = None if replica is None else partial(replica.difference, group, group, device, self.steps)
+        raise agree.rejection(step, fields, stepping, group, device, values)
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.

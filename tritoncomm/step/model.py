@@ -18,13 +18,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.shards import local
+from tritoncomm.step.shards import has_bits, local
 from tritoncomm.step.torch_internals import comm_hooks, creates_state, ddp_modules, let_average_nothing
 from tritoncomm.step.update import is_stepping
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
+
+Named = list[tuple[torch.Tensor, str]]  # tensors, each with its name
 
 
 def checked_module(model: Any) -> nn.Module | None:
@@ -67,6 +70,23 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
         return {}
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return {id(parameter): name for name, parameter in inner.named_parameters()}
+
+
+def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
+    """Return the parameters of ``model`` that ``optimizer`` does not hold, and its buffers.
+
+    What DDP was told to ignore is left out, and what has no bits that can be compared.
+    """
+    if model is None:
+        return [], []
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    left_out = {*getattr(model, "parameters_to_ignore", ())}
+    held = agree.parameter_ids(optimizer)
+
+    def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        return [(e, name) for name, e in named if id(e) not in held and name not in left_out and has_bits(e)]
+
+    return chosen(inner.named_parameters()), chosen(inner.named_buffers())
 
 
 def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:

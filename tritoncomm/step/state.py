@@ -350,6 +350,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.zeroed, new.total = before.skipped, before.zeroed, before.total
     new.gradient_norm = before.gradient_norm
+    new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 
 
