@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
@@ -231,7 +231,7 @@ class SparseOptimizer(OptimizerProxy):
             keep_gradients_local(model)
         agree.compare_setup(
             self.optimizer,
-            exchange.parameters,
+            self._parameters.trained,
             recipe,
             self._options,
             exchange.steps,
@@ -466,10 +466,17 @@ class SparseOptimizer(OptimizerProxy):
         return exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
-        parameters, group = exchange.parameters, exchange.options.group
-        agree.compare_setup(
-            self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
-        )
+        trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
+        try:
+            agree.compare_setup(
+                self.optimizer, trained, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
+            )
+        except ConfigMismatchError as error:
+            if all_shards is not None:
+                agree.propagate_error(str(error), all_shards.group, self._device)
+            raise
+        if all_shards is not None:  # replicas of other shards may differ
+            agree.compare({}, all_shards.group, self._device)
         exchange.agree_on_exchange_id()
 
     @property

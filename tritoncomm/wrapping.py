@@ -21,6 +21,7 @@ from tritoncomm.step.options import (
     WrapOptions,
     check_group,
     check_optimizer,
+    check_trained,
     is_alone,
     resolve_recipe,
     resolved_small,
@@ -126,7 +127,7 @@ def wrap(
     group = group_of(model, process_group)
     device = agree.device_of(optimizer)
     with agree.propagate_errors(group, device):
-        check_optimizer(optimizer, alone=is_alone(group))
+        check_optimizer(optimizer, alone=is_alone(group), names=names_of(model))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         if not isinstance(broadcast_parameters, bool):
@@ -148,6 +149,8 @@ def wrap(
             algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
         )
         chosen.check_optimizer(optimizer)
+        if not is_alone(group):
+            check_trained(optimizer, names_of(model))
     if is_distributed():
         agree.compare({"model": None if model is None else type(model).__name__}, group, device)
     with agree.propagate_errors(group, device):
