@@ -20,6 +20,7 @@ from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
+from tritoncomm.step.local_changes import LocalChanges
 from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import (
@@ -249,6 +250,7 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._exchange.discard()
         self._step_state.reset()
+        self._local_changes.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
@@ -284,6 +286,7 @@ class SparseOptimizer(OptimizerProxy):
         scale, found = self._scaler
         untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
+            self._local_changes.warn(scaled=scale is not None)
             self.synchronize()
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
@@ -345,6 +348,7 @@ class SparseOptimizer(OptimizerProxy):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
+        self._local_changes.forget()
         inspect = None if exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
         found = step_state.found_in_unscale if found is None else found
         try:
@@ -462,7 +466,9 @@ class SparseOptimizer(OptimizerProxy):
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        check_clipping(self._options.gradient_limit, [parameter for parameter, _ in trained])
+        parameters = [parameter for parameter, _ in trained]
+        check_clipping(self._options.gradient_limit, parameters)
+        self._local_changes = LocalChanges([] if self._optimizer_step.alone else parameters)
         return exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
 
     def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
