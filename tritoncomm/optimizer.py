@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
+from tritoncomm.step.local_changes import LocalChanges
 from tritoncomm.step.model import (
     Named,
     check_model,
@@ -246,7 +247,7 @@ class SparseOptimizer(OptimizerProxy):
             keep_gradients_local(checked_module(model))
         agree.compare_setup(
             self.optimizer,
-            exchange.parameters,
+            self._parameters.trained,
             recipe,
             self._options,
             exchange.steps,
@@ -265,6 +266,7 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._exchange.discard()
         self._step_state.reset()
+        self._local_changes.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
@@ -300,6 +302,7 @@ class SparseOptimizer(OptimizerProxy):
         scale, found = self._scaler
         untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
+            self._local_changes.warn(scaled=scale is not None)
             self.synchronize()
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
@@ -361,6 +364,7 @@ class SparseOptimizer(OptimizerProxy):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
+        self._local_changes.forget()
         inspect = None if self._inspected else partial(check_not_reduced, self.process_group)
         found = step_state.found_in_unscale if found is None else found
         try:
@@ -480,14 +484,23 @@ class SparseOptimizer(OptimizerProxy):
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        check_clipping(self._options.gradient_limit, [parameter for parameter, _ in trained])
+        parameters = [parameter for parameter, _ in trained]
+        check_clipping(self._options.gradient_limit, parameters)
+        self._local_changes = LocalChanges([] if self._optimizer_step.alone else parameters)
         exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
         exchange.replica = Replica(self.optimizer, self._parameters.names, self._others)
         return exchange
 
     def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
-        parameters, group = exchange.parameters, exchange.options.group
-        agree.compare_setup(self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, **fields)
+        trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
+        try:
+            agree.compare_setup(self.optimizer, trained, self.recipe, self._options, exchange.steps, group, **fields)
+        except ConfigMismatchError as error:
+            if all_shards is not None:
+                agree.propagate_error(str(error), all_shards.group, self._device)
+            raise
+        if all_shards is not None:  # replicas of other shards may differ
+            agree.compare({}, all_shards.group, self._device)
         exchange.agree_on_exchange_id()
 
     @property

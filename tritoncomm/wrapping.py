@@ -14,13 +14,14 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local
+from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DENSE_BELOW,
     WrapOptions,
     check_group,
     check_optimizer,
+    check_trained,
     is_alone,
     resolve_recipe,
     resolved_small,
@@ -131,7 +132,7 @@ def wrap(
         model = checked_module(model)
     group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        check_optimizer(optimizer, alone=is_alone(group))
+        check_optimizer(optimizer, alone=is_alone(group), names=names_of(model))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         if not isinstance(broadcast_parameters, bool):
@@ -153,6 +154,8 @@ def wrap(
             algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
         )
         chosen.check_optimizer(optimizer)
+        if not is_alone(group):
+            check_trained(optimizer, names_of(model))
     if is_distributed():
         agree.compare({"model": None if model is None else type(model).__name__}, group, device)
     with agree.propagate_errors(group, device):

@@ -37,6 +37,7 @@ _LONG = 8  # entries of a list that are not all written into a message
 _ERROR = "error"  # key of the error that a rank reports to the others
 NOT_HELD = "values of parameters that the optimizer does not hold"  # as UPDATES
 _EQUAL = "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)"
+_NAMES = "parameter names"  # a field that ranks compare. Errors about other lists use it
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
     "parameter values": _EQUAL,
@@ -74,7 +75,8 @@ def differences(
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
     names = dict.fromkeys(name for entry in gathered for name in entry)
-    found = {name: _difference(name, [entry.get(name) for entry in gathered]) for name in names}
+    labels = fields.get(_NAMES, ())
+    found = {name: _difference(name, [entry.get(name) for entry in gathered], labels) for name in names}
     return {name: text for name, text in found.items() if text}
 
 
@@ -139,7 +141,7 @@ def parameter_fields(
     """
     return {
         "number of parameters": len(parameters),
-        "parameter names": list(names),
+        _NAMES: list(names),
         "parameter shapes": [tuple(p.shape) for p in parameters],
         "parameter dtypes": [str(p.dtype) for p in parameters],
         "parameter values": [digest(p) for p in parameters] if values else "to be broadcast",
@@ -153,7 +155,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def compare_setup(
     optimizer: torch.optim.Optimizer,
-    trained: Sequence[torch.Tensor],
+    trained: Sequence[tuple[torch.Tensor, str]],
     recipe: Recipe,
     options: Any,
     steps: int,
@@ -168,7 +170,7 @@ def compare_setup(
 
     Args:
         optimizer: The original optimizer.
-        trained: Parameters of ``optimizer`` that require gradients.
+        trained: Parameters of ``optimizer`` that require gradients, each with its name.
         recipe: The recipe of the exchange.
         options: The options of ``wrap``.
         steps: Number of committed steps.
@@ -199,10 +201,11 @@ def compare_setup(
         "steps": steps,
         "broadcast_parameters": broadcast,
     }
-    names, device = dict(named_parameters(optimizer)), device_of(optimizer)
-    fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
+    every, device = [parameter for parameter, _ in named_parameters(optimizer)], device_of(optimizer)
+    parameters = [parameter for parameter, _ in trained]
+    fields |= parameter_fields(parameters, [name for _, name in trained], values=not broadcast)
     fields["other parameters and buffers"] = [f"{name} {tuple(e.shape)} {e.dtype}" for e, name in (*others, *buffers)]
-    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in trained]
+    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in parameters]
     if caught_up:
         del fields["param_groups"]
         try:
@@ -219,9 +222,9 @@ def compare_setup(
         compare(fields, group, device)
         _warn_about_buffers(buffers, group, device)
         return
-    fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in names]
+    fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in every]
     compare(fields, group, device)
-    _broadcast([*names, *(each for each, _ in (*others, *buffers))], group)
+    _broadcast([*every, *(each for each, _ in (*others, *buffers))], group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
 
 
@@ -314,13 +317,13 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter, _ in named_parameters(optimizer)}
 
 
-def _difference(name: str, values: Sequence[Any]) -> str:
+def _difference(name: str, values: Sequence[Any], labels: Sequence[str] = ()) -> str:
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(v, dict) for v in values):
         return _dict_difference(name, values)
     if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
-        return _list_difference(name, values)
+        return _list_difference(name, values, labels)
     if any(isinstance(v, list) and len(v) > _LONG for v in values):
         values = [f"{len(v)} entries" if isinstance(v, list) else v for v in values]
     sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
@@ -342,14 +345,18 @@ def _dict_difference(name: str, values: Sequence[dict[str, Any]]) -> str:
     return f"{name}: {'; '.join(found)}"
 
 
-def _list_difference(name: str, values: Sequence[list[Any]]) -> str:
-    """Describe the first difference between lists, and whether only their order differs."""
+def _list_difference(name: str, values: Sequence[list[Any]], labels: Sequence[str]) -> str:
+    """Describe the first difference between lists, and whether only their order differs.
+
+    ``labels`` are the names of the entries, if they have names.
+    """
     first = next(i for i in range(len(values[0])) if any(v[i] != values[0][i] for v in values))
     if all(sorted(map(str, v)) == sorted(map(str, values[0])) for v in values):
         name += " (the same values in another order: parameter order differs)"
     column = [value[first] for value in values]
     sides = [f"{_ranks(column, value)} {value!r}" for value in _distinct(column)]
-    return f"{name}, first at parameter {first}: " + ", ".join(sides)
+    label = labels[first] if len(labels) == len(values[0]) and name != _NAMES else ""
+    return f"{name}, first at parameter {label or first}: " + ", ".join(sides)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:

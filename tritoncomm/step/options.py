@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.torch_internals import has_hooks, is_flattened
+from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened
 
 logger = logging.getLogger("tritoncomm")
 
@@ -326,10 +327,12 @@ def is_dense(chosen: Recipe) -> bool:
     return isinstance(chosen.layers[-1], Dense)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, *, alone: bool, names: Mapping[int, str] = MappingProxyType({})
+) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped.
 
-    ``alone``: there is a single worker, whose gradients are not exchanged.
+    ``alone``: there is a single worker, whose gradients are not exchanged. ``names`` are those of parameters, by id.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
@@ -339,16 +342,50 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
+    _check_closure(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.is_meta:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is on the meta device, without values: call "
+                f"{_named(parameter, names)} is on the meta device, without values: call "
                 "model.to_empty(device=...) and load or initialize the weights before wrap()"
             )
         if is_flattened(parameter) and not alone:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, which is not "
+                f"{_named(parameter, names)} is sharded by FullyShardedDataParallel, which is not "
                 "supported: use fully_shard() and pass the model to wrap(..., model=model)"
+            )
+
+
+def check_trained(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen.
+
+    ``names`` are those of parameters, by id.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(parameter.requires_grad for parameter in parameters):
+        first = f", the first of them {_named(parameters[0], names)}" if parameters else ""
+        raise ConfigurationError(
+            f"optimizer holds {len(parameters)} parameters, and none has requires_grad=True{first}: unfreeze what will "
+            "train before wrap(), or do not wrap this optimizer"
+        )
+
+
+def _named(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    return names.get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``step()`` of ``optimizer`` cannot be called without arguments.
+
+    The closure is called before the exchange, and the original optimizer steps by averaged gradients without it.
+    """
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.items()
+    for name, each in [] if has_own_step(optimizer) else arguments:
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() needs its argument {name!r}, and a wrapped optimizer calls a "
+                f"closure once, before the exchange: give it a default, {name}=None, and let step() use .grad, or use "
+                "another optimizer"
             )
 
 

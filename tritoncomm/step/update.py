@@ -26,6 +26,7 @@ from tritoncomm.step.torch_internals import (
     hooks_key,
     mark_stepped,
     step_hooks,
+    version_of,
     without_compile,
 )
 
@@ -176,14 +177,14 @@ class StepState:
 
     def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
-        self.versions = self.versions or [_version(gradient) for gradient in gradients]
+        self.versions = self.versions or [version_of(gradient) for gradient in gradients]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
         # A signal at the end of synchronize() leaves nothing written.
         if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if self.versions and self.versions != [_version(gradient) for gradient in gradients]:
+        if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
             raise RuntimeError(
                 "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
@@ -203,11 +204,6 @@ class StepState:
             "are not skipped needs that",
             dist.get_rank(group) if is_distributed() else 0,
         )
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    """Return a number that grows whenever ``gradient`` is changed in place."""
-    return -1 if gradient is None else local(gradient)._version  # noqa: SLF001 - torch documents it for this use
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
