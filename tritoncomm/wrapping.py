@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
@@ -26,6 +26,7 @@ from tritoncomm.step.options import (
     resolve_recipe,
     resolved_small,
 )
+from tritoncomm.step.private_group import numbered_groups
 
 __all__ = ["wrap"]
 
@@ -157,7 +158,10 @@ def wrap(
         if not is_alone(group):
             check_trained(optimizer, names_of(model))
     if is_distributed():
-        agree.compare({"model": None if model is None else type(model).__name__}, group, device)
+        told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
+        if isinstance(chosen, Hierarchical):
+            told |= numbered_groups()
+        agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
         wrapped = SparseOptimizer(
             optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model

@@ -314,6 +314,10 @@ def nodes(rank: int, world_size: int, send) -> None:
     other = dist.new_group(list(range(world_size)))
     with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
         tritoncomm.wrap(adamw(pair.ddp), model=pair.ddp, process_group=other)
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ConfigMismatchError, match="number of process groups"):
+        tritoncomm.wrap(adamw(net()), node_group=node, **SETTINGS)
 
 
 def killed(rank: int, world_size: int, send) -> None:
