@@ -18,6 +18,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.guard import may_step
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits
 from tritoncomm.step.torch_internals import comm_hooks, ddp_modules, let_average_nothing
@@ -80,6 +81,26 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     return chosen(inner.named_parameters()), chosen(inner.named_buffers())
 
 
+def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """Log a warning if buffers of ``model`` differ between ranks. All ranks of ``group`` call this together.
+
+    It is no error: those of a plain module differ after training, and so do those that each rank of a resumed run
+    loads.
+    """
+    _, buffers = rest_of(model, optimizer)
+    if not buffers or not is_distributed():
+        return
+    fields = {name: agree.digest(buffer) for buffer, name in buffers}
+    found = agree.differences(fields, group, agree.device_of(optimizer))
+    if found and dist.get_rank(group) == 0:
+        logger.warning(
+            "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
+            "they are statistics that each rank has collected",
+            len(found),
+            next(iter(found)),
+        )
+
+
 def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if gradients of ``model`` cannot be exchanged in ``group``."""
     if isinstance(model, DistributedDataParallel):
@@ -106,7 +127,7 @@ def keep_gradients_local(model: nn.Module | None) -> None:
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         module = reference()
-        if module is not None and not isinstance(optimizer, OptimizerProxy):
+        if module is not None and not isinstance(optimizer, OptimizerProxy) and not may_step(optimizer):
             _check_not_stepped(module, optimizer)
 
     weakref.finalize(model, register_optimizer_step_pre_hook(check).remove).atexit = False
