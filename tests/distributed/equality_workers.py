@@ -211,8 +211,15 @@ def shards(rank: int, world_size: int, send) -> None:
     """Replicas of a sharded model are compared within their group, and all ranks learn what differs."""
     replicas.EVERY = 3
     over = mesh()
-    model = sharded(Net(), over["shard"])
-    optimizer = sparse_wrap(adamw(model), model=model, process_group=over["replicate"].get_group())
+    model = Net()
+    torch.manual_seed(rank // 2)
+    nn.init.normal_(model.head.weight)
+    model = sharded(model, over["shard"])
+    group = over["replicate"].get_group()
+    with pytest.raises(ConfigMismatchError, match="parameter values"):
+        sparse_wrap(adamw(model), model=model, process_group=group)
+    optimizer = sparse_wrap(adamw(model), model=model, process_group=group, broadcast_parameters=True)
+    assert same_everywhere(bits(model), group)
     train_sharded(model, optimizer, rank, range(4))
     if rank == 3:
         flip(model.layers[0].weight)
