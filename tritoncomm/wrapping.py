@@ -14,7 +14,7 @@ from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
+from tritoncomm.step.model import check_model, checked_module, compare_buffers, group_of, keep_gradients_local, names_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DENSE_BELOW,
@@ -167,4 +167,6 @@ def wrap(
             optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model
         )
         keep_gradients_local(model)
+    if not broadcast_parameters:
+        compare_buffers(model, optimizer, group)
     return wrapped

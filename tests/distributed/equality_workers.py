@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,9 @@ import tritoncomm
 from ddp_models import ddp
 from fsdp_models import Net, bits, mesh, sharded
 from fsdp_models import train as train_sharded
-from helpers import adamw, flat, log_lines, residual, same_everywhere, sparse_wrap, tiny_model, train
+from helpers import adamw, flat, log_lines, loss_of, residual, same_everywhere, sparse_wrap, tiny_model, train
 from torch import nn
-from tritoncomm import ConfigMismatchError, ProtocolMismatchError, checkpoint
+from tritoncomm import ConfigMismatchError, ConfigurationError, ProtocolMismatchError, checkpoint
 from tritoncomm.step import replicas
 from tritoncomm.step.shards import local
 
@@ -21,6 +23,45 @@ def flip(tensor: torch.Tensor, place: int = 0) -> None:
     """Change a low bit of an element."""
     bits = local(tensor.detach()).view(-1).view(torch.int32)
     bits[place] ^= 1 << 12
+
+
+class SAM(torch.optim.Optimizer):
+    """An optimizer with two steps under other names, as sharpness-aware minimization has, and one inside."""
+
+    def __init__(self, params, base: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base_optimizer = base(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Move up the gradient."""
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        """Go back, and let the optimizer inside take its step."""
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that lets others, in a list, take the step."""
+
+    def __init__(self, *inside: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in inside for group in each.param_groups], {})
+        self.param_groups = [group for each in inside for group in each.param_groups]
+        self.inside = list(inside)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Let them step."""
+        for each in self.inside:
+            each.step()
 
 
 class Features(nn.Module):
@@ -108,6 +149,51 @@ def drifting(rank: int, world_size: int, send) -> None:
         assert optimizer.metrics()["steps"] == steps == 6
 
 
+def steps_by_other_names(rank: int, world_size: int, send) -> None:
+    """Methods that change parameters by gradients, and optimizers inside, raise. So replicas do not drift."""
+    model = tiny_model()
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    base = SAM(model.parameters(), sgd)
+    optimizer = sparse_wrap(base, model=model)
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(RuntimeError, match=r"first_step\(\) of SAM.*wrap the optimizer inside SAM"):
+        optimizer.first_step(zero_grad=True)
+    with pytest.raises(RuntimeError, match="this SGD, or one that contains it, was wrapped"):
+        optimizer.second_step()
+    optimizer.release()
+    base.base_optimizer.step()
+    # As the error says.
+    model = tiny_model()
+    outer = SAM(model.parameters(), lambda groups: sparse_wrap(sgd(groups), model=model))
+    for step in range(3):
+        for take in (lambda: outer.first_step(zero_grad=True), outer.second_step):
+            loss_of(model, rank, step).backward()
+            take()
+        outer.zero_grad()
+    assert same_everywhere(flat(model))
+    # An outer step lets those inside step, and trains like a step of theirs.
+    weights = []
+    for kind in ("whole", "plain", "ddp"):
+        model = tiny_model()
+        halves = [sgd(model[0].parameters()), sgd([*model[2].parameters(), model.unused, model.frozen])]
+        whole = sgd([{"params": group["params"]} for each in halves for group in each.param_groups])
+        outer = ddp(model, find_unused_parameters=True) if kind == "ddp" else model
+        optimizer = sparse_wrap(whole if kind == "whole" else Lookahead(*halves), model=outer)
+        train(outer, optimizer, rank, range(3))
+        weights.append(flat(model))
+        loss_of(model, rank, 3).backward()
+        for each in [] if kind == "whole" else halves:
+            with pytest.raises((RuntimeError, ConfigurationError), match=r"this SGD.*wrap"):
+                each.step()
+        assert flat(model) == weights[-1]
+    assert weights[0] == weights[1] == weights[2]
+    # Parameters that only an optimizer inside holds would not be exchanged.
+    base = Lookahead(sgd(model[0].parameters()))
+    base.inside.append(sgd(model[2].parameters()))
+    with pytest.raises(ConfigurationError, match=r"the SGD inside this Lookahead has a parameter of shape \(3, 20\)"):
+        sparse_wrap(base)
+
+
 def saved(rank: int, world_size: int, send, folder: str) -> None:
     """A save refuses replicas that differ, and writes no file."""
     model = tiny_model()
@@ -125,8 +211,15 @@ def shards(rank: int, world_size: int, send) -> None:
     """Replicas of a sharded model are compared within their group, and all ranks learn what differs."""
     replicas.EVERY = 3
     over = mesh()
-    model = sharded(Net(), over["shard"])
-    optimizer = sparse_wrap(adamw(model), model=model, process_group=over["replicate"].get_group())
+    model = Net()
+    torch.manual_seed(rank // 2)
+    nn.init.normal_(model.head.weight)
+    model = sharded(model, over["shard"])
+    group = over["replicate"].get_group()
+    with pytest.raises(ConfigMismatchError, match="parameter values"):
+        sparse_wrap(adamw(model), model=model, process_group=group)
+    optimizer = sparse_wrap(adamw(model), model=model, process_group=group, broadcast_parameters=True)
+    assert same_everywhere(bits(model), group)
     train_sharded(model, optimizer, rank, range(4))
     if rank == 3:
         flip(model.layers[0].weight)

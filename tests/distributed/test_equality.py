@@ -10,7 +10,12 @@ from helpers import run_situations, run_workers
 
 def test_situations() -> None:
     """Each situation passes. The same processes run several situations, because starting them is slow."""
-    run_situations([equality_workers.rest_of_the_model, equality_workers.drifting], 2)
+    situations = [
+        equality_workers.rest_of_the_model,
+        equality_workers.drifting,
+        equality_workers.steps_by_other_names,
+    ]
+    run_situations(situations, 2)
 
 
 def test_shards() -> None:

@@ -37,6 +37,7 @@ def test_memory_does_not_count() -> None:
     strided = values.to(memory_format=torch.channels_last)
     shifted = torch.randn(values.numel() + 1)[1:].view(values.shape).copy_(values)
     assert len({replica({"values": each}).digest() for each in (values, strided, shifted)}) == 1
+    assert len({replica({"values": each}).digest() for each in (torch.ones(1), torch.ones(()).expand(1))}) == 1
 
 
 def test_what_is_compared() -> None:

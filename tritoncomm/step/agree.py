@@ -176,9 +176,7 @@ def compare_setup(
         steps: Number of committed steps.
         group: Process group of the exchange. None is the default group.
         others: Parameters of the module that ``optimizer`` does not hold, each with its name.
-        buffers: Buffers of the module, each with its name. If their values differ, a warning is logged, and no error is
-            raised: those of a plain module differ after training, and so do those that each rank of a resumed run
-            loads.
+        buffers: Buffers of the module, each with its name. Their values may differ.
         broadcast: Whether to copy the values of all parameters and buffers from the group's first rank afterwards. If
             False, the values of ``trained`` and ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
@@ -220,25 +218,11 @@ def compare_setup(
     if not broadcast:
         fields[NOT_HELD] = [f"{name} {digest(each)}" for each, name in others]
         compare(fields, group, device)
-        _warn_about_buffers(buffers, group, device)
         return
     fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in every]
     compare(fields, group, device)
     _broadcast([*every, *(each for each, _ in (*others, *buffers))], group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
-
-
-def _warn_about_buffers(
-    buffers: Sequence[tuple[torch.Tensor, str]], group: dist.ProcessGroup | None, device: torch.device | None
-) -> None:
-    found = differences({name: digest(buffer) for buffer, name in buffers}, group, device)
-    if found and dist.get_rank(group) == 0:
-        logger.warning(
-            "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
-            "they are statistics that each rank has collected",
-            len(found),
-            next(iter(found)),
-        )
 
 
 def settings_of(*layers: Any) -> dict[str, Any]:

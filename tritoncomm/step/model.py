@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
+from tritoncomm.step.guard import is_stepping
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.shards import has_bits, local
 from tritoncomm.step.torch_internals import comm_hooks, creates_state, ddp_modules, let_average_nothing
-from tritoncomm.step.update import is_stepping
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
@@ -87,6 +87,26 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
         return [(e, name) for name, e in named if id(e) not in held and name not in left_out and has_bits(e)]
 
     return chosen(inner.named_parameters()), chosen(inner.named_buffers())
+
+
+def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """Log a warning if buffers of ``model`` differ between ranks. All ranks of ``group`` call this together.
+
+    It is no error: those of a plain module differ after training, and so do those that each rank of a resumed run
+    loads.
+    """
+    _, buffers = rest_of(model, optimizer)
+    if not buffers or not is_distributed():
+        return
+    fields = {name: agree.digest(buffer) for buffer, name in buffers}
+    found = agree.differences(fields, group, agree.device_of(optimizer))
+    if found and dist.get_rank(group) == 0:
+        logger.warning(
+            "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
+            "they are statistics that each rank has collected",
+            len(found),
+            next(iter(found)),
+        )
 
 
 def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:

@@ -173,7 +173,7 @@ def _number(text: str) -> int:
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of ``tensor``, taken for integers, modulo 2**64: int64 ``[]``."""
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = flat.contiguous().reshape(-1)
+    flat = flat.contiguous().as_strided((flat.numel(),), (1,))  # see bytes_of
     if flat.data_ptr() % 8:
         flat = flat.clone()
     size = flat.element_size()
