@@ -365,6 +365,22 @@ def no_gradient(trainer: Trainer, send: Callable[[str], None], library: str) -> 
         send("counts as zero, ranks agree" if trainer.ranks_agree() else "ranks differ")
 
 
+def drifted(trainer: Trainer, send: Callable[[str], None]) -> None:
+    """A bit of a parameter flips on one rank."""
+    for step in range(FIRST_STEPS):
+        trainer.step(step)
+    if trainer.rank == VICTIM:
+        trainer.parameters()[0].view(-1).view(torch.int32)[0] ^= 1 << 20
+    try:
+        for step in range(FIRST_STEPS, 102):
+            trainer.step(step)
+    except RuntimeError as error:
+        named = "first.weight" in str(error)
+        send(f"error on all ranks within 100 steps, {'names' if named else 'does not name'} the parameter")
+    else:
+        send("not noticed" + ("" if trainer.ranks_agree() else ", ranks differ"))
+
+
 def resumed(trainer: Trainer, send: Callable[[str], None], folder: str) -> None:
     """A checkpoint is saved during a run and loaded into new objects. Check that the residual is restored."""
     for step in range(4):
@@ -409,6 +425,7 @@ SITUATIONS: dict[str, tuple[Callable[..., None], str]] = {
     "a message is too long": (wrong_length, "error, says"),
     "a message is too short": (too_short, "error, says"),
     "no gradient on one rank": (no_gradient, "counts as zero"),
+    "a replica drifts": (drifted, "error on all ranks, names"),
     "save and load": (resumed, "its own residual back"),
     "a bit of a checkpoint flips": (damaged, "error on all ranks, names"),
 }

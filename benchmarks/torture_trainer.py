@@ -48,7 +48,7 @@ def opened(model: nn.Module, library: str, *, unused: bool = False) -> tuple[nn.
         mesh = dist.device_mesh.init_device_mesh("cpu", (WORKERS, 1), mesh_dim_names=("replicate", "shard"))
         net = fully_shard(model, mesh=mesh["shard"])
         return net, {"model": net, "process_group": mesh["replicate"].get_group()}
-    return model, {}
+    return model, {"model": model}
 
 
 class Trainer:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
-from tritoncomm.step import adam
+from tritoncomm.step import adam, replicas
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -197,6 +197,13 @@ def test_renewal_of_the_scale() -> None:
     """A step that renews the scale of the selection waits two more times."""
     steps = steps_of("topk_allgather", "4bit", 2, RENEWED + 1)
     assert [step.syncs for step in steps[1:]] == [*[ORDINARY] * (RENEWED - 2), ORDINARY + 2, ORDINARY]
+
+
+def test_comparison_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that compares parameters and the optimizer's state waits once more."""
+    monkeypatch.setattr(replicas, "EVERY", 4)
+    steps = steps_of.__wrapped__("topk_allgather", "4bit", 2, 6)
+    assert [step.syncs for step in steps[1:]] == [ORDINARY, ORDINARY, ORDINARY, ORDINARY + 1, ORDINARY]
 
 
 def counts_of_steps(

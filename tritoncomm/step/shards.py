@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -25,9 +26,13 @@ def bytes_of(tensor: Any) -> Any:
 
 
 def has_bits(tensor: Any) -> bool:
-    """Return True if the bits of ``tensor`` can be compared: not those of a subclass, or without memory of its own."""
-    plain = type(tensor) in _PLAIN or hasattr(tensor, "device_mesh")
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    """Return True if the bits of ``tensor`` can be compared.
+
+    Not those of a format that keeps its values in other tensors, or without memory.
+    """
+    if is_lazy(tensor) or (hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "device_mesh")):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
