@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -71,7 +72,7 @@ class LocalChanges:
             if identity == id(gradient) and version != version_of(gradient):
                 changed.append(gradient)
         norm = float(torch.nn.utils.get_total_norm(changed)) if changed else 0.0
-        if norm == 0:  # also if they were reset
+        if norm == 0 or not math.isfinite(norm):  # they were reset, or the exchange says what is wrong
             return
         self._has_warned = True
         if not is_distributed() or dist.get_rank() == 0:
