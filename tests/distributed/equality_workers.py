@@ -114,6 +114,12 @@ def rest_of_the_model(rank: int, world_size: int, send) -> None:
     outer = ddp(model)
     wrap(outer, model=outer)
     assert not same_everywhere(model.features.weight.tolist())
+    for broadcast in (True, False):  # in each pass, by DDP
+        outer = ddp(Features(0), broadcast_buffers=broadcast)
+        outer(torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)))
+        with log_lines() as lines:
+            sparse_wrap(adamw(outer), model=outer)
+        assert any("buffers of the model differ" in line for line in lines) == (rank == 0 and not broadcast)
 
 
 def drifting(rank: int, world_size: int, send) -> None:

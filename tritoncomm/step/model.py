@@ -75,7 +75,8 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
 def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
     """Return the parameters of ``model`` that ``optimizer`` does not hold, and its buffers.
 
-    What DDP was told to ignore is left out, and what has no bits that can be compared.
+    What DDP was told to ignore is left out, and what has no bits that can be compared. So are buffers that DDP
+    broadcasts in each pass: in between, ranks have their own.
     """
     if model is None:
         return [], []
@@ -86,7 +87,8 @@ def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[
     def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
         return [(e, name) for name, e in named if id(e) not in held and name not in left_out and has_bits(e)]
 
-    return chosen(inner.named_parameters()), chosen(inner.named_buffers())
+    broadcast = getattr(model, "broadcast_buffers", False) and model is not inner
+    return chosen(inner.named_parameters()), [] if broadcast else chosen(inner.named_buffers())
 
 
 def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
