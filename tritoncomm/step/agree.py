@@ -385,17 +385,25 @@ class Votes(NamedTuple):
     is_stopped: int
     updates_leave_1: int
     updates_leave_2: int
+    raises: int
 
 
 def vote(
-    rejected: bool, stepping: Stepping, suspects: list[torch.Tensor], world_size: int, device: torch.device
-) -> Pattern[tuple[bool, bool, bool]]:
+    rejected: bool,
+    stepping: Stepping,
+    suspects: list[torch.Tensor],
+    world_size: int,
+    device: torch.device,
+    *,
+    raises: bool = False,
+) -> Pattern[tuple[bool, bool, bool, bool]]:
     """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
 
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
+    The last answer is whether any rank ``raises`` a flag. ``suspects`` are int64 ``[1]``. Updates are alike if none has
+    stopped, and all ranks have completed as many.
     """
     remainder = stepping.updates % 3
-    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2)  # noqa: PLR2004 - see Votes
+    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2, raises)  # noqa: PLR2004 - see Votes
     # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
     words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
     if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
@@ -403,7 +411,7 @@ def vote(
     counts = (yield AllReduce("commit", words)).tolist()
     total = Votes(*counts[: len(own)])
     alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
-    return bool(total.rejects), any(counts[len(own) :]), alike
+    return bool(total.rejects), any(counts[len(own) :]), alike, bool(total.raises)
 
 
 def confirm_shards(
@@ -412,8 +420,9 @@ def confirm_shards(
     schedulers: Sequence[ProcessGroupScheduler],
     *,
     rejected: bool,
-) -> bool:
-    """Return whether any rank of ``all_shards``, which has all shards, has ``rejected`` a step.
+    raises: bool,
+) -> tuple[bool, bool]:
+    """Return whether any rank of ``all_shards``, which has all shards, has ``rejected`` a step, or ``raises`` a flag.
 
     ``schedulers`` are those of the vectors of the step.
 
@@ -421,13 +430,13 @@ def confirm_shards(
         ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
     """
     suspects = take_suspects(schedulers)
-    found = vote(rejected, stepping, suspects, all_shards.world_size, all_shards.device)
-    is_rejected, suspicious, alike = all_shards.run(found)
+    found = vote(rejected, stepping, suspects, all_shards.world_size, all_shards.device, raises=raises)
+    is_rejected, suspicious, alike, is_raised = all_shards.run(found)
     if suspicious:
         raise all_shards.suspicion()
     if not alike:  # options may differ between shards
         raise rejection(all_shards.last_step, stepping.update_fields, stepping, all_shards.group, all_shards.device)
-    return is_rejected
+    return is_rejected, is_raised
 
 
 def rejection(
