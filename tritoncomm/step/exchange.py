@@ -281,6 +281,8 @@ class GradientExchange:
     def _commit(self) -> None:
         for vector, _, _ in self._begun:
             vector.commit(self._left, self.presence.waiting, self._decay)
+        for (vector, _, _), delivered in zip(self._begun, self.delivered or (), strict=False):
+            vector.waiting.note(delivered, self._left, vector.feedback.residual)
         self._begun, self.delivered = [], None
 
     def discard(self) -> None:

@@ -30,6 +30,7 @@ from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.options import rounds, with_form, without_encoding
 from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
+from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import Workspace, has_non_finite
 
 
@@ -201,6 +202,7 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        waiting: The steps that each parameter has waited for a delivery.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
@@ -231,6 +233,7 @@ class VectorExchange:
         self._signs: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
+        self.waiting = Waiting(self.layout, self.name_of, warns=self.rank == 0)
         self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
