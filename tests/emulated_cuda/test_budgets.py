@@ -274,6 +274,34 @@ def test_half_precision(kind: str) -> None:
         assert found[1:] == [ORDINARY + (kind == "plain")] * 3
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_unused_parameters(make: type[torch.optim.Optimizer]) -> None:
+    """What no rank uses adds no wait after the first step without it, and stays. If ranks differ, they wait more."""
+
+    def main(rank: int) -> tuple[list[int], bool, bool]:
+        parameters = [nn.Parameter(to_gpu(torch.ones(24, 32))) for _ in range(3)]
+        optimizer = tritoncomm.wrap(make(parameters, lr=1e-3), "topk_allgather", density=0.05, warmup_steps=0)
+        generator, found, head = torch.Generator().manual_seed(rank), [], []
+        for step in range(12):
+            for position, parameter in enumerate(parameters):
+                unused = (position == 2 and 4 <= step < 8) or (step >= 8 and position == rank)
+                parameter.grad = None if unused else to_gpu(torch.randn(24, 32, generator=generator))
+            current_gpu().reset()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+            head.append(
+                (values_of(parameters[2]), values_of(optimizer._vector.residuals_by_parameter()[parameters[2]]))
+            )
+        waits = all(torch.equal(*pair) for each in head[4:8] for pair in zip(head[3], each, strict=True))
+        return found, waits, torch.equal(head[7][0], head[9][0])
+
+    for syncs, waits, stays in ranks.run(main, 2):
+        assert waits
+        assert not stays
+        assert syncs[1:4] == syncs[5:8] == [ORDINARY] * 3
+        assert max(syncs[8:]) <= ORDINARY + 3
+
+
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "random_block"])
 def test_dense_warm_up(method: str) -> None:
     """Dense steps of a warm-up wait twice after the first."""
