@@ -180,6 +180,27 @@ def test_sparse_adam_is_refused_at_wrap() -> None:
         tritoncomm.wrap(torch.optim.SparseAdam(nn.Embedding(4, 3, sparse=True).parameters()))
 
 
+class NeedsClosure(torch.optim.SGD):
+    """An optimizer that evaluates its closure itself."""
+
+    def step(self, closure: Any) -> Any:
+        """Take a step."""
+        closure()
+        return super().step()
+
+
+def test_optimizers_that_cannot_step_are_refused_at_wrap() -> None:
+    """One that needs a closure would fail after the exchange, and one with frozen parameters would train nothing."""
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"NeedsClosure.step\(\) needs its argument 'closure'.*closure=None"):
+        tritoncomm.wrap(NeedsClosure(model.parameters(), lr=0.1))
+    optimizer = torch.optim.AdamW(model.requires_grad_(False).parameters())
+    for given, name in (({}, r"a parameter of shape \(5,\)"), ({"model": model}, "unused")):
+        match = f"optimizer holds 5 parameters, and none has requires_grad=True, the first of them {name}: unfreeze"
+        with pytest.raises(ConfigurationError, match=match):
+            tritoncomm.wrap(optimizer, **given)
+
+
 def test_nobody_scans_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ``wrap`` nor the first step asks the garbage collector for DDP modules."""
 

@@ -93,5 +93,5 @@ def _all_reduce(flag: torch.Tensor, group: dist.ProcessGroup | None, optimizer: 
         work.wait() if timeout is None else work.wait(timeout)
     except RuntimeError as error:
         if exchange is not None and exchange.vectors:
-            exchange.vectors[0].equal_on_all_ranks(0)  # raises an error that names the lost rank
+            exchange.vectors[0].equal_on_all_ranks([0])  # raises an error that names the lost rank
         raise ExchangeError(f"GradScaler: a rank was lost or did not take part: {error}") from error

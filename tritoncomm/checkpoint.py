@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncomm.errors import ConfigurationError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
@@ -52,7 +52,8 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ConfigurationError: This rank cannot write its file, ``optimizer`` is not wrapped, or the folder holds files of
             another group.
-        ConfigMismatchError: Another rank cannot write its file, or has not completed the same updates.
+        ConfigMismatchError: Another rank cannot write its file, has not completed the same updates, or holds other
+            parameters or another state.
         RuntimeError: ``optimizer.synchronize()`` was called without ``optimizer.step()``, or an error has stopped an
             update.
     """
@@ -63,7 +64,11 @@ def save(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         state = optimizer.state_dict()
         checksum = exchange_state.checksum(_original_state(state))
     if is_distributed():
-        agree.compare({agree.UPDATES: optimizer._exchange.updates}, group, device)  # noqa: SLF001
+        exchange = optimizer._exchange  # noqa: SLF001 - as above
+        agree.compare({agree.UPDATES: exchange.updates}, group, device)
+        difference = exchange.replica.difference(group, group, device, exchange.steps)
+        if difference:
+            raise ConfigMismatchError(f"nothing was saved, because {difference}")
     rank, size = state["tritoncomm"]["rank"], state["tritoncomm"]["world_size"]
     mark: dict[str, Any] = {"id": secrets.token_hex(8), "optimizer": type(optimizer.optimizer).__name__}
     if is_distributed():

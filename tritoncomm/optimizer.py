@@ -14,14 +14,24 @@ import torch.distributed as dist
 from torch import nn
 
 from tritoncomm.algorithms import Hierarchical, Recipe
-from tritoncomm.errors import ConfigurationError, NonFiniteError
+from tritoncomm.errors import ConfigMismatchError, ConfigurationError, NonFiniteError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
-from tritoncomm.step.clipping import check_clipping
+from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
 from tritoncomm.step.figures import figures_of
-from tritoncomm.step.model import check_model, check_not_reduced, checked_module, group_of, keep_gradients_local
+from tritoncomm.step.local_changes import LocalChanges
+from tritoncomm.step.model import (
+    Named,
+    check_model,
+    check_not_reduced,
+    checked_module,
+    group_of,
+    keep_gradients_local,
+    names_of,
+    rest_of,
+)
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
 from tritoncomm.step.options import (
     WrapOptions,
@@ -35,6 +45,7 @@ from tritoncomm.step.options import (
     with_warmup_and_nodes,
 )
 from tritoncomm.step.parameters import KnownParameters, exchange_of
+from tritoncomm.step.replicas import Replica
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.update import OptimizerStep, StepState, coupled_decay
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
@@ -51,6 +62,9 @@ class SparseOptimizer(OptimizerProxy):
     uses the same process group, an unpickled optimizer the default process group. Hooks are not copied.
     """
 
+    _inspected = False  # True once an exchange has found that nothing else averages the gradients
+    _others: Named = []  # noqa: RUF012 - of the model, which copies do not know
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -59,12 +73,13 @@ class SparseOptimizer(OptimizerProxy):
         options: WrapOptions,
         *,
         broadcast_parameters: bool = False,
-        names: Mapping[int, str] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
-        self._bind(optimizer, recipe, options, process_group, names or {})
+        self._bind(optimizer, recipe, with_clipping(options, optimizer), process_group, names_of(model))
+        self._others, buffers = rest_of(model, optimizer)
         self._exchange = self._build(process_group)
         exchange_state.warn_about_lost_residual(optimizer)
-        self._compare(self._exchange, broadcast=broadcast_parameters)
+        self._compare(self._exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
         if is_distributed():
             vectors = self._exchange.vectors
             first, parts = vectors[0], [vector.part for vector in vectors]
@@ -122,7 +137,7 @@ class SparseOptimizer(OptimizerProxy):
         return f"SparseOptimizer({self.recipe!r}, {self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_no_pending_step("copying")
+        self._check_saveable("copying")
         return {
             "optimizer": self.optimizer,
             "recipe": self.recipe,
@@ -209,17 +224,17 @@ class SparseOptimizer(OptimizerProxy):
             Whether a step of other ranks was applied here. Learning-rate schedules must then take theirs here, too.
 
         Raises:
+            RuntimeError: An error or a signal has stopped an update: load a checkpoint.
             ConfigurationError: The model is sharded, or an argument is invalid.
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange, step = self._exchange, self._optimizer_step
         told, caught_up = dict[int, list[int]](), False
+        exchange.check_complete()
         check_group("process_group", process_group)
         if self.has_shards:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
-        model = checked_module(model)
-        process_group = group_of(model, process_group)
-        check_model(model, process_group)
+        process_group = group_of(checked_module(model), process_group)
         if is_distributed():
             own = {"steps": exchange.steps, "absent": exchange.presence.positions(exchange.parameters)}
             told = {of["steps"]: of["absent"] for of in agree.all_gather(own, process_group, self._device)}
@@ -235,10 +250,11 @@ class SparseOptimizer(OptimizerProxy):
             step.alone = is_alone(process_group)
             check_optimizer(self.optimizer, alone=step.alone)
             step.check()
-            keep_gradients_local(model)
+            check_model(checked_module(model), process_group)
+            keep_gradients_local(checked_module(model))
         agree.compare_setup(
             self.optimizer,
-            exchange.parameters,
+            self._parameters.trained,
             recipe,
             self._options,
             exchange.steps,
@@ -246,6 +262,7 @@ class SparseOptimizer(OptimizerProxy):
             caught_up=len(told) > 1,
         )
         exchange.restart()
+        self._inspected = False
         for vector, before in exchange.replace_vectors(recipe, process_group):
             exchange_state.across_groups(vector, before)
         self.recipe = recipe
@@ -256,6 +273,7 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._exchange.discard()
         self._step_state.reset()
+        self._local_changes.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange the gradients, unless :meth:`synchronize` has done so, then take the optimizer's step.
@@ -291,6 +309,7 @@ class SparseOptimizer(OptimizerProxy):
         scale, found = self._scaler
         untouched = not self.is_synchronized  # nobody sees .grad between the exchange and the step
         if untouched:
+            self._local_changes.warn(scaled=scale is not None)
             self.synchronize()
         elif scale is not None and step_state.scale is None:
             raise RuntimeError("synchronize() has averaged scaled gradients: call scaler.unscale_(optimizer) first")
@@ -352,7 +371,8 @@ class SparseOptimizer(OptimizerProxy):
             self._exchange = exchange_state.continued(self._build(self.process_group), self._exchange)
         exchange, step_state, policy = self._exchange, self._step_state, self._options.on_nonfinite
         scale, found = self._scaler
-        inspect = None if exchange.steps or scale is not None else partial(check_not_reduced, self.process_group)
+        self._local_changes.forget()
+        inspect = None if self._inspected else partial(check_not_reduced, self.process_group)
         found = step_state.found_in_unscale if found is None else found
         try:
             exchange.exchange(
@@ -363,6 +383,7 @@ class SparseOptimizer(OptimizerProxy):
                 decay=coupled_decay(self.optimizer) if self._decays_in_vector else {},
                 inspect=inspect,
             )
+            self._inspected = True
         except NonFiniteError as error:
             if policy == "raise" and found is None:
                 raise
@@ -413,7 +434,7 @@ class SparseOptimizer(OptimizerProxy):
                 entries. An error or a signal has stopped an update, so parameters may differ between ranks.
         """
         self._run_hooks_before_saving()
-        self._check_no_pending_step("state_dict()")
+        self._check_saveable("state_dict()")
         own = exchange_state.saved(self._exchange)
         return self._after_saving(self._optimizer_step.saved() | {"tritoncomm": own})
 
@@ -445,6 +466,7 @@ class SparseOptimizer(OptimizerProxy):
         self.optimizer.load_state_dict(inner)
         self._optimizer_step.restore(inner)
         self._exchange.restart()
+        self._inspected = False
         if saved is not None:
             exchange_state.resume(self._exchange, feedbacks, saved)
         else:
@@ -470,14 +492,23 @@ class SparseOptimizer(OptimizerProxy):
         """Return an exchange of the gradients of all parameters that require them."""
         self._parameters.note()
         trained, before = self._parameters.trained, vars(self).get("_exchange")
-        check_clipping(self._options.gradient_limit, [parameter for parameter, _ in trained])
-        return exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
+        parameters = [parameter for parameter, _ in trained]
+        check_clipping(self._options.gradient_limit, parameters)
+        self._local_changes = LocalChanges([] if self._optimizer_step.alone else parameters)
+        exchange = exchange_of(self.optimizer, trained, self.recipe, self._options, group, before=before)
+        exchange.replica = Replica(self.optimizer, self._parameters.names, self._others)
+        return exchange
 
-    def _compare(self, exchange: GradientExchange, *, broadcast: bool = False) -> None:
-        parameters, group = exchange.parameters, exchange.options.group
-        agree.compare_setup(
-            self.optimizer, parameters, self.recipe, self._options, exchange.steps, group, broadcast=broadcast
-        )
+    def _compare(self, exchange: GradientExchange, **fields: Any) -> None:
+        trained, group, all_shards = self._parameters.trained, exchange.options.group, exchange.all_shards
+        try:
+            agree.compare_setup(self.optimizer, trained, self.recipe, self._options, exchange.steps, group, **fields)
+        except ConfigMismatchError as error:
+            if all_shards is not None:
+                agree.propagate_error(str(error), all_shards.group, self._device)
+            raise
+        if all_shards is not None:  # replicas of other shards may differ
+            agree.compare({}, all_shards.group, self._device)
         exchange.agree_on_exchange_id()
 
     @property
@@ -485,10 +516,20 @@ class SparseOptimizer(OptimizerProxy):
         return agree.device_of(self.optimizer)
 
     def release(self) -> None:
-        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied."""
+        """Allow ``step()`` of the original optimizer again. Residuals stay in this one, and are not applied.
+
+        A ``DistributedDataParallel`` module that was passed to :func:`wrap` still averages nothing: to train without
+        tritoncomm, put ``model.module`` into a new one, and drop the old one.
+        """
         self._optimizer_step.unguard()
 
     def _check_no_pending_step(self, action: str) -> None:
-        self._exchange.check_complete()
+        self._check_saveable(action)
         if self.is_synchronized:
+            raise RuntimeError(f"a step was skipped, or a hook failed after it: call zero_grad() before {action}")
+
+    def _check_saveable(self, action: str) -> None:
+        """Raise unless residuals and parameters belong to the same step."""
+        self._exchange.check_complete()
+        if self.is_synchronized and self._exchange.delivered is not None:
             raise RuntimeError(f"the exchanged gradients have not been used yet: call step() before {action}")

@@ -9,22 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritoncomm.algorithms import Recipe
+from tritoncomm.algorithms import Hierarchical, Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.optimizer import SparseOptimizer
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.model import check_model, checked_module, group_of, keep_gradients_local, names_of
+from tritoncomm.step.model import check_model, checked_module, compare_buffers, group_of, keep_gradients_local, names_of
 from tritoncomm.step.options import (
     DEFAULT_ALGO,
     DENSE_BELOW,
     WrapOptions,
     check_group,
     check_optimizer,
+    check_trained,
     is_alone,
     resolve_recipe,
     resolved_small,
 )
+from tritoncomm.step.private_group import numbered_groups
 
 __all__ = ["wrap"]
 
@@ -43,7 +45,7 @@ def wrap(
     max_relative_update: float = 0.05,
     on_nonfinite: str = "skip",
     max_grad_norm: float | None = None,
-    clip_by: str = "delivered",
+    clip_by: str | None = None,
     timeout: timedelta | None = None,
     dense_below: int = DENSE_BELOW,
     small: str | None = None,
@@ -63,8 +65,9 @@ def wrap(
     FSDP2, or other parameters that are DTensors, each rank exchanges its shard with the ranks of ``process_group``,
     which hold the same shard.
 
-    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Nothing
-    else may average the gradients. A single worker takes the original optimizer's steps, to the bit.
+    All ranks must call this with identical parameters, optimizer settings and arguments, which are compared. Parameters
+    and the optimizer's state are compared again every 100 steps. Nothing else may average the gradients. A single
+    worker takes the original optimizer's steps, to the bit.
 
     Args:
         optimizer: Optimizer to wrap.
@@ -91,11 +94,11 @@ def wrap(
             :class:`~tritoncomm.NonFiniteError` on all ranks, ``"zero"`` replaces the values by zero. If a
             ``GradScaler`` finds an overflow, the step is always skipped. Default: ``"skip"``.
         max_grad_norm: Maximum 2-norm of the averaged gradient, which is clipped. Default: None, no clipping.
-        clip_by: What ``max_grad_norm`` limits. ``"delivered"``: the entries of a step that were delivered, which are
-            sums of several gradients. ``"gradient"``: the mean over ranks of the gradients of this step, before they
-            are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation of 3 %, from
-            2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error. Default:
-            ``"delivered"``.
+        clip_by: What ``max_grad_norm`` limits. ``"gradient"``: the mean over ranks of the gradients of this step,
+            before they are added to the residual, as in a dense run. Its norm is estimated, with a standard deviation
+            of 3 %, from 2 KB that all ranks sum. Copies of parameters that tensor parallelism keeps raise an error.
+            ``"delivered"``: the entries of a step that were delivered, which are sums of several gradients. Default:
+            None, which is ``"gradient"``, or ``"delivered"`` if tensor parallelism keeps copies.
         timeout: Maximum time of each wait for a peer. Default: the time-out of the process group.
         dense_below: Tensors with fewer elements, or at most one dimension (biases, norms), are sent dense, all
             together. If all are one-dimensional, only the first rule applies. 0 sends none dense. Default: 1024.
@@ -104,10 +107,13 @@ def wrap(
             and what this cuts off stays in the residual. A magnitude of 2**112 or more then rejects the step. Dense
             steps of ``dgc`` are not quantized. A :class:`~tritoncomm.Warmup` that is passed has a format of its own.
             Default: None, which is ``"8bit"``.
-        broadcast_parameters: Whether to copy the parameters of the group's first rank to its other ranks first, as
-            ``DistributedDataParallel`` does. Buffers are not copied: an optimizer does not hold them. Default: False.
+        broadcast_parameters: Whether to copy all parameters and buffers of ``model`` from the group's first rank to its
+            other ranks first, as ``DistributedDataParallel`` does. Without ``model``, these are the parameters of the
+            optimizer alone. If False, parameters that differ raise an error, and buffers a warning: each rank may have
+            collected its own statistics. Default: False.
         model: The module that ``optimizer`` trains. With DDP, several optimizers may be wrapped with the same module,
-            and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module.
+            and one that is not wrapped cannot step its parameters any more. Default: None, for a plain module. Nobody
+            then sees whether buffers, and parameters that the optimizer does not hold, differ between ranks.
         **recipe_fields: Further fields of the recipe of ``algo``. Methods that send entries have ``values``, the format
             of a value on the wire: ``"fp32"``, ``"bf16"``, ``"8bit"``, ``"4bit"``, ``"3bit"``, ``"2bit"`` or
             ``"1bit"``. What rounding takes away stays in the residual. Here its default is ``"4bit"``. Rounded
@@ -122,12 +128,13 @@ def wrap(
         ConfigurationError: An argument is invalid.
         ConfigMismatchError: Ranks are configured differently, or an argument is invalid on another rank.
     """
-    model = checked_module(model)
     check_group("process_group", process_group)
-    group = group_of(model, process_group)
     device = agree.device_of(optimizer)
+    with agree.propagate_errors(process_group, device):
+        model = checked_module(model)
+    group = group_of(model, process_group)
     with agree.propagate_errors(group, device):
-        check_optimizer(optimizer, alone=is_alone(group))
+        check_optimizer(optimizer, alone=is_alone(group), names=names_of(model))
         if isinstance(optimizer, SparseOptimizer):
             raise ConfigurationError("optimizer is wrapped already: pass the original optimizer")
         if not isinstance(broadcast_parameters, bool):
@@ -149,11 +156,18 @@ def wrap(
             algo, density, warmup_steps, recipe_fields, node_group, group, small=options.small, function=wrap
         )
         chosen.check_optimizer(optimizer)
+        if not is_alone(group):
+            check_trained(optimizer, names_of(model))
     if is_distributed():
-        agree.compare({"model": None if model is None else type(model).__name__}, group, device)
+        told: dict[str, Any] = {"model": None if model is None else type(model).__name__}
+        if isinstance(chosen, Hierarchical):
+            told |= numbered_groups()
+        agree.compare(told, group, device)
     with agree.propagate_errors(group, device):
         wrapped = SparseOptimizer(
-            optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, names=names_of(model)
+            optimizer, chosen, group, options, broadcast_parameters=broadcast_parameters, model=model
         )
         keep_gradients_local(model)
+    if not broadcast_parameters:
+        compare_buffers(model, optimizer, group)
     return wrapped

@@ -17,7 +17,7 @@ from tritoncomm import checkpoint
 from tritoncomm.checkpoint import ResidualState
 
 KINDS = ("plain", "ddp")
-CLIPPED = {"max_grad_norm": 0.3, "clip_by": "gradient"}
+CLIPPED = {"max_grad_norm": 0.3}
 
 
 def saved_by_rank(rank: int, world_size: int, send, folder: str) -> None:

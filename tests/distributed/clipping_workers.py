@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import tritoncomm
-from helpers import flat, loss_of, residual, same_everywhere, total
+from helpers import flat, log_lines, loss_of, residual, same_everywhere, total
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -100,7 +100,7 @@ def clips(
     assert clipped >= 2
 
 
-CLIPPED = {"max_grad_norm": 0.5, "clip_by": "gradient"}
+CLIPPED = {"max_grad_norm": 0.5}
 
 
 def limits_gradients(rank: int, world_size: int, send) -> None:
@@ -132,7 +132,7 @@ def limits_gradients_of_shards(rank: int, world_size: int, send) -> None:
 def limit_above_all_norms(rank: int, world_size: int, send) -> None:
     """A limit that no gradient reaches changes no bit."""
     models = net(), net()
-    optimizers = wrapped(models[0]), wrapped(models[1], max_grad_norm=1e9, clip_by="gradient")
+    optimizers = wrapped(models[0]), wrapped(models[1], max_grad_norm=1e9)
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             backward(model, rank, step)
@@ -143,7 +143,7 @@ def limit_above_all_norms(rank: int, world_size: int, send) -> None:
 def bad_gradient_is_named(rank: int, world_size: int, send) -> None:
     """A NaN on one rank skips the step, and the error names this rank alone."""
     model = net()
-    optimizer = wrapped(model, max_grad_norm=0.5, clip_by="gradient", on_nonfinite="raise")
+    optimizer = wrapped(model, max_grad_norm=0.5, on_nonfinite="raise")
     backward(model, rank, 0)
     if rank == 1:
         model[0].weight.grad[0, 0] = math.nan
@@ -168,7 +168,7 @@ def changes_between_wraps(rank: int, world_size: int, send) -> None:
     first.step()
     assert first.metrics()["grad_norm"] not in (0.0, norm)
     first.release()
-    delivered = tritoncomm.wrap(inner, model=ddp, max_grad_norm=0.5, **SETTINGS)
+    delivered = tritoncomm.wrap(inner, model=ddp, max_grad_norm=0.5, clip_by="delivered", **SETTINGS)
     backward(ddp, rank, 4)
     delivered.synchronize()
     whole = float(gradients(ddp).norm())
@@ -189,7 +189,11 @@ def refused(rank: int, world_size: int, send) -> None:
     grid = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     split = parallelize_module(net(), grid["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     with pytest.raises(ConfigurationError, match="ranks with other shards hold copies of a parameter of shape"):
-        wrapped(split, process_group=grid["replicate"].get_group(), **CLIPPED)
+        wrapped(split, process_group=grid["replicate"].get_group(), clip_by="gradient", **CLIPPED)
+    with log_lines() as lines:
+        default = wrapped(split, process_group=grid["replicate"].get_group(), **CLIPPED)
+    assert default._options.clip_by == "delivered"
+    assert [line.startswith("max_grad_norm=0.5 limits what is delivered") for line in lines] == [True] * (rank == 0)
     dist.barrier()
 
 

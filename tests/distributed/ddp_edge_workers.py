@@ -52,6 +52,94 @@ def unwrapped_optimizer(rank: int, world_size: int, send) -> None:
     torch.optim.SGD(averaged.parameters(), lr=0.1).step()  # of a model that DDP averages
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that lets another one take its step, as Lookahead and SAM do."""
+
+    def __init__(self, params) -> None:
+        self.inner = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def inner_optimizers(rank: int, world_size: int, send) -> None:
+    """A wrapped optimizer may consist of others, which step its parameters, with DDP and beside DDP."""
+    other = ddp(net())
+    unrelated = tritoncomm.wrap(torch.optim.SGD(other.parameters(), lr=0.1), model=other, **SETTINGS)
+    for model in (ddp(net()), net()):
+        optimizer = tritoncomm.wrap(Around(model.parameters()), model=model, **SETTINGS)
+        before = flat(model)
+        train(model, optimizer, rank, range(3))
+        assert flat(model) != before
+        assert same_everywhere(flat(model))
+    unrelated.zero_grad()
+
+
+def released(rank: int, world_size: int, send) -> None:
+    """The module of a released optimizer still averages nothing, and the error names the way back to dense."""
+    model = ddp(net())
+    original = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = tritoncomm.wrap(original, model=model, **SETTINGS)
+    train(model, optimizer, rank, range(2))
+    optimizer.release()
+    with pytest.raises(ConfigurationError, match=r"put model\.module into a new DistributedDataParallel"):
+        train(model, original, rank, range(1))
+    inner = model.module
+    del model
+    gc.collect()
+    again = ddp(inner)
+    train(again, original, rank, range(2))
+    assert same_everywhere(flat(again))
+
+
+def averaged_before(rank: int, world_size: int, send) -> None:
+    """A module that averages is found in the first exchange after whatever may have brought it in."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def scaled(model, optimizer) -> None:
+        scaler.scale(loss_of(model, rank, 0)).backward()
+        scaler.step(optimizer)
+
+    def loaded(model, optimizer) -> None:
+        plain = net()
+        saved = tritoncomm.wrap(torch.optim.SGD(plain.parameters(), lr=0.1), **SETTINGS)
+        train(plain, saved, rank, range(2))
+        optimizer.load_state_dict(saved.state_dict())
+        train(model, optimizer, rank, range(1))
+
+    def copied(model, optimizer) -> None:
+        told = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **SETTINGS)
+        train(*copy.deepcopy((model, told)), rank, range(1))
+
+    def in_part(model, optimizer) -> None:
+        box = nn.Sequential(model, nn.Linear(3, 2))
+        optimizer = tritoncomm.wrap(torch.optim.SGD(box.parameters(), lr=0.1), **SETTINGS)
+        box(torch.randn(4, 6) + rank).sum().backward()
+        optimizer.step()
+
+    for case in (scaled, loaded, copied, in_part):
+        model = ddp(net())
+        optimizer = tritoncomm.wrap(torch.optim.SGD(model.parameters(), lr=0.1), **SETTINGS)
+        before = flat(model)
+        with pytest.raises(ConfigurationError, match="belongs to a DistributedDataParallel module, which averages"):
+            case(model, optimizer)
+        assert flat(model) == before, case
+
+
+def containers(rank: int, world_size: int, send) -> None:
+    """``model`` may contain several modules in DDP: all of them average nothing."""
+    first, second = ddp(net()), ddp(net())
+    box = nn.ModuleList([first, second])
+    optimizer = tritoncomm.wrap(torch.optim.SGD(box.parameters(), lr=0.1), model=box, **SETTINGS)
+    for model in (first, second):
+        loss_of(model, rank, 0).backward()
+        assert not same_everywhere([p.grad.tolist() for p in model.parameters()])
+    optimizer.step()
+    assert same_everywhere(flat(box))
+
+
 def other_hooks(rank: int, world_size: int, send) -> None:
     """A module that has another communication hook is refused by the name of the hook. Nothing has changed."""
 
@@ -226,6 +314,10 @@ def nodes(rank: int, world_size: int, send) -> None:
     other = dist.new_group(list(range(world_size)))
     with pytest.raises((ConfigurationError, ConfigMismatchError), match="process_group"):
         tritoncomm.wrap(adamw(pair.ddp), model=pair.ddp, process_group=other)
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(ConfigMismatchError, match="number of process groups"):
+        tritoncomm.wrap(adamw(net()), node_group=node, **SETTINGS)
 
 
 def killed(rank: int, world_size: int, send) -> None:

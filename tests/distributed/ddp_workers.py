@@ -93,7 +93,7 @@ def options_of_ddp(rank: int, world_size: int, send) -> None:
 
 def wrapped_gradients(rank: int, world_size: int, send) -> None:
     """Clipping after ``synchronize()``, a closure, a new density, a flush and a schedule, as without DDP."""
-    pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5})
+    pair = Pair(settings=SETTINGS | {"max_grad_norm": 0.5, "clip_by": "delivered"})
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _, optimizer in pair.both]
     for step in range(6):
         for (model, optimizer), schedule in zip(pair.both, schedules, strict=True):
@@ -119,7 +119,7 @@ def wrapped_gradients(rank: int, world_size: int, send) -> None:
         optimizer.flush()
         assert optimizer.metrics()["residual_norm"] == 0
     pair.check()
-    clipped = Pair(settings=SETTINGS | {"max_grad_norm": 0.5, "clip_by": "gradient"})
+    clipped = Pair(settings=SETTINGS | {"max_grad_norm": 0.5})
     for step in range(4):
         clipped.step(lambda model, step=step: loss_of(model, rank, step).backward())
     assert clipped.of_ddp.metrics()["grad_norm"] == clipped.of_plain.metrics()["grad_norm"] > 0

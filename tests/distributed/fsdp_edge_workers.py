@@ -15,7 +15,7 @@ import tritoncomm
 from ddp_edge_workers import groups_of_torch
 from ddp_models import net
 from fsdp_models import SETTINGS, Net, bits, loss_of, mesh, sharded, train
-from helpers import FailingSGD, adamw
+from helpers import FailingSGD, adamw, same_everywhere
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -66,7 +66,13 @@ def refused_models(rank: int, world_size: int, send) -> None:
     other = Net()
     if rank >= 2:
         nn.init.ones_(other.head.weight)
-    refused(sharded(other, grid["shard"]), group, r"parameter values|shard values")
+    refused(sharded(other, grid["shard"]), group, r"parameter values, first at parameter head\.weight")
+    one = sharded(Net(), grid["shard"])
+    if rank == world_size - 1:  # the replicas of the other shard are equal
+        one.head.weight.to_local().detach().fill_(1.0)
+    refused(one, group, r"parameter values, first at parameter head\.weight")
+    tritoncomm.wrap(adamw(one), model=one, process_group=group, broadcast_parameters=True)
+    assert same_everywhere(bits(one), group)
     refused(sharded(Net(), grid["shard"]), group, r"recipe|density", density=0.1 if rank < 2 else 0.2)
     with pytest.raises(REFUSED, match="model"):
         tritoncomm.wrap(adamw(model), model="model", process_group=group)

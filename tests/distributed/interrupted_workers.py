@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import tritoncomm
 from ddp_models import ddp, net
 from helpers import FailingSGD, adamw, flat, loss_of, residual, same_everywhere, sparse_wrap, train
 from torch import nn
-from tritoncomm import ConfigMismatchError, ProtocolMismatchError, checkpoint
+from tritoncomm import ConfigMismatchError, ExchangeError, ProtocolMismatchError, checkpoint
 from tritoncomm.amp import GradScaler
+from tritoncomm.step.exchange import State
 
 KINDS = ("plain", "ddp")
 
@@ -32,7 +39,7 @@ def failing_hook(rank: int, world_size: int, send) -> None:
     """If a hook of the user raises before the step, on one rank or all, the step can be repeated. Nothing is lost."""
     for kind, scaled, clipped, fails in product(KINDS, (False, True), (False, True), ((), (0,), (0, 1))):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)  # ours has a collective in each call
-        model, optimizer = opened(kind, adamw, max_grad_norm=0.05 if clipped else None)
+        model, optimizer = opened(kind, adamw, **({"max_grad_norm": 0.05, "clip_by": "delivered"} if clipped else {}))
         base = optimizer.optimizer
         norms = []
         for number in range(4):
@@ -98,7 +105,7 @@ def failing_after_the_step(rank: int, world_size: int, send) -> None:
     for fails in (False, True):
         model = net()
         base = adamw(model)
-        optimizer = sparse_wrap(base, max_grad_norm=0.01)
+        optimizer = sparse_wrap(base, max_grad_norm=0.01, clip_by="delivered")
         train(model, optimizer, rank, range(3))
         if fails:
             hook = base.register_step_pre_hook(broken)
@@ -158,6 +165,78 @@ def failing_on_the_way(rank: int, world_size: int, send) -> None:
     assert flat(model) == before
     with pytest.raises((ConfigMismatchError, RuntimeError), match="stopped"):
         checkpoint.save(optimizer, "never-written")
+
+
+class PreemptedError(Exception):
+    """What a handler of a user raises."""
+
+
+def raised_in_a_wait(rank: int, world_size: int, send) -> None:
+    """What a signal handler raises while a rank waits leaves as it is. The others get its type and text at once."""
+    for raised, said in (
+        (PreemptedError("SIGTERM"), "rank 1 stopped: PreemptedError: SIGTERM"),
+        (PreemptedError(), "rank 1 stopped: PreemptedError"),
+        (KeyboardInterrupt(), "rank 1 stopped: KeyboardInterrupt"),
+        (SystemExit(3), "rank 1 stopped: SystemExit: 3"),
+        (RuntimeError("the node timed out"), "rank 1 stopped: RuntimeError: the node timed out"),
+    ):
+        group, model = dist.new_group(timeout=timedelta(seconds=30)), net()
+        optimizer = sparse_wrap(adamw(model), process_group=group)
+        train(model, optimizer, rank, range(2))
+        before, held = flat(model), residual(optimizer)
+        loss_of(model, rank, 2).backward()
+        if rank == 1:
+            signal_soon(raised)
+        else:
+            time.sleep(1.0)
+        start = time.monotonic()
+        for _ in range(1 + (rank != 1)):  # also in the next step
+            with pytest.raises(type(raised) if rank == 1 else ExchangeError) as caught:
+                optimizer.step()
+            assert caught.value is raised if rank == 1 else str(caught.value).endswith(said)
+        assert time.monotonic() - start < 15
+        assert rank == 1 or caught.value.peers == (1,)
+        assert optimizer._exchange.state is State.IDLE
+        assert flat(model) == before
+        assert torch.equal(residual(optimizer), held)
+        with pytest.raises(ExchangeError, match=said):
+            optimizer.step()
+        dist.barrier()
+
+
+def raised_in_the_confirmation(rank: int, world_size: int, send) -> None:
+    """A rank that stops as all confirm a step may be the only one that has not applied it, and can do so later."""
+    group, model = dist.new_group(timeout=timedelta(seconds=30)), net()
+    optimizer = sparse_wrap(adamw(model), process_group=group)
+    train(model, optimizer, rank, range(2))
+    exchange = optimizer._exchange
+    confirm = exchange._confirm
+
+    def interrupted_confirm() -> None:
+        if rank == 1:
+            signal_soon(PreemptedError("SIGTERM"))
+        else:
+            time.sleep(1.0)
+        confirm()
+
+    exchange._confirm = interrupted_confirm
+    with pytest.raises(PreemptedError) if rank == 1 else nullcontext():
+        train(model, optimizer, rank, range(2, 3))
+    del exchange._confirm
+    assert exchange.state is (State.SUSPENDED if rank == 1 else State.IDLE)
+    assert optimizer.reset_process_group(dist.new_group()) == (rank == 1)
+    train(model, optimizer, rank, range(3, 5))
+    assert same_everywhere(flat(model))
+
+
+def signal_soon(raised: BaseException) -> None:
+    """Let a signal arrive in this process, whose handler raises ``raised``."""
+
+    def handle(*_: object) -> None:
+        raise raised
+
+    signal.signal(signal.SIGUSR1, handle)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
 
 def broken(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""``max_grad_norm`` with ``clip_by="gradient"``, on real gloo processes."""
+"""``max_grad_norm``, which limits the gradient of a step by default, on real gloo processes."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from tritoncomm.scheduler.local_workers import WorkerError
             *(edges.unwrapped_optimizer, edges.other_hooks, edges.copied_model, edges.parameters_of_others),
             *(edges.groups_are_used_again, edges.nodes, edges.early_termination, edges.new_module),
         ],
+        [*(edges.averaged_before, edges.containers, edges.inner_optimizers, edges.released)],
     ],
     ids=lambda situations: f"{situations[0].__name__} and others",
 )

@@ -35,7 +35,16 @@ def launcher() -> Iterator[PreparedLauncher]:
     prepared.close()
 
 
-@pytest.mark.parametrize("page", ["torchrun", "trace", "ddp", "fsdp"])
+PREEMPT = """import os, signal
+from torch.optim.optimizer import register_optimizer_step_post_hook
+def preempt(*_):
+    if os.environ["RANK"] == "1" and len(steps) == 10:
+        os.kill(os.getpid(), signal.SIGTERM)
+register_optimizer_step_post_hook(preempt)
+"""
+
+
+@pytest.mark.parametrize("page", ["torchrun", "trace", "ddp", "fsdp", "preemption"])
 def test_page_runs_as_printed(
     page: str, launcher: PreparedLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +56,17 @@ def test_page_runs_as_printed(
     if page == "trace":
         monkeypatch.chdir(tmp_path)
         _check_traces()
+
+
+def test_preempted_page_saves(launcher: PreparedLauncher, tmp_path: Path) -> None:
+    """If one rank gets the signal, both save after the same step, and end."""
+    script = _script("preemption", tmp_path)
+    script.write_text(COUNT_STEPS + PREEMPT + script.read_text().removeprefix(COUNT_STEPS))
+    _, steps = _reported(launcher.run(script, folder=tmp_path, world_size=2))
+    assert steps == [10, 10]
+    assert {file.name for file in (tmp_path / "step-9").iterdir()} == {
+        "model.pt", "rank-0-of-2.pt", "rank-1-of-2.pt"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def accumulation(rank: int, world_size: int, send) -> None:
 
 
 def clipping(rank: int, world_size: int, send) -> None:
-    """``max_grad_norm`` clips after synchronize(). Clipping before the exchange is local and excludes the residual."""
+    """What is delivered is clipped after synchronize(). Before the exchange, it is local and excludes the residual."""
     model, other = tiny_model(), tiny_model()
-    one_line, by_hand = sparse_sgd(model, max_grad_norm=0.05), sparse_sgd(other)
+    one_line, by_hand = sparse_sgd(model, max_grad_norm=0.05, clip_by="delivered"), sparse_sgd(other)
     for step in range(3):
         for net, optimizer in ((model, one_line), (other, by_hand)):
             optimizer.zero_grad()
@@ -180,7 +180,7 @@ def double_reduction(rank: int, world_size: int, send) -> None:
         ddp(torch.ones(2, 4) + rank).sum().backward()
         before = model.weight.detach().clone()
         with pytest.raises(
-            ConfigurationError, match=r"parameter 'weight' belongs to .*tritoncomm\.wrap\(optimizer, model"
+            ConfigurationError, match=r"parameter 'weight' belongs to .*pass model=ddp_model to tritoncomm\.wrap"
         ):
             optimizer.step()
         assert torch.equal(model.weight, before)

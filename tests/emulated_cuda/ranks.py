@@ -163,6 +163,7 @@ def installed(network: Network) -> Iterator[None]:
         for module, name in _STATE:
             patch(mock.patch.object(module, name, _PerRank(type(getattr(module, name)))))
         patch(mock.patch.object(threading.Thread, "start", _start))
+        patch(mock.patch.object(process_group.ProcessGroupScheduler, "_failed", _failed))
         patch(mock.patch.object(sys, "excepthook", sys.excepthook))  # init_process_group replaces it
         for name, value in _cuda().items():
             patch(mock.patch.object(torch.cuda, name, value))
@@ -225,6 +226,14 @@ def _start(self: threading.Thread) -> None:
     _THREAD_START(self)
 
 
+def _failed(self: process_group.ProcessGroupScheduler, op: Any, error: BaseException) -> Exception:
+    """Report a failure, but not of a rank that dies."""
+    if isinstance(error, Died):
+        raise error
+    return _FAILED(self, op, error)
+
+
+_FAILED = process_group.ProcessGroupScheduler._failed
 _THREAD_START = threading.Thread.start
 _ALL_REDUCE = dist.all_reduce
 

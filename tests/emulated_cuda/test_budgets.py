@@ -17,8 +17,6 @@ from tritoncomm.algorithms import algorithms
 from tritoncomm.algorithms.base import StaticRecipe
 from tritoncomm.planning import planner
 from tritoncomm.step import adam
-from tritoncomm.step.options import WrapOptions
-from tritoncomm.step.update import OptimizerStep
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
@@ -322,46 +320,3 @@ def test_dense_warm_up(method: str) -> None:
     for first, *others in ranks.run(main, 2):
         assert first <= OTHERS
         assert others == [ORDINARY] * 3
-
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _unscaled(device: str, scale: float, last: float) -> tuple[bool, list[torch.Tensor]]:
-    """Unscale three gradients of each dtype, whose last value is ``last``."""
-    generator, parameters = torch.Generator().manual_seed(0), []
-    for shape in ((4, 5), (7,), ()):
-        for dtype in DTYPES:
-            values = torch.randn(shape, generator=generator).mul(10.0).to(dtype)
-            parameter = nn.Parameter(to_gpu(values) if device == "cuda" else values)
-            parameter.grad = to_gpu(values) if device == "cuda" else values.clone()
-            parameters.append(parameter)
-    parameters[-2].grad.fill_(last)  # fp16
-    held = torch.tensor(scale)
-    step = OptimizerStep(torch.optim.SGD(parameters), WrapOptions(), delayed=False)
-    finite = step.unscale(to_gpu(held) if device == "cuda" else held)
-    return finite, [values_of(parameter.grad) for parameter in parameters]
-
-
-@pytest.mark.parametrize(
-    ("scale", "last", "is_finite"),
-    [
-        (1024.0, 3.0, True),
-        (1.0, 3.0, True),
-        (3.0, 3.0, True),
-        (1024.0, float("inf"), False),
-        (1024.0, float("nan"), False),
-        (2.0**-10, 3.0, True),
-        (2.0**-10, 1000.0, False),  # 1,024,000 overflows in fp16
-    ],
-)
-def test_unscaled_gradients(scale: float, last: float, is_finite: bool) -> None:
-    """A GPU gets the bits and the verdict of a CPU, and the host waits once, whatever the number of parameters."""
-    finite, expected = _unscaled("cpu", scale, last)
-    assert finite is is_finite
-    with ranks.alone() as gpu:
-        found, gradients = _unscaled("cuda", scale, last)
-        assert sum(gpu.syncs.values()) == 1, gpu.syncs
-    assert found is is_finite
-    for own, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)

@@ -179,7 +179,7 @@ def out_of_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no room for a copy")
 
 
-@pytest.mark.parametrize("place", ["gather", "begin"])
+@pytest.mark.parametrize("place", ["read_gradients", "begin"])
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_rank_that_raises_beside_an_exchange(kind: str, place: str) -> None:
     """The other ranks do not wait for it until the time-out, and are told why it failed."""
@@ -190,7 +190,7 @@ def test_rank_that_raises_beside_an_exchange(kind: str, place: str) -> None:
         ranks.meet()
         vector = optimizer._vector
         if rank == VICTIM:
-            setattr({"gather": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
+            setattr({"read_gradients": vector.layout, "begin": vector.feedback}[place], place, out_of_memory)
         optimizer.zero_grad()
         doors.loss_of(model, rank, 1, "cuda").backward()
         started = time.monotonic()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.agree import Stepping, vote
+from tritoncomm.step.agree import Stepping
+from tritoncomm.step.votes import vote
 
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
 

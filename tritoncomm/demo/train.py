@@ -144,7 +144,7 @@ def _train(
 
 
 def opened(door: str, model: ByteGPT, world_size: int, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Return ``model`` as the front door ``door`` trains it, and the arguments of ``wrap`` for it.
+    """Return ``model`` in the kind of module that ``door`` names, and the arguments of ``wrap`` for it.
 
     With ``"fsdp"`` there are two replicas, each sharded over half of the workers.
     """

@@ -47,11 +47,12 @@ def _with_limit(settings: dict[str, Any], trainer: Any) -> dict[str, Any]:
     ``trainer`` clips. Nor does it with one worker, or if the optimizer has a part of the model's parameters, unless
     ``settings`` has ``clip_by="gradient"``.
     """
-    limit = settings.get("max_grad_norm", trainer.args.max_grad_norm)
+    limit = trainer.args.max_grad_norm
+    if "max_grad_norm" in settings or settings.get("clip_by") == "delivered" or limit is None or limit <= 0:
+        return settings
     groups = trainer.optimizer.param_groups
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
     whole = all(id(parameter) in stepped for parameter in trainer.model.parameters() if parameter.requires_grad)
-    chosen = settings.get("clip_by", "gradient" if has_peers() and whole else "delivered")
-    if chosen == "delivered" or limit is None or limit <= 0:
-        return settings
-    return settings | {"max_grad_norm": limit, "clip_by": "gradient"}
+    if "clip_by" in settings or (has_peers() and whole):
+        return settings | {"max_grad_norm": limit}
+    return settings

@@ -16,7 +16,7 @@ from tritoncomm.algorithms import Dense, RandomBlock, Recipe, Warmup, algorithms
 from tritoncomm.algorithms.base import EntryRecipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.cost import Link
-from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_WARMUP, with_form
+from tritoncomm.step.options import DEFAULT_ALGO, DEFAULT_DENSITY, DEFAULT_SMALL, DEFAULT_WARMUP, with_form
 
 DENSITIES = (0.001, 0.01, 0.05)
 # The methods that are recommended, because they are known to train well: benchmarks/results/training.json
@@ -100,8 +100,14 @@ class Setting:
         return at(name, density, self.values)
 
     def best(self, density: float) -> Estimate:
-        """Return the estimate of the fastest of the trusted methods at ``density``."""
-        return min((self.estimate(self.at(name, density)) for name in TRUSTED), key=lambda found: found.step)
+        """Return the estimate of the fastest of the trusted methods at ``density``.
+
+        It is the default method if no other one is faster by as much as is worth a change.
+        """
+        found = {name: self.estimate(self.at(name, density)) for name in TRUSTED}
+        fastest = min(found.values(), key=lambda estimate: estimate.step)
+        default = found[DEFAULT_ALGO]
+        return fastest if fastest.step < WORTH_IT * default.step else default
 
 
 def exchange_seconds(method: Recipe, numel: int, workers: int, link: Link) -> float:
@@ -143,10 +149,11 @@ def _answer(setting: Setting, dense: Estimate, best: Estimate) -> str:
         share = f"{setting.overlap:.0%} of the" if setting.overlap else "no"
         condition = f", if {share} computation hides a dense all-reduce"
     sparse, plain = _seconds(best.step, dense.step)
+    work = ", without the work of selecting," if setting.work is None else ""
     if best.step < WORTH_IT * dense.step:
-        return f"Sparse pays: {sparse} a step instead of {plain.split()[0]}{condition}."
+        return f"Sparse pays: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
     if best.step < dense.step:
-        return f"Sparse hardly pays: {sparse} a step instead of {plain.split()[0]}{condition}."
+        return f"Sparse hardly pays: {sparse} a step{work} instead of {plain.split()[0]}{condition}."
     return f"Dense is faster here: {plain} a step, and {sparse.split()[0]} with a sparse exchange{condition}."
 
 

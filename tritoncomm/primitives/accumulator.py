@@ -46,8 +46,9 @@ class Accumulator:
         self._scratch = scratch
         self.workspace = workspace if workspace is not None else Workspace()
         self.verdict = verdict
+        # Callers see everything divided by the scale. On a CPU, the sum in ``scratch`` is divided late or never.
         self._scale: torch.Tensor | None = None
-        self._divisor: torch.Tensor | None = None  # the scale, as long as ``scratch`` holds the sum in other units
+        self._is_divided = False
         self._added = False
         self.spans: list[Span] = []
         self.selected = 0
@@ -77,6 +78,11 @@ class Accumulator:
         """Residual before this step ``[n]``, in the units of this accumulator. Read-only."""
         return self._residual if self._scale is None else self._residual / self._scale
 
+    @property
+    def _divisor(self) -> torch.Tensor | None:
+        """What the sum in ``scratch`` has still to be divided by, if anything."""
+        return None if self._is_divided else self._scale
+
     def replace_gradient(self, update: torch.Tensor) -> None:
         """Replace the gradient by ``update`` (fp32 ``[n]``). Call this before the sum is computed."""
         assert not self._added
@@ -100,7 +106,7 @@ class Accumulator:
         """
         assert not self._added
         scaled = Accumulator(self._residual, self._gradient, self._scratch, self.workspace, self.verdict)
-        scaled._scale = scaled._divisor = scale
+        scaled._scale = scale
         if self.device.type != "cpu" or triton_runs(self._scratch):
             scaled._add()
         return scaled
@@ -111,7 +117,7 @@ class Accumulator:
         ``scaled`` is the result of :meth:`scaled` for the same ``scale``. Its time and selection are taken over.
         """
         scaled._add_undivided()
-        if scaled._divisor is None:
+        if scaled._is_divided:
             self._timed(lambda: self._scratch.mul_(scale))
         self.absorb(scaled)
 
@@ -264,8 +270,9 @@ class Accumulator:
         A rank that drops partial sums of other ranks adds them here. They stay in its residual.
         """
         self._add_undivided()
-        if self._divisor is not None:
-            values = values * self._divisor.index_select(0, indices)
+        divisor = self._divisor
+        if divisor is not None:
+            values = values * divisor.index_select(0, indices)
         self._timed(lambda: kernels.scatter_add(self._scratch, indices, values))
 
     def clear_all(self) -> None:
@@ -294,14 +301,15 @@ class Accumulator:
         part = Accumulator(self._residual[own], self._gradient[own], self._scratch[own], self.workspace, self.verdict)
         part._added = self._added
         part._scale = None if self._scale is None else self._scale[own]
-        part._divisor = None if self._divisor is None else self._divisor[own]
+        part._is_divided = self._is_divided
         return part
 
     def _add(self) -> None:
         """Compute the sum, in the units of this accumulator."""
         self._add_undivided()
-        if self._divisor is not None:
-            divisor, self._divisor = self._divisor, None
+        divisor = self._divisor
+        if divisor is not None:
+            self._is_divided = True
             self._timed(lambda: self._scratch.div_(divisor))
 
     def _add_undivided(self) -> None:

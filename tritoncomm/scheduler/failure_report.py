@@ -46,11 +46,11 @@ _LOST = re.compile(
 class RankReport:
     """The report of one rank about a failed exchange.
 
-    ``kind`` is "timeout", "lost", "protocol", "error", or "other": another rank has raised an exception. ``where``
-    names step, round, phase and method, ``text`` is the error message. ``peers`` are the ranks that it exchanged
-    messages with, numbered as in the group. ``waiting`` are those whose message had not arrived, as far as known.
-    ``at`` is the number of the step, of the round, and of the round within a subgroup, if any. ``at_fault`` are ranks
-    that an exchange in another group has found at fault already.
+    ``kind`` is "timeout", "lost", "protocol", "error", "stopped" (an interruption), or "other": another rank has raised
+    an exception. ``where`` names step, round, phase and method, ``text`` is the error message. ``peers`` are the ranks
+    that it exchanged messages with, numbered as in the group. ``waiting`` are those whose message had not arrived, as
+    far as known. ``at`` is the number of the step, of the round, and of the round within a subgroup, if any.
+    ``at_fault`` are ranks that an exchange in another group has found at fault already.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class FailureReport:
         return {ranks[rank]: report.text for rank, report in sorted(self.reports.items()) if report.kind == kind}
 
     def error(
-        self, own: int, ranks: Sequence[int], where: str, cause: Exception, advice: str
+        self, own: int, ranks: Sequence[int], where: str, cause: BaseException, advice: str
     ) -> ExchangeError | ProtocolMismatchError:
         """Return the error that rank ``own`` raises.
 
@@ -113,7 +113,10 @@ class FailureReport:
         own error, and ``advice`` is added to the text.
         """
         message, others = f"exchange failed on rank {ranks[own]}, {where}: ", self.described(own, ranks)
-        texts = {kind: self._texts(kind, ranks) for kind in ("protocol", "error", "other")}
+        texts = {kind: self._texts(kind, ranks) for kind in ("protocol", "stopped", "error", "other")}
+        if texts["stopped"] and not self.gone:
+            reasons = (f"rank {rank} stopped: {text}" for rank, text in texts["stopped"].items())
+            return ExchangeError(message + "; ".join(reasons), texts["stopped"])
         if texts["protocol"] and not self.gone:
             return ProtocolMismatchError(message + "; ".join(texts["protocol"].values()) + (others and f" ({others})"))
         if texts["error"] and not self.gone:
@@ -145,6 +148,8 @@ class FailureReport:
 
 def kind_of(error: BaseException) -> str:
     """Return the kind of ``error`` in a report. Errors of a backend differ only in their text."""
+    if is_interruption(error):
+        return "stopped"
     if isinstance(error, ProtocolMismatchError):
         return "protocol"
     if isinstance(error, ExchangeTimeoutError):
@@ -157,6 +162,31 @@ def kind_of(error: BaseException) -> str:
     if _LOST.search(text):
         return "lost"
     return "timeout" if _TIMED_OUT.search(text) else "error"
+
+
+def text_of(error: BaseException) -> str:
+    """Return what a report says of ``error``. Its type says what an interruption is."""
+    name = type(error).__name__
+    if is_interruption(error):
+        return f"{name}: {error}" if str(error) else name
+    return str(error) or name
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return True for what ends the program, such as KeyboardInterrupt, and for what a signal handler has raised.
+
+    Neither belongs to the exchange, so it leaves the exchange as it is. A handler is the only function to which Python
+    passes the frame that it interrupts.
+    """
+    if not isinstance(error, Exception):
+        return True
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        interrupted, entry = entry.tb_frame, entry.tb_next
+        for value in entry.tb_frame.f_locals.values():
+            if value is interrupted or (isinstance(value, tuple) and any(each is interrupted for each in value)):
+                return True
+    return False
 
 
 def others_at_fault(error: BaseException) -> tuple[int, ...]:
@@ -260,7 +290,7 @@ class _Collection:
         known = {other for report in self._reports.values() for other in report.at_fault}
         if silent:
             return sorted(known | silent & waited_for) or sorted(silent), False
-        if any(report.kind in ("protocol", "error") for report in self._reports.values()):
+        if any(report.kind in ("protocol", "stopped", "error") for report in self._reports.values()):
             return [], False  # their texts say what is wrong
         if known:
             return sorted(known), False

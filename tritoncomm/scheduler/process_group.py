@@ -120,12 +120,13 @@ class ProcessGroupScheduler:
         if self._failure is not None:
             raise self._failure
 
-    def fail(self, error: Exception) -> Exception | None:
+    def fail(self, error: BaseException) -> Exception | None:
         """Report to the other ranks, which may wait for this rank, that it failed outside of an exchange.
 
-        Return what every further exchange in the group raises. None if there are no other ranks.
+        Return what every further exchange in the group raises. None if there are no other ranks, or another exchange in
+        the group has reported a failure.
         """
-        if self._failure is None and self.world_size > 1:
+        if self._failure is None and self.world_size > 1 and not is_broken(self.group):
             self._failed(_START, error)
         return self._failure
 
@@ -222,7 +223,8 @@ class ProcessGroupScheduler:
             ExchangeError: The pattern raised an exception on some rank, or the backend another error.
             NonFiniteError: The pattern raised it, on all ranks.
 
-        The group is unusable after all of these except :class:`NonFiniteError`.
+        An interruption (:func:`~tritoncomm.scheduler.failure_report.is_interruption`) is raised as it is, and the other
+        ranks raise :class:`ExchangeError`. The group is unusable after all of these except :class:`NonFiniteError`.
         """
         self.check()
         self.agree_on_exchange_id()
@@ -245,12 +247,15 @@ class ProcessGroupScheduler:
         except StopIteration as stop:
             result: Result = stop.value
             return result
-        except NonFiniteError:  # raised on all ranks, so no rank waits for this one
+        except (NonFiniteError, GeneratorExit):  # raised on all ranks, or another run reports why this one is closed
             raise
-        except Exception as error:
+        except BaseException as error:
             if self._failure is not None or self._is_nested:
                 raise
-            raise self._failed(op, error) from error  # report it, so that no rank waits for this one
+            failure = self._failed(op, error)  # report it, so that no rank waits for this one
+            if failure_report.is_interruption(error):
+                raise
+            raise failure from error
         finally:
             pattern.close()
 
@@ -273,6 +278,7 @@ class ProcessGroupScheduler:
         except (RuntimeError, ValueError) as error:
             if self._is_nested:
                 self._failed_op = op
+            if self._is_nested or failure_report.is_interruption(error):
                 raise
             raise self._failed(op, error) from error
         finally:
@@ -310,7 +316,7 @@ class ProcessGroupScheduler:
         finally:
             self.meter.add(group.meter)
 
-    def _failed(self, op: Op, error: Exception) -> ExchangeError | ProtocolMismatchError:
+    def _failed(self, op: Op, error: BaseException) -> ExchangeError | ProtocolMismatchError:
         """Report ``error`` in ``op`` to the other ranks, collect their reports, and return the error to raise."""
         if self._watcher is not None:
             error = self._watcher.fail(error)
@@ -326,7 +332,7 @@ class ProcessGroupScheduler:
         _broken.add(_name(self.group))
         return raised
 
-    def _report(self, op: Op, error: Exception) -> tuple[failure_report.RankReport, str]:
+    def _report(self, op: Op, error: BaseException) -> tuple[failure_report.RankReport, str]:
         """Return the report of this rank about ``error`` in ``op``, and what its own error says in addition."""
         where = f"step {self.step}, round {self._number}, phase {op.phase!r} of {self._method}"
         at, waiting, details = [self.step, self._number], self._messages.waiting, _peers_text(op)
@@ -343,7 +349,8 @@ class ProcessGroupScheduler:
             at.append(subgroup._number)  # noqa: SLF001
         kind, others = failure_report.kind_of(error), failure_report.others_at_fault(error)
         at_fault = [self._global_ranks.index(rank) for rank in others if rank in self._global_ranks]
-        return failure_report.RankReport(kind, where, str(error), peers, waiting, at, at_fault), details
+        text = failure_report.text_of(error)
+        return failure_report.RankReport(kind, where, text, peers, waiting, at, at_fault), details
 
     def _post(self, round_: Round) -> Ticket:
         assert self._stamp is not None

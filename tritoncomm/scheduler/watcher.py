@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
+from tritoncomm.scheduler.failure_report import is_interruption
 from tritoncomm.scheduler.span import has_ended
 
 logger = logging.getLogger("tritoncomm")
@@ -115,7 +116,7 @@ class Watcher:
             for thread in self._aborting:  # an abort may hang itself
                 thread.join(max(0.0, end - time.monotonic()))
         # Also if others are under way: one of several exchanges has raised something, and its caller ends them.
-        if not _is_exit(error) and error is not self._reason:
+        if not (error is not None and is_interruption(error)) and error is not self._reason:
             self.check(error)
 
     def check(self, consequence: BaseException | None = None) -> None:
@@ -127,7 +128,7 @@ class Watcher:
         """Note that the exchange goes on."""
         self._since = time.monotonic()
 
-    def fail(self, error: Exception) -> Exception:
+    def fail(self, error: BaseException) -> BaseException:
         """Abort the communicators, and release the other ranks. Return the reason for which this rank has failed.
 
         It is ``error``, unless communicators were aborted before, of which ``error`` is a consequence.
@@ -171,12 +172,12 @@ class Watcher:
             if self._store.check([self._key]):
                 self._told = bytes(self._store.get(self._key))
 
-    def _tell(self, reason: Exception) -> None:
+    def _tell(self, reason: BaseException) -> None:
         kind = _TIMEOUT if isinstance(reason, ExchangeTimeoutError) else b"error"
         with suppress(RuntimeError):
             self._store.set(self._key, kind + f" {time.time()}".encode())
 
-    def _abort(self, reason: Exception) -> None:
+    def _abort(self, reason: BaseException) -> None:
         """Tell the other ranks, and end the operations of this rank, in the background.
 
         Each group has a thread: an abort can wait for operations of another group.
@@ -274,8 +275,3 @@ def _watch() -> None:
                 watcher.poll()
             except Exception:  # the other exchanges still need this thread
                 logger.exception("an exchange is not watched")
-
-
-def _is_exit(error: BaseException | None) -> bool:
-    """Return True for KeyboardInterrupt and the like, which end the program."""
-    return error is not None and not isinstance(error, Exception)

@@ -122,7 +122,7 @@ class Section:
     Both ends know all fields, and therefore the length in ``words``. ``values`` is the format of the values, one of
     ``VALUE_BITS``, or :data:`NO_VALUES` for indices alone. Indices are packed by Elias-Fano, and values are rounded to
     that format. A section that would not become shorter, and one with ``packed=False``, is plain: int32 indices and
-    fp32 values. ``packed="always"`` packs longer sections too, for tests.
+    fp32 values. ``packed="always"`` packs longer sections, too.
 
     The receiver gets values divided by ``divisor``, for example means instead of sums. A rounded value times the
     ``divisor`` is exact. The sender's residual is therefore the entry minus what was delivered, without loss.

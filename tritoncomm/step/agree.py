@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler import watcher
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 
@@ -35,9 +34,13 @@ UPDATES_ADVICE = (
 )
 _LONG = 8  # entries of a list that are not all written into a message
 _ERROR = "error"  # key of the error that a rank reports to the others
+NOT_HELD = "values of parameters that the optimizer does not hold"  # as UPDATES
+_EQUAL = "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)"
+_NAMES = "parameter names"  # a field that ranks compare. Errors about other lists use it
 # What to do if a field differs. For others: configure the ranks identically.
 _ADVICE = {
-    "parameter values": "give all ranks the same parameters, or call wrap(..., broadcast_parameters=True)",
+    "parameter values": _EQUAL,
+    NOT_HELD: _EQUAL,
     "optimizer state": "load the same state on all ranks",
     UPDATES: UPDATES_ADVICE,
 }
@@ -71,7 +74,8 @@ def differences(
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in errors.items())
         raise ConfigMismatchError(f"ranks {sorted(errors)} reported an error: {reasons}")
     names = dict.fromkeys(name for entry in gathered for name in entry)
-    found = {name: _difference(name, [entry.get(name) for entry in gathered]) for name in names}
+    labels = fields.get(_NAMES, ())
+    found = {name: _difference(name, [entry.get(name) for entry in gathered], labels) for name in names}
     return {name: text for name, text in found.items() if text}
 
 
@@ -136,7 +140,7 @@ def parameter_fields(
     """
     return {
         "number of parameters": len(parameters),
-        "parameter names": list(names),
+        _NAMES: list(names),
         "parameter shapes": [tuple(p.shape) for p in parameters],
         "parameter dtypes": [str(p.dtype) for p in parameters],
         "parameter values": [digest(p) for p in parameters] if values else "to be broadcast",
@@ -150,12 +154,14 @@ def digest(tensor: torch.Tensor) -> str:
 
 def compare_setup(
     optimizer: torch.optim.Optimizer,
-    trained: Sequence[torch.Tensor],
+    trained: Sequence[tuple[torch.Tensor, str]],
     recipe: Recipe,
     options: Any,
     steps: int,
     group: dist.ProcessGroup | None,
     *,
+    others: Sequence[tuple[torch.Tensor, str]] = (),
+    buffers: Sequence[tuple[torch.Tensor, str]] = (),
     broadcast: bool = False,
     caught_up: bool = False,
 ) -> None:
@@ -163,13 +169,15 @@ def compare_setup(
 
     Args:
         optimizer: The original optimizer.
-        trained: Parameters of ``optimizer`` that require gradients.
+        trained: Parameters of ``optimizer`` that require gradients, each with its name.
         recipe: The recipe of the exchange.
         options: The options of ``wrap``.
         steps: Number of committed steps.
         group: Process group of the exchange. None is the default group.
-        broadcast: Whether to copy the values of all parameters from the group's first rank afterwards. If False, the
-            values of ``trained`` must be equal.
+        others: Parameters of the module that ``optimizer`` does not hold, each with its name.
+        buffers: Buffers of the module, each with its name. Their values may differ.
+        broadcast: Whether to copy the values of all parameters and buffers from the group's first rank afterwards. If
+            False, the values of ``trained`` and ``others`` must be equal.
         caught_up: Whether some ranks have just applied a step of the others. Schedules have not taken theirs there, so
             options may differ. The next step compares them.
 
@@ -190,9 +198,11 @@ def compare_setup(
         "steps": steps,
         "broadcast_parameters": broadcast,
     }
-    names, device = dict(named_parameters(optimizer)), device_of(optimizer)
-    fields |= parameter_fields(trained, [names[parameter] for parameter in trained], values=not broadcast)
-    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in trained]
+    every, device = [parameter for parameter, _ in named_parameters(optimizer)], device_of(optimizer)
+    parameters = [parameter for parameter, _ in trained]
+    fields |= parameter_fields(parameters, [name for _, name in trained], values=not broadcast)
+    fields["other parameters and buffers"] = [f"{name} {tuple(e.shape)} {e.dtype}" for e, name in (*others, *buffers)]
+    fields["optimizer state"] = [_state_digest(optimizer.state.get(parameter)) for parameter in parameters]
     if caught_up:
         del fields["param_groups"]
         try:
@@ -205,11 +215,12 @@ def compare_setup(
             ) from None
         return
     if not broadcast:
+        fields[NOT_HELD] = [f"{name} {digest(each)}" for each, name in others]
         compare(fields, group, device)
         return
-    fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in names]
+    fields["shapes and dtypes of all parameters"] = [f"{tuple(p.shape)} {p.dtype}" for p in every]
     compare(fields, group, device)
-    _broadcast(list(names), group)
+    _broadcast([*every, *(each for each, _ in (*others, *buffers))], group)
     compare({"parameters": "broadcast"}, group, device)  # a rank on which this has failed reports it here
 
 
@@ -256,13 +267,17 @@ def _state_digest(state: Any) -> str:
 
 
 @torch.no_grad()
-def _broadcast(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copy the values of the group's first rank to its other ranks, after all of them have arrived."""
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the values of the group's first rank to its other ranks, after all of them have arrived.
+
+    All are sent from the device of the first one, because a backend may support no other.
+    """
     source = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-    shards = [local(parameter.detach()) for parameter in parameters]
-    received = [shard.clone(memory_format=torch.contiguous_format) for shard in shards]
+    shards = [local(tensor.detach()) for tensor in tensors]
+    device = shards[0].device if shards else None
+    received = [shard.to(device, copy=True, memory_format=torch.contiguous_format) for shard in shards]
     try:
-        with watcher.of(group, received[0].device if received else None) or nullcontext():
+        with watcher.of(group, device) or nullcontext():
             for values in filter(torch.numel, received):
                 dist.broadcast(values.reshape(-1).view(torch.uint8), src=source, group=group)  # any dtype
     except RuntimeError as error:
@@ -285,13 +300,13 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for parameter, _ in named_parameters(optimizer)}
 
 
-def _difference(name: str, values: Sequence[Any]) -> str:
+def _difference(name: str, values: Sequence[Any], labels: Sequence[str] = ()) -> str:
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(v, dict) for v in values):
         return _dict_difference(name, values)
     if all(isinstance(v, list) for v in values) and len({len(v) for v in values}) == 1:
-        return _list_difference(name, values)
+        return _list_difference(name, values, labels)
     if any(isinstance(v, list) and len(v) > _LONG for v in values):
         values = [f"{len(v)} entries" if isinstance(v, list) else v for v in values]
     sides = [f"{_ranks(values, value)} {value!r}" for value in _distinct(values)]
@@ -313,14 +328,18 @@ def _dict_difference(name: str, values: Sequence[dict[str, Any]]) -> str:
     return f"{name}: {'; '.join(found)}"
 
 
-def _list_difference(name: str, values: Sequence[list[Any]]) -> str:
-    """Describe the first difference between lists, and whether only their order differs."""
+def _list_difference(name: str, values: Sequence[list[Any]], labels: Sequence[str]) -> str:
+    """Describe the first difference between lists, and whether only their order differs.
+
+    ``labels`` are the names of the entries, if they have names.
+    """
     first = next(i for i in range(len(values[0])) if any(v[i] != values[0][i] for v in values))
     if all(sorted(map(str, v)) == sorted(map(str, values[0])) for v in values):
         name += " (the same values in another order: parameter order differs)"
     column = [value[first] for value in values]
     sides = [f"{_ranks(column, value)} {value!r}" for value in _distinct(column)]
-    return f"{name}, first at parameter {first}: " + ", ".join(sides)
+    label = labels[first] if len(labels) == len(values[0]) and name != _NAMES else ""
+    return f"{name}, first at parameter {label or first}: " + ", ".join(sides)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
@@ -374,81 +393,18 @@ def _numbers(value: object) -> object:
     return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
 
 
-class Votes(NamedTuple):
-    """What a rank, or the number of ranks that, say of a step.
-
-    No rank gets more than one update ahead of another, because it is found out then. The remainder of the number of
-    updates by 3 tells whether all have completed as many.
-    """
-
-    rejects: int
-    is_stopped: int
-    updates_leave_1: int
-    updates_leave_2: int
-    raises: int
-
-
-def vote(
-    rejected: bool,
-    stepping: Stepping,
-    suspects: list[torch.Tensor],
-    world_size: int,
-    device: torch.device,
-    *,
-    raises: bool = False,
-) -> Pattern[tuple[bool, bool, bool, bool]]:
-    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
-
-    The last answer is whether any rank ``raises`` a flag. ``suspects`` are int64 ``[1]``. Updates are alike if none has
-    stopped, and all ranks have completed as many.
-    """
-    remainder = stepping.updates % 3
-    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2, raises)  # noqa: PLR2004 - see Votes
-    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-    words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
-    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
-        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
-    counts = (yield AllReduce("commit", words)).tolist()
-    total = Votes(*counts[: len(own)])
-    alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
-    return bool(total.rejects), any(counts[len(own) :]), alike, bool(total.raises)
-
-
-def confirm_shards(
-    all_shards: ProcessGroupScheduler,
-    stepping: Stepping,
-    schedulers: Sequence[ProcessGroupScheduler],
-    *,
-    rejected: bool,
-    raises: bool,
-) -> tuple[bool, bool]:
-    """Return whether any rank of ``all_shards``, which has all shards, has ``rejected`` a step, or ``raises`` a flag.
-
-    ``schedulers`` are those of the vectors of the step.
-
-    Raises:
-        ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
-    """
-    suspects = take_suspects(schedulers)
-    found = vote(rejected, stepping, suspects, all_shards.world_size, all_shards.device, raises=raises)
-    is_rejected, suspicious, alike, is_raised = all_shards.run(found)
-    if suspicious:
-        raise all_shards.suspicion()
-    if not alike:  # options may differ between shards
-        raise rejection(all_shards.last_step, stepping.update_fields, stepping, all_shards.group, all_shards.device)
-    return is_rejected, is_raised
-
-
 def rejection(
     step: str,
     fields: Mapping[str, Any],
     stepping: Stepping,
     group: dist.ProcessGroup | None,
     device: torch.device | None,
+    otherwise: Callable[[], str] | None = None,
 ) -> ProtocolMismatchError:
     """Return the error about ``step``, which was rejected. All ranks of ``group`` call this together.
 
-    It names those of ``fields`` that differ between ranks.
+    It names those of ``fields`` that differ between ranks. If none does, ``otherwise`` is called on all ranks, and
+    returns another reason, or an empty text.
     """
     found = differences(fields, group, device) if is_distributed() else {}
     differ = f"ranks differ: {'; '.join(found.values())}"
@@ -460,6 +416,9 @@ def rejection(
             f"{step} was rejected, and nothing has changed, because {differ}. Use the same options and freeze the same "
             "parameters on all ranks; a schedule that follows a loss needs its mean over ranks. Then repeat the step"
         )
+    reason = "" if otherwise is None else otherwise()
+    if reason:
+        return ProtocolMismatchError(f"{step} was rejected, and nothing has changed, because {reason}")
     return ProtocolMismatchError(
         f"{step} was rejected: another rank finished another one. Step the same optimizers in the same order on all "
         "ranks"

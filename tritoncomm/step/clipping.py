@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.primitives.mean_norm import norm_of_mean
 from tritoncomm.scheduler.rounds import Pattern
+from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.vector import VectorExchange
+
+logger = logging.getLogger("tritoncomm")
 
 
 def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_size: int) -> Pattern[torch.Tensor]:
@@ -38,19 +44,40 @@ def clipped(vectors: Sequence[VectorExchange], limit: float, shard: int, world_s
     return norm
 
 
+def with_clipping(options: WrapOptions, optimizer: torch.optim.Optimizer) -> WrapOptions:
+    """Return ``options`` with the default of ``clip_by`` for ``optimizer``. The other one is logged."""
+    if options.clip_by is not None or options.max_grad_norm is None:
+        return options
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if not _copied(trained):
+        return replace(options, clip_by="gradient")
+    if dist.get_rank() == 0:
+        logger.warning(
+            "max_grad_norm=%s limits what is delivered (clip_by='delivered'), because tensor parallelism keeps copies "
+            "of parameters, which would count several times in the norm of the gradient",
+            options.max_grad_norm,
+        )
+    return replace(options, clip_by="delivered")
+
+
 def check_clipping(limit: float | None, parameters: Sequence[torch.Tensor]) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if there is a ``limit`` that cannot be kept for ``parameters``.
 
     Ranks with other shards may hold copies of a parameter, which would count several times.
     """
-    if limit is None or not any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        return
-    for parameter in parameters:
-        if _has_copies(parameter):
-            raise ConfigurationError(
-                f"clip_by='gradient': ranks with other shards hold copies of a parameter of shape "
-                f"{tuple(parameter.shape)}, which would count several times in the norm: use clip_by='delivered'"
-            )
+    copied = [] if limit is None else _copied(parameters)
+    if copied:
+        raise ConfigurationError(
+            f"clip_by='gradient': ranks with other shards hold copies of a parameter of shape "
+            f"{tuple(copied[0].shape)}, which would count several times in the norm: use clip_by='delivered'"
+        )
+
+
+def _copied(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``parameters`` of which ranks that hold other shards of the model hold copies."""
+    if not any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return []
+    return [parameter for parameter in parameters if _has_copies(parameter)]
 
 
 def _has_copies(parameter: Any) -> bool:

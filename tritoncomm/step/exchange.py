@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError, ExchangeError, NonFiniteError, TritoncommError
+from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismatchError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
@@ -27,7 +27,9 @@ from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
+from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
+from tritoncomm.step.votes import confirm_shards
 
 logger = logging.getLogger("tritoncomm")
 
@@ -48,7 +50,7 @@ TRANSITIONS = {
     State.MEANS: {
         "confirm": State.READY,
         "reject": State.IDLE,  # a NaN, an overflow or an error on any rank
-        "lose": State.SUSPENDED,  # a rank was lost in the confirmation
+        "lose": State.SUSPENDED,  # a rank was lost or stopped in the confirmation
         "stop": State.STOPPED,  # a signal came after the confirmation
     },
     # Other ranks apply the step, so a signal before the update stops it like one within the update.
@@ -90,6 +92,7 @@ class GradientExchange:
 
     Attributes:
         all_shards: See above.
+        replica: What must be equal on all ranks with the same shard, and is compared every 100 updates.
         state: How far the present step is.
         vectors: The flat vectors, in the order in which they are exchanged.
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
@@ -125,6 +128,7 @@ class GradientExchange:
         self.all_shards = all_shards
         self.presence = Presence()
         self._decay: Mapping[int, float] = {}
+        self.replica = Replica(optimizer)
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
         self._rejected: NonFiniteError | None = None
@@ -180,7 +184,7 @@ class GradientExchange:
         overflowed: bool = False,
         zero: bool = False,
         decay: Mapping[int, float] = MappingProxyType({}),
-        inspect: Callable[[list[tuple[VectorExchange, SparseVector]]], None] | None = None,
+        inspect: Callable[[Sequence[VectorExchange]], None] | None = None,
     ) -> None:
         """Replace every ``.grad`` by the mean over ranks. The state is then READY.
 
@@ -193,8 +197,8 @@ class GradientExchange:
             overflowed: Whether the scaled loss overflowed, so that the gradients cannot be exchanged.
             zero: Whether to replace NaN and Inf by zero.
             decay: The share of each parameter (by id) that is added to its gradient, after the norm was limited.
-            inspect: Called with the vectors and their means while every ``.grad`` is still this rank's gradient. What
-                it raises rejects the step. Default: None.
+            inspect: Called with the vectors while every ``.grad`` is still this rank's gradient. What it raises rejects
+                the step. Default: None.
 
         Raises:
             NonFiniteError: The step was rejected, and nothing has changed. The message names ranks and parameters.
@@ -220,7 +224,7 @@ class GradientExchange:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
             if self._deliver() and inspect is not None:
-                inspect([(begun.vector, begun.mean) for begun in self._begun])
+                inspect(vectors)
         except NonFiniteError as error:
             raise (local_error or error) from None
         except TritoncommError:  # the other ranks raise an error, too
@@ -410,12 +414,11 @@ class GradientExchange:
         if self.state is State.IDLE:  # it was reported
             return
         self._rollback()
-        if isinstance(error, Exception):
-            scheduler = self.vectors[0].scheduler
-            if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
-                scheduler.fail(error)
-            if self.all_shards is not None:
-                self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
+        scheduler = self.vectors[0].scheduler
+        if scheduler is not None and not isinstance(error, TritoncommError):  # else it is reported, or all raise it
+            scheduler.fail(error)
+        if self.all_shards is not None:
+            self.all_shards.fail(error)  # its other ranks may be in no exchange with this one
 
     def _rollback(self) -> None:
         """Let the step be rejected. Residuals, methods and gradients have not changed."""
@@ -435,15 +438,16 @@ class GradientExchange:
     def _finish(self) -> None:
         """Return when all ranks have confirmed the step. If one has rejected it, roll back.
 
-        If a rank is lost here, some ranks may apply the step. It is suspended on this one.
+        If a rank is lost or stops here, some ranks may apply the step. It is suspended on this one.
         """
         try:
             self._confirm()
-        except ExchangeError:
-            self._move("lose")
+        except (NonFiniteError, ProtocolMismatchError):  # all ranks raise it
+            self._rollback()
             raise
         except BaseException:
-            self._rollback()
+            if self.state is not State.IDLE:  # it was rejected
+                self._move("lose")
             raise
         for vector, mean, span in self._begun:
             vector.measure(mean, span)
@@ -455,23 +459,32 @@ class GradientExchange:
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
         begun, stepping, all_shards = [step.vector for step in self._begun], self.stepping, self.all_shards
-        presence = self.presence
-        news = presence.is_new
+        presence, news = self.presence, self.presence.is_new
+        replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
+        group, device = self.options.group, self.vectors[0].device
         if all_shards is not None:
             schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
             own = self._rejected is not None
-            rejected, news = agree.confirm_shards(all_shards, stepping, schedulers, rejected=own, raises=news)
+            rejected, news = confirm_shards(all_shards, stepping, schedulers, rejected=own, raises=news)
             if rejected:
                 raise self._reject()
+            if replica is not None:
+                replica.confirm_shards(all_shards, group, self.steps)
         else:
             *others, last = begun
-            text = presence.kinds(self.parameters) + stepping.text
+            text = (
+                presence.kinds(self.parameters)
+                + stepping.text
+                + (f" {replica.digest()}" if replica is not None else "")
+            )
             alike, news = last.confirm(text, others, raises=news)
             if not alike or stepping.is_stopped:
                 step = "the step" if last.scheduler is None else last.scheduler.last_step
                 names = {id(p): vector.name_of(p) for vector in begun for p in vector.parameters}
                 fields = presence.fields(self.parameters, names) | stepping.update_fields | stepping.option_fields
-                raise agree.rejection(step, {"last step": step} | fields, stepping, self.options.group, last.device)
+                values = None if replica is None else partial(replica.difference, group, group, device, self.steps)
+                raise agree.rejection(step, {"last step": step} | fields, stepping, group, device, values)
+            self.replica.agreed = self.replica.agreed if replica is None else self.steps
         if news:
             presence.agree(self.parameters, begun[-1])
 

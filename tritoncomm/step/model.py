@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,21 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tritoncomm.errors import ConfigurationError
-from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.scheduler.process_group import is_distributed
+from tritoncomm.step import agree
+from tritoncomm.step.guard import is_stepping
 from tritoncomm.step.optimizer_proxy import OptimizerProxy
-from tritoncomm.step.torch_internals import comm_hooks, ddp_modules, let_average_nothing
+from tritoncomm.step.shards import has_bits, local
+from tritoncomm.step.torch_internals import comm_hooks, creates_state, ddp_modules, let_average_nothing
 from tritoncomm.step.vector import VectorExchange
 
 logger = logging.getLogger("tritoncomm")
+
+Named = list[tuple[torch.Tensor, str]]  # tensors, each with its name
 
 
 def checked_module(model: Any) -> nn.Module | None:
@@ -38,17 +44,24 @@ def checked_module(model: Any) -> nn.Module | None:
 
 
 def group_of(model: nn.Module | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the process group of the exchange: ``group``, or the one of a DDP ``model``.
+    """Return the process group of the exchange: ``group``, or the one of the DDP modules in ``model``.
 
     Raises:
-        ConfigurationError: ``group`` is not the one of the model.
+        ConfigurationError: ``group`` is not the one of these modules, or they have several.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return group
-    if group is not None and group is not model.process_group:
-        raise ConfigurationError("process_group is not the one of the model: leave it out, or pass it to DDP")
-    found: dist.ProcessGroup = model.process_group
-    return found
+    for module in _ddp_of(model):
+        if group is not None and group is not module.process_group:
+            raise ConfigurationError(
+                "process_group is not the one of the model: leave it out, and use the same group in every "
+                "DistributedDataParallel module"
+            )
+        group = module.process_group
+    return group
+
+
+def _ddp_of(model: nn.Module | None) -> list[DistributedDataParallel]:
+    """Return the DDP modules in ``model``, which may be a container."""
+    return [] if model is None else [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
 
 
 def names_of(model: nn.Module | None) -> dict[int, str]:
@@ -59,52 +72,92 @@ def names_of(model: nn.Module | None) -> dict[int, str]:
     return {id(parameter): name for name, parameter in inner.named_parameters()}
 
 
+def rest_of(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> tuple[Named, Named]:
+    """Return the parameters of ``model`` that ``optimizer`` does not hold, and its buffers.
+
+    What DDP was told to ignore is left out, and what has no bits that can be compared.
+    """
+    if model is None:
+        return [], []
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    left_out = {*getattr(model, "parameters_to_ignore", ())}
+    held = agree.parameter_ids(optimizer)
+
+    def chosen(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        return [(e, name) for name, e in named if id(e) not in held and name not in left_out and has_bits(e)]
+
+    return chosen(inner.named_parameters()), chosen(inner.named_buffers())
+
+
+def compare_buffers(model: nn.Module | None, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """Log a warning if buffers of ``model`` differ between ranks. All ranks of ``group`` call this together.
+
+    It is no error: those of a plain module differ after training, and so do those that each rank of a resumed run
+    loads.
+    """
+    _, buffers = rest_of(model, optimizer)
+    if not buffers or not is_distributed():
+        return
+    fields = {name: agree.digest(buffer) for buffer, name in buffers}
+    found = agree.differences(fields, group, agree.device_of(optimizer))
+    if found and dist.get_rank(group) == 0:
+        logger.warning(
+            "%d buffers of the model differ between ranks, the first is %s: pass broadcast_parameters=True, unless "
+            "they are statistics that each rank has collected",
+            len(found),
+            next(iter(found)),
+        )
+
+
 def check_model(model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if gradients of ``model`` cannot be exchanged in ``group``."""
-    if isinstance(model, DistributedDataParallel):
-        _check_hooks(model)
-    elif model is not None:
+    found = _ddp_of(model)
+    for module in found:
+        _check_hooks(module)
+    if model is not None and not found:
         _check_shards(model, group)
 
 
 def keep_gradients_local(model: nn.Module | None) -> None:
-    """Let a DDP ``model`` average nothing. It still broadcasts parameters and buffers.
+    """Let the DDP modules in ``model`` average nothing. They still broadcast parameters and buffers.
 
-    From now on, an optimizer that is not wrapped and steps its parameters raises an error.
+    From now on, an optimizer that is not wrapped and steps their parameters raises an error.
 
     Raises:
-        ConfigurationError: The model has another communication hook.
+        ConfigurationError: A module has another communication hook.
     """
-    if not isinstance(model, DistributedDataParallel) or model in _local:
-        return
-    if not let_average_nothing(model):
-        _check_hooks(model)
-        raise ConfigurationError("model has one of DDP's built-in communication hooks: do not register it")
-    _local.add(model)
-    reference = weakref.ref(model)
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        module = reference()
-        if module is not None and not isinstance(optimizer, OptimizerProxy):
-            _check_not_stepped(module, optimizer)
-
-    weakref.finalize(model, register_optimizer_step_pre_hook(check).remove).atexit = False
+    for module in _ddp_of(model):
+        if module in _local:
+            continue
+        if not let_average_nothing(module):
+            _check_hooks(module)
+            raise ConfigurationError("model has one of DDP's built-in communication hooks: do not register it")
+        _local.add(module)
+        for name, parameter in module.module.named_parameters():
+            _names[parameter] = (name, weakref.ref(module))
+    if _local and not _guards:
+        _guards.append(register_optimizer_step_pre_hook(_check_not_stepped))
 
 
-# The DDP modules that average nothing.
+# The DDP modules that average nothing, and the name and module of each of their parameters.
 _local: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_names: MutableMapping[torch.Tensor, tuple[str, weakref.ref[DistributedDataParallel]]] = WeakIdKeyDictionary()
+_guards: list[RemovableHandle] = []  # the hook of all optimizers, once a module averages nothing
 
 
-def _check_not_stepped(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    if dist.get_world_size(model.process_group) == 1:
+def _check_not_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise if ``optimizer`` steps local gradients by itself. A wrapped one, and what it consists of, may step."""
+    if isinstance(optimizer, OptimizerProxy) or is_stepping() or creates_state(optimizer):
         return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    for name, parameter in model.module.named_parameters():
-        if id(parameter) in stepped:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        name, reference = _names.get(parameter, ("", lambda: None))
+        module = reference()
+        if module is not None and dist.is_initialized() and dist.get_world_size(module.process_group) > 1:
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} steps {name!r}, and is not wrapped. DDP does not average gradients "
-                "of this model any more, because another optimizer was wrapped with it: wrap this one, too, with the "
-                "same model="
+                "of this model any more, because an optimizer was wrapped with it: wrap this one, too, with the same "
+                "model=. To train without tritoncomm again, put model.module into a new DistributedDataParallel, and "
+                "drop the old one"
             )
 
 
@@ -167,39 +220,42 @@ def _check_replicas(shards: Iterable[int], group: dist.ProcessGroup) -> None:
     )
 
 
-def check_not_reduced(group: dist.ProcessGroup | None, means: Sequence[tuple[VectorExchange, SparseVector]]) -> None:
-    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged the gradients before the exchange.
+def check_not_reduced(group: dist.ProcessGroup | None, vectors: Sequence[VectorExchange]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if a DDP module has averaged gradients before the exchange.
 
-    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. ``means`` are
-    those of all vectors in the first exchange, which is without residual. A vector of zeros says nothing.
+    Averaged gradients are equal on all ranks of ``group``. Only then does this look for a DDP module. All ranks call
+    this together, while every ``.grad`` is still the rank's own. Zeros say nothing.
     """
     if not is_distributed() or dist.get_world_size(group) == 1:
         return
-    telling = [(vector, mean) for vector, mean in means if mean.values.any()]
-    # All of them, because ranks may have different results, and some of these calls need all ranks.
-    equal = [_is_own(vector, mean.trimmed()) for vector, mean in telling]
-    if not equal or not all(equal):
+    parameters = [parameter for vector in vectors for parameter in vector.parameters]
+    digests = [_digest(parameter.grad) for parameter in parameters]
+    equal = vectors[0].equal_on_all_ranks(digests)
+    averaged = {id(p) for p, digest, same in zip(parameters, digests, equal, strict=True) if digest and same}
+    if not averaged:
         return
-    wanted = {id(parameter) for vector, _ in telling for parameter in vector.parameters}
     for module in ddp_modules():
-        if noop_hook in comm_hooks(module):
+        if module in _local:
             continue
         for name, parameter in module.module.named_parameters():
-            if id(parameter) in wanted and parameter.requires_grad:
+            if id(parameter) in averaged:
                 raise ConfigurationError(
                     f"parameter {name!r} belongs to a DistributedDataParallel module, which averages its gradient "
-                    "densely before this optimizer sees it: call tritoncomm.wrap(optimizer, model=ddp_model)"
+                    "densely before this optimizer sees it: pass model=ddp_model to tritoncomm.wrap(), and to "
+                    "reset_process_group() after the process group has changed. Copies of a module and its optimizer "
+                    "have to be wrapped again"
                 )
-    if dist.get_rank(group) == 0:
+    if len(averaged) == sum(map(bool, digests)) and dist.get_rank(group) == 0:
         logger.warning(
             "the gradients of all ranks are equal in the first step: give each rank other data, and do not average "
             "gradients before step()"
         )
 
 
-def _is_own(vector: VectorExchange, mean: SparseVector) -> bool:
-    """Return True if the gradients of all ranks are equal, so that the mean is this rank's gradient."""
-    own = vector.flat
-    if vector.rounds:  # a rounded mean differs from equal gradients
-        return vector.equal_on_all_ranks(int(own.view(torch.int32).sum(dtype=torch.int64)))
-    return torch.allclose(mean.values, own if mean.is_full else own[mean.indices.long()], rtol=1e-5, atol=0.0)
+def _digest(gradient: torch.Tensor | None) -> int:
+    """Return a number that equal gradients have in common. It is zero without a gradient, and for one of zeros."""
+    if gradient is None:
+        return 0
+    own = local(gradient).detach()
+    values = own.coalesce().values() if own.is_sparse else own
+    return int(values.float().view(torch.int32).sum(dtype=torch.int64))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+
+from tritoncomm.step.guard import SWAPS, forwarded
 
 __all__ = ["OptimizerProxy"]
 
@@ -28,10 +31,15 @@ class OptimizerProxy(torch.optim.Optimizer):
         super().__setstate__({})
 
     def __getattr__(self, name: str) -> Any:
-        """Return a public attribute of the original optimizer that this class does not have."""
+        """Return a public attribute of the original optimizer that this class does not have.
+
+        A method raises if it changes parameters by gradients, which are exchanged in ``step()`` alone.
+        """
         if name.startswith("_") or name in ("optimizer", "grad_scale", "found_inf"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
+        value = getattr(self.optimizer, name)
+        is_method = inspect.ismethod(value) and isinstance(value.__self__, torch.optim.Optimizer)
+        return forwarded(value) if is_method and name not in SWAPS else value
 
     # Properties, because load_state_dict() of the original optimizer replaces these objects.
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
-from tritoncomm.step.torch_internals import has_hooks, is_flattened
+from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened
 
 logger = logging.getLogger("tritoncomm")
 
@@ -61,7 +62,7 @@ class WrapOptions:
     max_relative_update: float = 0.05
     on_nonfinite: str = "skip"
     max_grad_norm: float | None = None
-    clip_by: str = "delivered"
+    clip_by: str | None = None
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
     small: str = "fp32"
@@ -70,7 +71,8 @@ class WrapOptions:
         one_of("staleness", self.staleness, ("aware", "off"))
         one_of("select_by", self.select_by, ("auto", "update", "gradient"))
         one_of("on_nonfinite", self.on_nonfinite, NONFINITE_POLICIES)
-        one_of("clip_by", self.clip_by, ("delivered", "gradient"))
+        if self.clip_by is not None:
+            one_of("clip_by", self.clip_by, ("delivered", "gradient"))
         if not (is_number(self.max_catch_up) and self.max_catch_up >= 1):
             raise ConfigurationError(
                 f"max_catch_up={self.max_catch_up!r}: must be at least 1, because a delivery is at least one step"
@@ -90,7 +92,7 @@ class WrapOptions:
     @property
     def gradient_limit(self) -> float | None:
         """The largest norm of the mean of the gradients before they are exchanged, or None."""
-        return self.max_grad_norm if self.clip_by == "gradient" else None
+        return None if self.clip_by == "delivered" else self.max_grad_norm
 
 
 def is_number(value: object) -> bool:
@@ -325,10 +327,12 @@ def is_dense(chosen: Recipe) -> bool:
     return isinstance(chosen.layers[-1], Dense)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, *, alone: bool, names: Mapping[int, str] = MappingProxyType({})
+) -> None:
     """Raise :class:`~tritoncomm.ConfigurationError` if ``optimizer`` cannot be wrapped.
 
-    ``alone``: there is a single worker, whose gradients are not exchanged.
+    ``alone``: there is a single worker, whose gradients are not exchanged. ``names`` are those of parameters, by id.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
@@ -338,16 +342,50 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         raise ConfigurationError("LBFGS evaluates its closure several times per step and cannot be wrapped")
     if isinstance(optimizer, torch.optim.SparseAdam) and not alone:
         raise ConfigurationError("SparseAdam needs sparse gradients, which are not exchanged: use Adam with dense ones")
+    _check_closure(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.is_meta:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is on the meta device, without values: call "
+                f"{_named(parameter, names)} is on the meta device, without values: call "
                 "model.to_empty(device=...) and load or initialize the weights before wrap()"
             )
         if is_flattened(parameter) and not alone:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, which is not "
+                f"{_named(parameter, names)} is sharded by FullyShardedDataParallel, which is not "
                 "supported: use fully_shard() and pass the model to wrap(..., model=model)"
+            )
+
+
+def check_trained(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if all parameters of ``optimizer`` are frozen.
+
+    ``names`` are those of parameters, by id.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(parameter.requires_grad for parameter in parameters):
+        first = f", the first of them {_named(parameters[0], names)}" if parameters else ""
+        raise ConfigurationError(
+            f"optimizer holds {len(parameters)} parameters, and none has requires_grad=True{first}: unfreeze what will "
+            "train before wrap(), or do not wrap this optimizer"
+        )
+
+
+def _named(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    return names.get(id(parameter)) or f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if ``step()`` of ``optimizer`` cannot be called without arguments.
+
+    The closure is called before the exchange, and the original optimizer steps by averaged gradients without it.
+    """
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.items()
+    for name, each in [] if has_own_step(optimizer) else arguments:
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step() needs its argument {name!r}, and a wrapped optimizer calls a "
+                f"closure once, before the exchange: give it a default, {name}=None, and let step() use .grad, or use "
+                "another optimizer"
             )
 
 

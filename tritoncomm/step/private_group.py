@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tritoncomm.scheduler.new_group import new_group
+from tritoncomm.scheduler.new_group import needs_all_ranks, new_group
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_broken
 from tritoncomm.scheduler.watcher import timeout_of
 from tritoncomm.step import agree
@@ -72,14 +72,20 @@ def scheduler_of_all_shards(method: str, timeout: timedelta | None, device: torc
     return scheduler
 
 
+def numbered_groups() -> dict[str, int]:
+    """Return what ranks compare before some of them create a process group, which finds its members by this number."""
+    return (
+        {} if needs_all_ranks() else {"number of process groups of this rank, which must be equal": number_of_groups()}
+    )
+
+
 def _new_group(
     group: dist.ProcessGroup | None, ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device | None
 ) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         everybody: dist.ProcessGroup = dist.new_group(timeout=timeout)
         return everybody
-    numbers = {"number of process groups of this rank, which must be equal": number_of_groups()}
-    agree.compare(numbers, group, device)
+    agree.compare(numbered_groups(), group, device)
     some = new_group(ranks, timeout, ranks)
     assert some is not None
     return some

@@ -24,6 +24,12 @@ def bytes_of(tensor: Any) -> Any:
     return flat.view(torch.uint8).numpy().data
 
 
+def has_bits(tensor: Any) -> bool:
+    """Return True if the bits of ``tensor`` can be compared: not those of a subclass, or without memory of its own."""
+    plain = type(tensor) in _PLAIN or hasattr(tensor, "device_mesh")
+    return plain and tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
 def local_shards(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return :func:`local` of each tensor."""
     return [tensor if type(tensor) in _PLAIN else local(tensor) for tensor in tensors]

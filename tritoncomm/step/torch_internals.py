@@ -21,6 +21,29 @@ from torch.optim import lr_scheduler
 without_compile = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 
+def version_of(tensor: torch.Tensor | None) -> int:
+    """Return a number that grows whenever ``tensor``, or this rank's shard of a DTensor, is changed in place."""
+    return -1 if tensor is None else int(getattr(tensor, "_local_tensor", tensor)._version)  # noqa: SLF001
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass under way in this thread, or -1."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
+
+
+def at_end_of_backward(function: Callable[[], None], later: int = 3) -> None:
+    """Call ``function`` at the end of the backward pass under way, or now if there is none.
+
+    DDP copies gradients in such a call, which another such call may have enqueued. So this one enqueues itself again,
+    ``later`` times in all.
+    """
+    if later == 0 or backward_pass() == -1:
+        function()
+    else:
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+        engine.queue_callback(lambda: at_end_of_backward(function, later - 1))
+
+
 def number_of_groups() -> int:
     """Return the number of process groups of this rank.
 

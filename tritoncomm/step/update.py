@@ -12,20 +12,22 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.adam import StalenessAwareAdam
 from tritoncomm.step.flat import Delivered, FlatDelivery
+from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
 from tritoncomm.step.options import WrapOptions, is_dense
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     creates_state,
     has_own_step,
-    hooks_key,
     mark_stepped,
     step_hooks,
+    version_of,
     without_compile,
 )
 
@@ -147,9 +149,6 @@ def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup 
     )
 
 
-logger = logging.getLogger("tritoncomm")
-
-
 @dataclass
 class StepState:
     """What a wrapped optimizer knows of the gradients that it has averaged, until it takes its step.
@@ -179,13 +178,14 @@ class StepState:
 
     def note_versions(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Note what ``gradients`` hold. They may not change from the beginning of a step to its update."""
-        self.versions = self.versions or [_version(gradient) for gradient in gradients]
+        self.versions = self.versions or [version_of(gradient) for gradient in gradients]
 
     def check_unchanged(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise if ``gradients`` are not what was averaged, except for changes between synchronize() and step()."""
-        if any(now is not then for now, then in zip(gradients, self.written, strict=True)):
+        # A signal at the end of synchronize() leaves nothing written.
+        if self.written and any(now is not then for now, then in zip(gradients, self.written, strict=True)):
             raise RuntimeError("gradients were replaced after synchronize(): call step() or zero_grad() in between")
-        if self.versions and self.versions != [_version(gradient) for gradient in gradients]:
+        if self.versions and self.versions != [version_of(gradient) for gradient in gradients]:
             raise RuntimeError(
                 "gradients have changed since step() failed, or in a closure after synchronize(): call step() before "
                 "the next backward pass, or optimizer.zero_grad() on all ranks, which discards what was averaged"
@@ -205,11 +205,6 @@ class StepState:
             "are not skipped needs that",
             dist.get_rank(group) if is_distributed() else 0,
         )
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    """Return a number that grows whenever ``gradient`` is changed in place."""
-    return -1 if gradient is None else local(gradient)._version  # noqa: SLF001 - torch documents it for this use
 
 
 def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
@@ -305,6 +300,7 @@ class OptimizerStep:
         self.grad_norm = 0.0
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
+        self._inside = optimizers_inside(optimizer)
         if is_aware and self._rule is None:
             log_missing_rule(optimizer, group)
 
@@ -314,8 +310,12 @@ class OptimizerStep:
         return self._aware is not None and not self.alone
 
     def guard(self) -> None:
-        """Let ``optimizer.step()`` raise an error from now on, as long as this object lives."""
-        self._unguard = weakref.finalize(self, self.optimizer.register_step_pre_hook(_refuse).remove)
+        """Let ``optimizer.step()``, and that of optimizers inside it, raise an error from now on.
+
+        It does so as long as this object lives.
+        """
+        handles = [each.register_step_pre_hook(refuse) for each in (self.optimizer, *self._inside)]
+        self._unguard = weakref.finalize(self, _remove, handles)
         self._unguard.atexit = False
 
     def unguard(self) -> None:
@@ -324,6 +324,8 @@ class OptimizerStep:
 
     def check(self) -> None:
         """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
+        if not self.alone:
+            check_inside(self.optimizer, self._inside)
         if self._rule is None or self.alone:
             return
         if self._aware is None:
@@ -415,20 +417,15 @@ class OptimizerStep:
         mark_stepped(self.optimizer)
         is_replaced = has_own_step(self.optimizer)  # what replaces the method decides about hooks
         before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
-        before = [hook for hook in before if hook is not _refuse]
+        before = [hook for hook in before if hook is not refuse]
         _run(before, self.optimizer)
-        key = hooks_key(self.optimizer)
-        with update:
-            _stepping.add(key)
-            try:
-                if is_replaced:
-                    self.optimizer.step()
-                elif self._aware is None or self.alone:
-                    _step_below_hooks(self.optimizer)
-                else:
-                    aware(self._aware, not before)
-            finally:
-                _stepping.discard(key)
+        with update, stepping((self.optimizer, *self._inside)):
+            if is_replaced:
+                self.optimizer.step()
+            elif self._aware is None or self.alone:
+                _step_below_hooks(self.optimizer)
+            else:
+                aware(self._aware, not before)
         _run(after, self.optimizer)
 
     def saved(self) -> dict[str, Any]:
@@ -446,17 +443,9 @@ class OptimizerStep:
             rule.restore(self.optimizer, state_dict)
 
 
-# The original optimizers (see hooks_key) whose wrapped optimizer takes a step now.
-_stepping: set[int] = set()
-
-
-def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
-    if hooks_key(optimizer) not in _stepping and not creates_state(optimizer):
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} was wrapped, and its own step() does not exchange gradients: call step() "
-            "of the optimizer that tritoncomm.wrap() returned, or release() it first"
-        )
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _whole(norm: Any) -> torch.Tensor:

@@ -382,13 +382,14 @@ class VectorExchange:
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
         return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
 
-    def equal_on_all_ranks(self, figure: int) -> bool:
-        """Return True if all ranks pass the same ``figure``. They call it together, between two steps or in one."""
+    def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
+        """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step."""
 
-        def gathering() -> Pattern[bool]:
-            own = torch.tensor([figure], device=self.flat.device)
+        def gathering() -> Pattern[list[bool]]:
+            own = torch.tensor(figures, device=self.flat.device)
             everybody = yield AllGather("compare", own)
-            return bool((everybody == own).all())
+            found: list[bool] = (everybody.view(-1, len(figures)) == own).all(0).tolist()
+            return found
 
         return self.run(gathering())
 

@@ -1,0 +1,78 @@
+"""What replicas compare: every bit of parameters and of the optimizer's state, each by its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from tritoncomm.step.replicas import Replica
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def replica(state: dict[str, object], shape: tuple[int, ...] = (3, 5)) -> Replica:
+    """Return a replica with one parameter and this ``state``."""
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = state
+    return Replica(optimizer, ["weight"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 9, 64])
+def test_every_bit_counts(dtype: torch.dtype, numel: int) -> None:
+    """Whatever the dtype and the length, a figure changes with each byte."""
+    values = torch.arange(numel).to(dtype)
+    before = replica({"values": values}).figures()["values of weight"]
+    as_bytes = values.view(torch.uint8)
+    for place in range(len(as_bytes)):
+        changed = values.clone()
+        changed.view(torch.uint8)[place] ^= 1
+        assert replica({"values": changed}).figures()["values of weight"] != before
+
+
+def test_memory_does_not_count() -> None:
+    """Equal values have equal figures, whatever their strides and alignment."""
+    values = torch.randn(2, 4, 3, 5)
+    strided = values.to(memory_format=torch.channels_last)
+    shifted = torch.randn(values.numel() + 1)[1:].view(values.shape).copy_(values)
+    assert len({replica({"values": each}).digest() for each in (values, strided, shifted)}) == 1
+    assert len({replica({"values": each}).digest() for each in (torch.ones(1), torch.ones(()).expand(1))}) == 1
+
+
+def test_what_is_compared() -> None:
+    """Parameters come first. States may be nested. What has no bits is left out, and nothing is added to a state."""
+    state = {
+        "step": torch.tensor(3.0),
+        "count": 7,
+        "rate": 0.5,
+        "history": [torch.ones(2), {"inner": torch.ones(1)}],
+        "nothing": None,
+        "name": "text",
+        "sparse": torch.eye(3).to_sparse(),
+        "elsewhere": torch.ones(3, device="meta"),
+        "complex": torch.ones(3, dtype=torch.complex64).conj(),
+        "empty": torch.ones(0),
+    }
+    other = nn.Parameter(torch.ones(2))
+    found = replica(state)
+    assert list(found.figures()) == [
+        "weight",
+        "complex of weight",
+        "count of weight",
+        "empty of weight",
+        "0 history of weight",
+        "inner 1 history of weight",
+        "rate of weight",
+        "step of weight",
+    ]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 1))], lr=0.1)
+    figures = Replica(optimizer, ["first", ""], [(other, "other")]).figures()
+    assert list(figures) == ["first", "parameter 1 of shape (3, 1)", "other"]
+    assert figures["first"] == figures["other"] == 2 * 0 + (0x3F800000 << 32) + 0x3F800000
+    assert not optimizer.state
+
+
+def test_numbers_count() -> None:
+    """So do numbers in a state, and a state that is missing."""
+    assert len({replica(state).digest() for state in ({}, {"step": 1}, {"step": 2}, {"count": 1})}) == 4

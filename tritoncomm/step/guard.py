@@ -1,0 +1,120 @@
+"""Parameters change in ``step()`` of the wrapped optimizer alone: every other way is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.shards import local
+from tritoncomm.step.torch_internals import creates_state, has_hooks, hooks_key
+
+# Attributes of every optimizer. They hold no other one.
+_OF_ALL = ("state", "param_groups", "defaults")
+# Schedule-free optimizers swap parameters here with values that are equal on all ranks. Gradients have no part in it.
+SWAPS = ("train", "eval")
+
+
+def optimizers_inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in attributes of ``optimizer``, which it may step, and in theirs.
+
+    Attributes may be lists, tuples and dicts of optimizers.
+    """
+    found = [optimizer]
+    for each in found:
+        for name, value in vars(each).items():
+            if name in _OF_ALL:
+                continue
+            entries: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            for entry in entries if isinstance(value, (list, tuple, dict)) else [value]:
+                known = any(entry is other for other in found)
+                if isinstance(entry, torch.optim.Optimizer) and has_hooks(entry) and not known:
+                    found.append(entry)
+    return found[1:]
+
+
+def check_inside(optimizer: torch.optim.Optimizer, inside: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` if one ``inside`` has parameters that ``optimizer`` does not hold.
+
+    Their gradients are not exchanged.
+    """
+    held: set[int] = set()
+    for each in inside:
+        held = held or {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in (p for group in each.param_groups for p in group["params"]):
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ConfigurationError(
+                    f"the {type(each).__name__} inside this {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in param_groups of the outer one, so its gradient would not "
+                    "be exchanged: list all parameters in param_groups, or wrap each optimizer by itself"
+                )
+
+
+# The optimizers (see hooks_key) whose step a wrapped optimizer takes now.
+_stepping: set[int] = set()
+
+
+@contextmanager
+def stepping(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Let ``optimizers`` step in the body, although they :func:`refuse` to."""
+    keys = {hooks_key(each) for each in optimizers}
+    _stepping.update(keys)
+    try:
+        yield
+    finally:
+        _stepping.difference_update(keys)
+
+
+def is_stepping() -> bool:
+    """Return True while a wrapped optimizer takes its step, which may consist of the steps of any other optimizers."""
+    return bool(_stepping)
+
+
+def may_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a wrapped optimizer takes the step of ``optimizer`` now."""
+    return hooks_key(optimizer) in _stepping
+
+
+def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise :class:`RuntimeError` before an original optimizer steps by itself. A hook of it, while it is wrapped."""
+    if not may_step(optimizer) and not creates_state(optimizer):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__}, or one that contains it, was wrapped, and its own step() does not "
+            "exchange gradients: call step() of the optimizer that tritoncomm.wrap() returned, or release() it first"
+        )
+
+
+def forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` of an original optimizer, which raises if it has changed parameters while there are gradients.
+
+    They are this rank's own, so that parameters differ between ranks then.
+    """
+    optimizer: torch.optim.Optimizer = method.__self__  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _versions(optimizer)
+        result = method(*args, **kwargs)
+        if before and before != _versions(optimizer):
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"{method.__name__}() of {kind} has changed parameters by gradients of this rank alone, so they differ "
+                f"between ranks now: load a checkpoint. Only step() exchanges gradients: wrap the optimizer inside "
+                f"{kind} instead, if it has one. If {method.__name__}() uses no gradient, call it after zero_grad()"
+            )
+        return result
+
+    return call
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Return numbers that change with the parameters of ``optimizer``. Empty if none has a gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(parameter.grad is None for parameter in parameters):
+        return []
+    shards = [local(parameter.detach()) for parameter in parameters]
+    return [(shard.data_ptr(), shard._version) for shard in shards]  # noqa: SLF001 - torch documents it for this use

@@ -1,0 +1,182 @@
+"""Whether ranks that hold the same shard still hold the same values: parameters, and the state of the optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncomm.errors import ProtocolMismatchError
+from tritoncomm.scheduler.process_group import ProcessGroupScheduler
+from tritoncomm.scheduler.rounds import AllGather, Pattern
+from tritoncomm.step import agree
+from tritoncomm.step.shards import has_bits, local
+
+EVERY = 100  # updates from one comparison to the next
+
+# Integers of the size of an element. A pair of elements is summed as one int64, which is much faster.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Replica:
+    """The values on this rank that all ranks with the same shard must have in common.
+
+    These are all parameters of the original ``optimizer``, its state, and other parameters of the module.
+
+    Args:
+        optimizer: The original optimizer.
+        names: The name of each parameter of the optimizer, or ``""``. Default: none has a name.
+        others: Parameters of the module that the optimizer does not hold, each with its name.
+
+    Attributes:
+        agreed: The number of steps after which all ranks had equal values, when they were compared last.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str] = (),
+        others: Sequence[tuple[torch.Tensor, str]] = (),
+    ) -> None:
+        self._optimizer = optimizer
+        held = agree.named_parameters(optimizer)
+        self._names = {id(parameter): name for (parameter, _), name in zip(held, names, strict=False)}
+        self._others = list(others)
+        self.agreed = 0
+
+    @staticmethod
+    def is_due(updates: int) -> bool:
+        """Return True if ranks compare their values in the step behind this number of ``updates``."""
+        return updates % EVERY == 0
+
+    def figures(self) -> dict[str, int]:
+        """Return a figure of the bits of each value, by its name. The host waits for a GPU once.
+
+        The figure is a sum of integers, which does not depend on the order in which a processor adds them.
+        """
+        found: dict[str, int] = {}
+        sums: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, value in self._values():
+            if isinstance(value, torch.Tensor):
+                total = _sum_of_bits(local(value.detach()))
+                sums.setdefault(total.device, {})[name] = total
+                found[name] = 0  # keeps the order
+            else:
+                found[name] = _number(repr(float(value)))
+        for of_device in sums.values():
+            found |= zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True)
+        return found
+
+    def _values(self) -> Iterator[tuple[str, torch.Tensor | Real]]:
+        """Return parameters, and then numbers and tensors of the state, each with its name."""
+        named = {
+            self._names.get(id(parameter)) or f"parameter {number} of shape {tuple(parameter.shape)}": parameter
+            for number, (parameter, _) in enumerate(agree.named_parameters(self._optimizer))
+        }
+        yield from ((name, parameter) for name, parameter in named.items() if has_bits(parameter))
+        yield from ((name, parameter) for parameter, name in self._others if name not in named)
+        for name, parameter in named.items():
+            if parameter in self._optimizer.state:  # to read a state that is missing adds an empty one
+                yield from _leaves(self._optimizer.state[parameter], f"of {name}")
+
+    def digest(self) -> int:
+        """Return a digest of all figures."""
+        return _number(repr(self.figures()))
+
+    def confirm_shards(self, all_shards: ProcessGroupScheduler, group: dist.ProcessGroup | None, steps: int) -> None:
+        """Return if values are equal within each group of ranks with the same shard, after ``steps`` steps.
+
+        ``group`` is the one of this rank. All ranks of ``all_shards`` call this together.
+
+        Raises:
+            ProtocolMismatchError: Values differ. All ranks raise it.
+        """
+
+        def gathering() -> Pattern[bool]:
+            own = torch.tensor([_first_rank(group), self.digest()], device=all_shards.device)
+            everybody = (yield AllGather("compare", own)).tolist()
+            return len({tuple(each) for each in everybody}) == len({first_rank for first_rank, _ in everybody})
+
+        if not all_shards.run(gathering(), new_step=False):
+            found = self.difference(group, all_shards.group, all_shards.device, steps)
+            raise ProtocolMismatchError(
+                f"{all_shards.last_step} was rejected, and nothing has changed, because {found}"
+            )
+        self.agreed = steps
+
+    def difference(
+        self,
+        group: dist.ProcessGroup | None,
+        everybody: dist.ProcessGroup | None,
+        device: torch.device | None,
+        steps: int,
+    ) -> str:
+        """Return which values differ between ranks with the same shard after ``steps`` steps. Empty if none does.
+
+        All ranks of ``everybody``, which are those of all shards, call this together. ``group`` is the one of this
+        rank.
+        """
+        shard, figures = _first_rank(group), self.figures()
+        told = agree.all_gather({"shard": shard, "digest": _number(repr(figures))}, everybody, device)
+        if len({(each["shard"], each["digest"]) for each in told}) == len({each["shard"] for each in told}):
+            self.agreed = steps
+            return ""
+        told = agree.all_gather({"shard": shard, "figures": figures}, everybody, device)
+        for shard in dict.fromkeys(each["shard"] for each in told):
+            alike = {rank: each["figures"] for rank, each in enumerate(told) if each["shard"] == shard}
+            names = list(dict.fromkeys(name for of_rank in alike.values() for name in of_rank))
+            differ = [name for name in names if len({of_rank.get(name) for of_rank in alike.values()}) > 1]
+            if differ:
+                return self._described(differ, alike)
+        return ""
+
+    def _described(self, differ: Sequence[str], alike: Mapping[int, Mapping[str, int]]) -> str:
+        by_figure: dict[int | None, list[int]] = {}
+        for rank, figures in alike.items():
+            by_figure.setdefault(figures.get(differ[0]), []).append(rank)
+        further = f", and {len(differ) - 1} further values do" if len(differ) > 1 else ""
+        return (
+            f"{differ[0]} differs between ranks {' and '.join(map(str, by_figure.values()))}{further}. All were equal "
+            f"when they were compared last, after step {self.agreed}. Something has changed values on some ranks "
+            "outside of step(), or ranks have processors that round differently: load a checkpoint on all ranks, or "
+            "call wrap(..., broadcast_parameters=True) again"
+        )
+
+
+def _first_rank(group: dist.ProcessGroup | None) -> int:
+    """Return a number of the ranks that hold the same shard as this one."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+
+
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor | Real]]:
+    """Return the tensors and numbers in the ``state`` of a parameter, each with its name."""
+    if isinstance(state, torch.Tensor):
+        if has_bits(state):
+            yield name, state
+    elif isinstance(state, Real):
+        yield name, state
+    elif isinstance(state, (Mapping, list, tuple)):
+        entries = dict(state if isinstance(state, Mapping) else enumerate(state))
+        for key in sorted(entries, key=str):
+            yield from _leaves(entries[key], f"{key} {name}")
+
+
+def _number(text: str) -> int:
+    """Return a number that tells ``text`` from others, and fits into an int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of ``tensor``, taken for integers, modulo 2**64: int64 ``[]``."""
+    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = flat.contiguous().as_strided((flat.numel(),), (1,))  # see bytes_of
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    size = flat.element_size()
+    whole = flat.numel() * size // 8 * 8 // size  # elements of which 8 bytes are summed as one integer
+    integers = flat.view(_INTEGERS[size])
+    return integers[:whole].view(torch.int64).sum() + integers[whole:].sum(dtype=torch.int64)
