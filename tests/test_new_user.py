@@ -111,6 +111,8 @@ def test_one_worker_applies_a_loaded_residual_first(monkeypatch: pytest.MonkeyPa
     resumed = tritoncomm.wrap(torch.optim.SGD(again.parameters(), lr=1.0), density=0.1, dense_below=0)
     resumed.load_state_dict(saved)
     before = again[0].weight.detach().clone()
+    for parameter in again.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     resumed.step()
     assert torch.equal(again[0].weight, before - residual.view_as(before))
 

@@ -20,6 +20,7 @@ from tritoncomm.step import agree
 from tritoncomm.step import state as exchange_state
 from tritoncomm.step.clipping import check_clipping, with_clipping
 from tritoncomm.step.exchange import GradientExchange, State
+from tritoncomm.step.figures import figures_of
 from tritoncomm.step.local_changes import LocalChanges
 from tritoncomm.step.model import (
     Named,
@@ -38,6 +39,7 @@ from tritoncomm.step.options import (
     check_optimizer,
     is_alone,
     is_dense,
+    log_choice,
     one_of,
     with_density,
     with_warmup_and_nodes,
@@ -79,7 +81,9 @@ class SparseOptimizer(OptimizerProxy):
         exchange_state.warn_about_lost_residual(optimizer)
         self._compare(self._exchange, others=self._others, buffers=buffers, broadcast=broadcast_parameters)
         if is_distributed():
-            self._exchange.log_choice()
+            vectors = self._exchange.vectors
+            first, parts = vectors[0], [vector.part for vector in vectors]
+            log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=first.device.type == "cuda")
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
         self._optimizer_step.guard()
@@ -158,8 +162,9 @@ class SparseOptimizer(OptimizerProxy):
         names = dict(zip(every, state["names"], strict=True))
         self._bind(state["optimizer"], state["recipe"], state["options"], group, names)
         self._exchange = self._build(group)
-        self._exchange.restore(exchange_state.loaded(self._exchange, state["exchange"]))
-        self._exchange.skipped, self._exchange.steps = state["skipped"], state["exchange"]["steps"]
+        saved = state["exchange"]
+        exchange_state.resume(self._exchange, exchange_state.loaded(self._exchange, saved), saved)
+        self._exchange.skipped = state["skipped"]
         self._optimizer_step.guard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -224,16 +229,18 @@ class SparseOptimizer(OptimizerProxy):
             ConfigMismatchError: Ranks are not at the same step, or hold different parameters.
         """
         exchange, step = self._exchange, self._optimizer_step
-        told, caught_up = set[int](), False
+        told, caught_up = dict[int, list[int]](), False
         exchange.check_complete()
         check_group("process_group", process_group)
         if self.has_shards:
             raise ConfigurationError("a sharded model cannot change its groups: load a checkpoint in new processes")
         process_group = group_of(checked_module(model), process_group)
         if is_distributed():
-            told = {of["steps"] for of in agree.all_gather({"steps": exchange.steps}, process_group, self._device)}
+            own = {"steps": exchange.steps, "absent": exchange.presence.positions(exchange.parameters)}
+            told = {of["steps"]: of["absent"] for of in agree.all_gather(own, process_group, self._device)}
             caught_up = exchange.state is State.SUSPENDED and exchange.steps + 1 == max(told)
             if caught_up:
+                exchange.presence.set(exchange.parameters, told[max(told)])
                 exchange.catch_up()
                 self._apply(untouched=False)
         self._step_state.reset()
@@ -353,8 +360,8 @@ class SparseOptimizer(OptimizerProxy):
     def synchronize(self) -> None:
         """Replace every ``.grad`` by the mean over ranks now, for example to clip it before :meth:`step`.
 
-        The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created. The
-        staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
+        The next :meth:`step` does not exchange again. A missing gradient counts as zero, and is created if another rank
+        has one. The staleness-aware step reads ``.grad`` at the delivered coordinates only. With a ``GradScaler``, call
         ``scaler.unscale_(optimizer)`` first.
 
         Raises:
@@ -406,14 +413,15 @@ class SparseOptimizer(OptimizerProxy):
 
         ``bytes_*`` and ``messages_sent`` count this rank's messages. The time of the exchange is the sum of
         ``seconds_select``, ``seconds_exchange`` (waiting for the network) and ``seconds_apply``; further ``seconds_*``
-        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm`` is computed by
-        this call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
+        split the waiting by phase. On a GPU, seconds are those of the exchange before. ``residual_norm``,
+        ``longest_wait`` (in steps) and ``share_without_delivery`` (of tensors, for 100 steps) are computed by this
+        call. ``grad_norm`` (with ``max_grad_norm``) is the norm of the averaged gradient before clipping.
         """
         if self._options.max_grad_norm is None:
-            return self._exchange.metrics()
+            return figures_of(self._exchange)
         by_gradient = self._options.gradient_limit is not None and not self._optimizer_step.alone
         norm, own = self._exchange.gradient_norm if by_gradient else None, self._optimizer_step.grad_norm
-        return self._exchange.metrics() | {"grad_norm": own if norm is None else float(norm)}
+        return figures_of(self._exchange) | {"grad_norm": own if norm is None else float(norm)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the original optimizer, and under ``"tritoncomm"`` this rank's residual and method state.
@@ -459,10 +467,10 @@ class SparseOptimizer(OptimizerProxy):
         self._optimizer_step.restore(inner)
         self._exchange.restart()
         self._inspected = False
-        self._exchange.restore(feedbacks)
         if saved is not None:
-            self._exchange.steps = saved["steps"]
+            exchange_state.resume(self._exchange, feedbacks, saved)
         else:
+            self._exchange.restore(feedbacks)
             # No warning: torch.distributed.checkpoint loads the residuals by themselves, with ResidualState.
             exchange_state.warn_about_lost_residual(self.optimizer, logging.INFO)
         self._step_state.reset()

@@ -367,6 +367,9 @@ def unconfirmed(rank: int, world_size: int, send) -> None:
     model = tiny_model()
     optimizer = sparse_wrap(torch.optim.SGD(model.parameters(), lr=0.1), "topk_allgather")
     loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, rank, 1).backward()
     scheduler = optimizer._vector.scheduler
     perform = scheduler._perform
 
@@ -386,7 +389,7 @@ def unconfirmed(rank: int, world_size: int, send) -> None:
         report_error(send, rank, optimizer.step)
     group = dist.new_group(timeout=timedelta(seconds=20), use_local_synchronization=True)
     optimizer.reset_process_group(group)
-    assert optimizer.metrics()["steps"] == 1
+    assert optimizer.metrics()["steps"] == 2
     everybody = [None] * world_size
     dist.all_gather_object(everybody, flat(model), group=group)
     assert all(other == everybody[0] for other in everybody)

@@ -122,7 +122,7 @@ def dense_training(rank: int, world_size: int, send) -> None:
         plain = torch.optim.Adam(reference.parameters(), lr=0.01)
         for step in range(4):
             optimizer.zero_grad()
-            plain.zero_grad(set_to_none=False)
+            plain.zero_grad()
             loss_of(model, rank, step, spare=step != 2).backward()
             for r in range(world_size):
                 (loss_of(reference, r, step, spare=step != 2) / world_size).backward()

@@ -97,7 +97,7 @@ def other_state(rank: int, world_size: int, send) -> None:
     saved, before = optimizer.state_dict(), (flat(model), residual(optimizer))
     tampered: dict[str, Callable[[dict], object]] = {
         "optimizer state": lambda state: state.update(state={}),
-        "optimizer state, first at": lambda state: state["state"][0].update(step=torch.tensor(7.0)),
+        "optimizer state, first at": lambda state: next(iter(state["state"].values())).update(step=torch.tensor(7.0)),
         "steps": lambda state: state.pop("tritoncomm"),
     }
     for field, tamper in tampered.items():

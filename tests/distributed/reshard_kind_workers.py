@@ -34,9 +34,10 @@ class Run:
 
     def __init__(self, kind: str, shards: int = 1, seed: int = 0, *, make=adamw, **fields) -> None:
         self.model: nn.Module = tiny_model(seed)
+        del self.model.unused  # torch cannot load the state of a parameter that has none
         self.group, given = None, {}
         if kind == "ddp":
-            self.model = DistributedDataParallel(self.model, find_unused_parameters=True)
+            self.model = DistributedDataParallel(self.model)
         if kind == "fsdp":
             shape = (dist.get_world_size() // shards, shards)
             grid = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))

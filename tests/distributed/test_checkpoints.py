@@ -30,6 +30,7 @@ def states(residuals: Sequence[torch.Tensor]) -> list[dict[str, object]]:
             residuals=[residual[:2], residual[2:]],
             algorithm=[{"taken": 3}],
             steps=5,
+            absent=[1],
         )
         for rank, residual in enumerate(residuals)
     ]

@@ -20,7 +20,7 @@ from tritoncomm.step import adam, replicas
 
 from depth import DEEP
 from emulated_cuda import doors, ranks
-from emulated_cuda.device import current_gpu, to_gpu
+from emulated_cuda.device import current_gpu, to_gpu, values_of
 from emulated_cuda.exchanges import counted
 
 METHODS = ("topk_allgather", "spardl", "oktopk", "exdyna", "micro", "random_block")
@@ -224,7 +224,7 @@ def counts_of_steps(
     return syncs, launches
 
 
-PASS = 40  # launches of a backward pass, some more than counted
+PASS = 45  # launches of a backward pass, some more than counted
 # What the optimizer does with a NaN, and how often the host waits to look for one.
 POLICIES = {"skip": 0, "zero": 1}
 
@@ -277,6 +277,34 @@ def test_half_precision(kind: str) -> None:
 
     for found in ranks.run(main, 2):
         assert found[1:] == [ORDINARY + (kind == "plain")] * 3
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_unused_parameters(make: type[torch.optim.Optimizer]) -> None:
+    """What no rank uses adds no wait after the first step without it, and stays. If ranks differ, they wait more."""
+
+    def main(rank: int) -> tuple[list[int], bool, bool]:
+        parameters = [nn.Parameter(to_gpu(torch.ones(24, 32))) for _ in range(3)]
+        optimizer = tritoncomm.wrap(make(parameters, lr=1e-3), "topk_allgather", density=0.05, warmup_steps=0)
+        generator, found, head = torch.Generator().manual_seed(rank), [], []
+        for step in range(12):
+            for position, parameter in enumerate(parameters):
+                unused = (position == 2 and 4 <= step < 8) or (step >= 8 and position == rank)
+                parameter.grad = None if unused else to_gpu(torch.randn(24, 32, generator=generator))
+            current_gpu().reset()
+            optimizer.step()
+            found.append(current_gpu().syncs.total())
+            head.append(
+                (values_of(parameters[2]), values_of(optimizer._vector.residuals_by_parameter()[parameters[2]]))
+            )
+        waits = all(torch.equal(*pair) for each in head[4:8] for pair in zip(head[3], each, strict=True))
+        return found, waits, torch.equal(head[7][0], head[9][0])
+
+    for syncs, waits, stays in ranks.run(main, 2):
+        assert waits
+        assert not stays
+        assert syncs[1:4] == syncs[5:8] == [ORDINARY] * 3
+        assert max(syncs[8:]) <= ORDINARY + 3
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "random_block"])

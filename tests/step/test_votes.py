@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from tritoncomm.scheduler.simulated import SimulatedScheduler
-from tritoncomm.step.agree import Stepping, vote
+from tritoncomm.step.agree import Stepping
+from tritoncomm.step.votes import vote
 
 OPTIMIZER = torch.optim.SGD([torch.zeros(1)])
 
 
-def votes(updates: list[int], rejected: int = -1, stopped: int = -1) -> list[tuple[bool, bool, bool]]:
+def votes(
+    updates: list[int], rejected: int = -1, stopped: int = -1, raising: int = -1
+) -> list[tuple[bool, bool, bool, bool]]:
     """Return what each rank concludes. ``updates`` are those of each rank."""
     patterns = [
-        vote(rank == rejected, Stepping(OPTIMIZER, own, rank == stopped), [], len(updates), torch.device("cpu"))
+        vote(
+            rank == rejected,
+            Stepping(OPTIMIZER, own, rank == stopped),
+            [],
+            len(updates),
+            torch.device("cpu"),
+            raises=rank == raising,
+        )
         for rank, own in enumerate(updates)
     ]
     return SimulatedScheduler(len(updates)).run(patterns)
@@ -33,11 +43,12 @@ def votes(updates: list[int], rejected: int = -1, stopped: int = -1) -> list[tup
 )
 def test_ranks_agree_on_whether_their_updates_are_alike(updates: list[int], alike: bool) -> None:
     """Otherwise some would wait for the others, to name the difference."""
-    assert votes(updates) == [(False, False, alike)] * len(updates)
+    assert votes(updates) == [(False, False, alike, False)] * len(updates)
 
 
 def test_one_rank_counts() -> None:
     """A step that one rank rejected is rejected, and an update that stopped on one is not alike."""
-    assert votes([4, 4, 4], rejected=1) == [(True, False, True)] * 3
-    assert votes([4, 4, 4], stopped=2) == [(False, False, False)] * 3
-    assert votes([4, 4], rejected=0, stopped=0) == [(True, False, False)] * 2
+    assert votes([4, 4, 4], rejected=1) == [(True, False, True, False)] * 3
+    assert votes([4, 4, 4], stopped=2) == [(False, False, False, False)] * 3
+    assert votes([4, 4], rejected=0, stopped=0) == [(True, False, False, False)] * 2
+    assert votes([4, 4, 4], raising=1) == [(False, False, True, True)] * 3

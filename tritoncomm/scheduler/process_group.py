@@ -166,15 +166,18 @@ class ProcessGroupScheduler:
                 self._watcher.groups.append(subgroup.group)
             subgroup._watcher = self._watcher  # noqa: SLF001 - same class
 
-    def confirmation(self, state: str = "", others: Sequence[ProcessGroupScheduler] = ()) -> Pattern[bool]:
+    def confirmation(
+        self, state: str = "", others: Sequence[ProcessGroupScheduler] = (), *, raises: bool = False
+    ) -> Pattern[tuple[bool, bool]]:
         """Return whether all ranks have reached the end of the same step of the same exchange, in the same state.
 
-        The answer is the same on all ranks.
+        The second answer is whether any rank ``raises`` a flag. Both answers are the same on all ranks.
 
         Args:
             state: A text that must be equal on all ranks: it says which parameters are not frozen, and the options of
                 the optimizer.
             others: Schedulers in the same group that have exchanged other vectors of this step.
+            raises: A flag of this rank, which may differ between ranks.
 
         Raises:
             ProtocolMismatchError: A GPU has received a wrong header. All ranks raise it.
@@ -182,12 +185,13 @@ class ProcessGroupScheduler:
         assert self._stamp is not None
         state += "".join(f" {other.step} {other._stamp}" for other in others)  # noqa: SLF001 - same class
         signature = (self.step << 32) + (self._stamp ^ wire.stamp(state))
-        words = torch.full((1,), signature, dtype=torch.int64, device=self.device)
-        words = torch.cat([words, *take_suspects((self, *others))])
-        total, *suspect = (yield AllReduce("confirm", words)).tolist()
+        # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
+        words = [torch.full((1,), each, dtype=torch.int64, device=self.device) for each in (signature, int(raises))]
+        counts = yield AllReduce("confirm", torch.cat([*words, *take_suspects((self, *others))]))
+        total, raised, *suspect = counts.tolist()
         if any(suspect):
             raise self.suspicion()
-        return bool(total == signature * self.world_size)
+        return bool(total == signature * self.world_size), bool(raised)
 
     @property
     def last_step(self) -> str:

@@ -21,8 +21,7 @@ from tritoncomm.errors import (
     ProtocolMismatchError,
 )
 from tritoncomm.scheduler import watcher
-from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed, take_suspects
-from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
 
@@ -392,62 +391,6 @@ def _numbers(value: object) -> object:
     if isinstance(value, Real):
         return float(value)
     return [_numbers(each) for each in value] if isinstance(value, (list, tuple)) else None
-
-
-class Votes(NamedTuple):
-    """What a rank, or the number of ranks that, say of a step.
-
-    No rank gets more than one update ahead of another, because it is found out then. The remainder of the number of
-    updates by 3 tells whether all have completed as many.
-    """
-
-    rejects: int
-    is_stopped: int
-    updates_leave_1: int
-    updates_leave_2: int
-
-
-def vote(
-    rejected: bool, stepping: Stepping, suspects: list[torch.Tensor], world_size: int, device: torch.device
-) -> Pattern[tuple[bool, bool, bool]]:
-    """Return whether any rank has ``rejected`` the step or counted ``suspects``, and whether all updates are alike.
-
-    ``suspects`` are int64 ``[1]``. Updates are alike if none has stopped, and all ranks have completed as many.
-    """
-    remainder = stepping.updates % 3
-    own = Votes(rejected, stepping.is_stopped, remainder == 1, remainder == 2)  # noqa: PLR2004 - see Votes
-    # Each word is filled by a kernel, because the host would wait for a GPU to copy them.
-    words = torch.stack([torch.full((), int(each), dtype=torch.int64, device=device) for each in own])
-    if device.type != "cpu":  # headers are counted on GPUs only, and all ranks have the same kind of device
-        words = torch.cat([words, *(suspects or [words.new_zeros(1)])])
-    counts = (yield AllReduce("commit", words)).tolist()
-    total = Votes(*counts[: len(own)])
-    alike = not total.is_stopped and all(n in (0, world_size) for n in (total.updates_leave_1, total.updates_leave_2))
-    return bool(total.rejects), any(counts[len(own) :]), alike
-
-
-def confirm_shards(
-    all_shards: ProcessGroupScheduler,
-    stepping: Stepping,
-    schedulers: Sequence[ProcessGroupScheduler],
-    *,
-    rejected: bool,
-) -> bool:
-    """Return whether any rank of ``all_shards``, which has all shards, has ``rejected`` a step.
-
-    ``schedulers`` are those of the vectors of the step.
-
-    Raises:
-        ProtocolMismatchError: Ranks have not completed the same updates, or one has received a wrong message.
-    """
-    suspects = take_suspects(schedulers)
-    found = vote(rejected, stepping, suspects, all_shards.world_size, all_shards.device)
-    is_rejected, suspicious, alike = all_shards.run(found)
-    if suspicious:
-        raise all_shards.suspicion()
-    if not alike:  # options may differ between shards
-        raise rejection(all_shards.last_step, stepping.update_fields, stepping, all_shards.group, all_shards.device)
-    return is_rejected
 
 
 def rejection(

@@ -18,17 +18,18 @@ import torch.distributed as dist
 from tritoncomm.algorithms import Recipe
 from tritoncomm.errors import ConfigurationError, NonFiniteError, ProtocolMismatchError, TritoncommError
 from tritoncomm.primitives.sparse_vector import SparseVector
-from tritoncomm.scheduler.meter import Meter, of_all
+from tritoncomm.scheduler.meter import Meter
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distributed
 from tritoncomm.scheduler.rounds import Pattern
 from tritoncomm.scheduler.span import Span
 from tritoncomm.scheduler.together import run_together
-from tritoncomm.step import agree
+from tritoncomm.step import agree, gradients
 from tritoncomm.step.clipping import clipped
 from tritoncomm.step.flat import Delivered, check_range, scattered
-from tritoncomm.step.options import log_choice
+from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
+from tritoncomm.step.votes import confirm_shards
 
 logger = logging.getLogger("tritoncomm")
 
@@ -97,6 +98,7 @@ class GradientExchange:
         trained: Their parameters in the order of the optimizer. Empty if that is the order of the vectors.
         delivered: The means of a step that is READY. None if it was skipped, and in other states.
         is_flush: Whether the last step was a flush.
+        presence: Which parameters have a gradient on any rank.
         steps: Number of applied steps, also of the runs that were loaded.
         updates: Number of applied steps since all ranks were known to be equal.
         skipped: Number of steps that were rejected, or whose means were thrown away.
@@ -124,6 +126,8 @@ class GradientExchange:
         self.total = Meter()
         self.gradient_norm: torch.Tensor | None = None
         self.all_shards = all_shards
+        self.presence = Presence()
+        self._decay: Mapping[int, float] = {}
         self.replica = Replica(optimizer)
         self._distributed = is_distributed()
         self._begun: list[_Begun] = []
@@ -172,12 +176,6 @@ class GradientExchange:
         for vector in self.vectors:
             vector.agree_on_exchange_id()
 
-    def log_choice(self) -> None:
-        """See :func:`~tritoncomm.step.options.log_choice`."""
-        first = self.vectors[0]
-        parts, on_gpu = [vector.part for vector in self.vectors], first.device.type == "cuda"
-        log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=on_gpu)
-
     def exchange(
         self,
         *,
@@ -215,15 +213,17 @@ class GradientExchange:
         vectors = self.vectors
         span = Span(vectors[0].device)
         self._begin()
+        self.presence.begin(self.parameters)
+        self._decay = decay
         try:
-            reasons = [self._read(vector, scale) for vector in vectors]
+            reasons = [gradients.read(vector, scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)
             if local_error is not None or overflowed:
                 self._spoil(str(local_error or "all, because the scaled loss overflowed"))
             kept = [vector.keeps_gradient() and not found for vector, found in zip(vectors, zeroed, strict=True)]
-            if self._deliver(decay=decay) and inspect is not None:
+            if self._deliver() and inspect is not None:
                 inspect(vectors)
         except NonFiniteError as error:
             raise (local_error or error) from None
@@ -237,7 +237,7 @@ class GradientExchange:
             self._finish()
         except NonFiniteError as error:
             raise (local_error or error) from None
-        self._ready(lambda means: self._write_gradients(means, kept, scale))
+        self._ready(lambda means: gradients.write(vectors, means, kept, scale, self._left))
         whole = span.end()
         for vector, mean, _ in self._begun:
             vector.measure(mean, whole if vector is vectors[0] else None)
@@ -249,6 +249,7 @@ class GradientExchange:
         """
         self._begin()
         self.is_flush = True
+        self.presence.begin(self.parameters, is_flush=True)
         for vector in self.vectors:
             vector.flat.zero_()
         self._deliver(dense=True)
@@ -283,7 +284,9 @@ class GradientExchange:
 
     def _commit(self) -> None:
         for vector, _, _ in self._begun:
-            vector.feedback.commit()
+            vector.commit(self._left, self.presence.waiting, self._decay)
+        for (vector, _, _), delivered in zip(self._begun, self.delivered or (), strict=False):
+            vector.waiting.note(delivered, self._left, vector.feedback.residual)
         self._begun, self.delivered = [], None
 
     def discard(self) -> None:
@@ -305,7 +308,7 @@ class GradientExchange:
     def catch_up(self) -> None:
         """Make a step READY that is SUSPENDED, because other ranks have applied it."""
         means = [Delivered(step.mean, step.vector.layout) for step in self._begun]
-        self.delivered = scattered(means, zeros=not self.is_flush)
+        self.delivered = scattered(means, zeros=not self.is_flush, left=self._left)
         self._move("catch up")
 
     def restart(self) -> None:
@@ -319,8 +322,13 @@ class GradientExchange:
         if self.state is State.SUSPENDED:
             self._drop()
             self._move("discard")
-        self.updates = 0
+        self.updates, self.presence = 0, Presence()
         self._move("restart")
+
+    @property
+    def _left(self) -> frozenset[int]:
+        """The ids of the parameters that the present step leaves alone."""
+        return frozenset() if self.is_flush else self.presence.absent
 
     def _begin(self) -> None:
         """Begin a step."""
@@ -332,7 +340,7 @@ class GradientExchange:
         if self.state is State.MEANS:  # a signal came between the confirmation and the next line
             self.stop()
         self._drop()
-        self._rejected, self._at_fault, self.is_flush = None, "", False
+        self._rejected, self._at_fault, self.is_flush, self._decay = None, "", False, {}
         self._move("exchange")
 
     def _spoil(self, reason: str) -> None:
@@ -341,19 +349,7 @@ class GradientExchange:
         for vector in self.vectors:
             vector.flat.fill_(math.nan)
 
-    @staticmethod
-    def _read(vector: VectorExchange, scale: float) -> ConfigurationError | None:
-        """Copy every ``.grad``, divided by ``scale``, into ``vector.flat``. Return why that is impossible, or None."""
-        error = None
-        try:
-            vector.layout.read_gradients(vector.flat, sparse=vector.keeps_gradient())
-        except ConfigurationError as reason:
-            error = reason
-        if scale != 1.0:
-            vector.flat.mul_(1.0 / scale)
-        return error
-
-    def _deliver(self, *, dense: bool = False, decay: Mapping[int, float] = MappingProxyType({})) -> bool:
+    def _deliver(self, *, dense: bool = False) -> bool:
         """Compute the mean of each ``vector.flat`` over ranks, of all entries if ``dense`` is set.
 
         In ordinary steps of a static form, the host waits for a GPU as often for all vectors as for one. Return False
@@ -371,9 +367,9 @@ class GradientExchange:
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit, decay)
+        clipping = None if limit is None else self._clip(limit)
         for vector in vectors if limit is None else ():
-            vector.add_share(decay)
+            vector.add_share(self._decay, self.presence.waiting)
         means: dict[VectorExchange, SparseVector] = {}
         span = Span(vectors[0].device)
         try:
@@ -382,8 +378,8 @@ class GradientExchange:
                 clipping = None
             try:
                 one, *others = vectors
-                runs = [noting(one, means, dense=dense, first=clipping)]
-                run_together([*runs, *(noting(vector, means, dense=dense) for vector in others)])
+                begin = partial(noting, means=means, dense=dense, waiting=self.presence.waiting)
+                run_together([begin(one, first=clipping), *map(begin, others)])
             finally:
                 self._begun = [_Begun(vector, means[vector], None) for vector in vectors if vector in means]
             self._begun[0] = self._begun[0]._replace(span=span.end())
@@ -404,14 +400,14 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, limit: float, decay: Mapping[int, float]) -> Pattern[None]:
-        """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add ``decay``."""
+    def _clip(self, limit: float) -> Pattern[None]:
+        """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add the decay."""
         shard = (
             0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
         )
         self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
         for vector in self.vectors:
-            vector.add_share(decay)
+            vector.add_share(self._decay, self.presence.waiting)
 
     def _fail(self, error: BaseException) -> None:
         """Roll back, and report ``error`` to the ranks that may wait for this one and do not raise it themselves."""
@@ -458,28 +454,39 @@ class GradientExchange:
             self.total.count("all", vector.meter.sent, vector.meter.received)
 
     def _confirm(self) -> None:
-        """Return after all ranks have called this for the same step, and none has rejected it."""
+        """Return after all ranks have called this for the same step, and none has rejected it.
+
+        They then know the parameters without gradient. They tell each other if these may not be those of the last step.
+        """
         begun, stepping, all_shards = [step.vector for step in self._begun], self.stepping, self.all_shards
+        presence, news = self.presence, self.presence.is_new
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
         group, device = self.options.group, self.vectors[0].device
         if all_shards is not None:
             schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
-            if agree.confirm_shards(all_shards, stepping, schedulers, rejected=self._rejected is not None):
+            own = self._rejected is not None
+            rejected, news = confirm_shards(all_shards, stepping, schedulers, rejected=own, raises=news)
+            if rejected:
                 raise self._reject()
             if replica is not None:
                 replica.confirm_shards(all_shards, group, self.steps)
-            return
-        *others, last = begun
-        trained = "".join("01"[parameter.requires_grad] for vector in begun for parameter in vector.parameters)
-        text = trained + stepping.text + (f" {replica.digest()}" if replica is not None else "")
-        if last.confirm(text, others) and not stepping.is_stopped:
+        else:
+            *others, last = begun
+            text = (
+                presence.kinds(self.parameters)
+                + stepping.text
+                + (f" {replica.digest()}" if replica is not None else "")
+            )
+            alike, news = last.confirm(text, others, raises=news)
+            if not alike or stepping.is_stopped:
+                step = "the step" if last.scheduler is None else last.scheduler.last_step
+                names = {id(p): vector.name_of(p) for vector in begun for p in vector.parameters}
+                fields = presence.fields(self.parameters, names) | stepping.update_fields | stepping.option_fields
+                values = None if replica is None else partial(replica.difference, group, group, device, self.steps)
+                raise agree.rejection(step, {"last step": step} | fields, stepping, group, device, values)
             self.replica.agreed = self.replica.agreed if replica is None else self.steps
-            return
-        step = "the step" if last.scheduler is None else last.scheduler.last_step
-        frozen = [vector.name_of(p) for vector in begun for p in vector.parameters if not p.requires_grad]
-        fields = {"last step": step, "frozen parameters": frozen} | stepping.update_fields | stepping.option_fields
-        values = None if replica is None else partial(replica.difference, group, group, device, self.steps)
-        raise agree.rejection(step, fields, stepping, group, device, values)
+        if news:
+            presence.agree(self.parameters, begun[-1])
 
     def _reject(self) -> NonFiniteError:
         """Roll back, count the rejected step, and return an error that names ranks and parameters.
@@ -503,31 +510,3 @@ class GradientExchange:
             self.stop()
             raise
         self._move("confirm")
-
-    def _write_gradients(self, means: list[Delivered], kept: Sequence[bool], scale: float) -> list[Delivered]:
-        """Write the means into every ``.grad``. What is ``kept`` is the mean already, except for ``scale``."""
-        for vector, delivered, keeps in zip(self.vectors, means, kept, strict=True):
-            if delivered.is_flat:  # only the GPU knows the number of entries of each parameter
-                delivered.layout.scatter_flat(vector.write(delivered.mean))
-            elif not keeps:
-                delivered.layout.scatter(delivered.entries)
-            elif scale != 1.0:
-                delivered.layout.multiply(1.0 / scale)
-        return means
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
-        numel = sum(vector.layout.numel for vector in self.vectors)
-        delivered = sum(vector.density_delivered() * vector.layout.numel for vector in self.vectors)
-        last = of_all([vector.last for vector in self.vectors])
-        return last | {
-            "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
-            "density": self.options.recipe.density,
-            "density_delivered": delivered / max(numel, 1),
-            "steps": float(self.steps),
-            "skipped_steps": float(self.skipped),
-            "zeroed_values": float(self.zeroed),
-            "bytes_sent_total": float(self.total.sent.bytes),
-            "bytes_received_total": float(self.total.received.bytes),
-            "residual_norm": math.hypot(*(vector.residual_norm for vector in self.vectors)),
-        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -136,14 +136,14 @@ class BucketLayout:
     def read_gradients(self, flat: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
         """Copy every ``.grad`` into ``flat`` (fp32 ``[numel]``) and return it. A missing gradient counts as zero.
 
-        ``sparse``: accept sparse gradients.
+        So does that of a parameter that was frozen. ``sparse``: accept sparse gradients.
         """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
             if sparse and _is_sparse(parameter.grad):
                 part.zero_().view(parameter.shape).add_(parameter.grad.detach())  # type: ignore[union-attr]
                 continue
-            gradient = strided_gradient(parameter)
+            gradient = strided_gradient(parameter) if parameter.requires_grad else None
             if gradient is None:
                 part.zero_()
             else:
@@ -170,14 +170,14 @@ class BucketLayout:
         place = torch.searchsorted(bounds[1:], mean.indices.clamp(min=0), right=True)
         return (too_large & (constant(half, mean.values.device)[place] != 0)).any()
 
-    def scatter(self, delivered: Sequence[Entries]) -> None:
+    def scatter(self, delivered: Sequence[Entries], left: Container[int] = ()) -> None:
         """Overwrite every ``.grad`` with its ``delivered`` entries, zero elsewhere, and create missing ones.
 
-        The ``.grad`` of a parameter that was frozen becomes None.
+        The ``.grad`` of a parameter that was frozen, or whose id is in ``left``, becomes None.
         """
         for parameter, entries in zip(self.parameters, delivered, strict=True):
             gradient = parameter.grad
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or id(parameter) in left:
                 parameter.grad = None
             elif gradient is None or not _writable(gradient, parameter):
                 parameter.grad = _zeros(parameter)
@@ -185,11 +185,11 @@ class BucketLayout:
             else:
                 _write(entries, local(gradient.detach()))
 
-    def scatter_flat(self, flat: torch.Tensor) -> None:
+    def scatter_flat(self, flat: torch.Tensor, left: Container[int] = ()) -> None:
         """Do the same as :meth:`scatter` from the dense vector ``flat`` (fp32 ``[numel]``), in one call."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter, part in zip(self.parameters, self.parts(flat), strict=True):
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or id(parameter) in left:
                 parameter.grad = None
                 continue
             if parameter.grad is None or not _writable(parameter.grad, parameter):
@@ -303,10 +303,13 @@ class Delivered:
         return Delivered(SparseVector(found, self.mean.values[found.long()], self.mean.numel), self.layout)
 
 
-def scattered(means: list[Delivered], *, zeros: bool) -> list[Delivered]:
-    """Replace every ``.grad`` by its mean. Return ``means``, with or without their entries of zero."""
+def scattered(means: list[Delivered], *, zeros: bool, left: Container[int] = ()) -> list[Delivered]:
+    """Replace every ``.grad`` by its mean. Return ``means``, with or without their entries of zero.
+
+    ``left`` are ids of parameters whose ``.grad`` becomes None.
+    """
     for delivered in means:
-        delivered.layout.scatter(delivered.entries)
+        delivered.layout.scatter(delivered.entries, left)
     return means if zeros else [delivered.without_zeros() for delivered in means]
 
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -315,6 +315,18 @@ class Scale:
         )
         steps = before.steps + 1
         return Moment(steps, rows, columns, (rows, columns) if steps % self._renew_every == 0 else before.used)
+
+    def keep(self, before: Moment, tensors: Collection[int]) -> None:
+        """Let the moment of ``tensors``, given by their positions, be that of ``before``: they took no step."""
+
+        def mixed(held: torch.Tensor, now: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+            pairs = zip(torch.split(held.to(now.device), list(lengths)), torch.split(now, list(lengths)), strict=True)
+            return torch.cat([then if i in tensors else new for i, (then, new) in enumerate(pairs)])
+
+        moment, matrices = self.moment, self.matrices
+        rows = mixed(before.rows, moment.rows, matrices.rows)
+        columns = mixed(before.columns, moment.columns, matrices.columns)
+        self.moment = Moment(moment.steps, rows, columns, moment.used)
 
     def adopt_tensors(self, sources: Sequence[tuple[Scale, int] | None]) -> None:
         """Copy the moment of each tensor of this vector from a tensor of another vector.

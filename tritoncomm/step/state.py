@@ -22,7 +22,18 @@ logger = logging.getLogger("tritoncomm")
 
 SCHEMA = 5
 _Methods = Sequence[Mapping[str, Any]]  # the state of the method of each vector
-_FIELDS = ("schema", "rank", "world_size", "recipe", "settings", "residuals", "algorithm", "steps", "checksum")
+_FIELDS = (
+    "schema",
+    "rank",
+    "world_size",
+    "recipe",
+    "settings",
+    "residuals",
+    "algorithm",
+    "steps",
+    "absent",
+    "checksum",
+)
 
 
 def with_checksum(**fields: Any) -> dict[str, Any]:
@@ -168,6 +179,7 @@ def taken_over(
         algorithm=[],
         migrated={"states": list(methods), "share": share, "common": common},
         steps=first["steps"],
+        absent=first["absent"],
     )
 
 
@@ -185,6 +197,7 @@ def saved(exchange: GradientExchange) -> dict[str, Any]:
         residuals=[residuals[parameter].clone() for parameter in exchange.parameters],
         algorithm=[vector.feedback.algorithm.state_dict() for vector in exchange.vectors],
         steps=exchange.steps,
+        absent=exchange.presence.positions(exchange.parameters),
     )
 
 
@@ -224,6 +237,13 @@ def loaded(exchange: GradientExchange, state: Mapping[str, Any]) -> list[ErrorFe
         feedback.load_state_dict({"residual": torch.cat([vector.flat[:0], *parts]), "algorithm": method})
         feedbacks.append(feedback)
     return feedbacks
+
+
+def resume(exchange: GradientExchange, feedbacks: Sequence[ErrorFeedback], state: Mapping[str, Any]) -> None:
+    """Continue ``exchange`` from ``state``, of which :func:`loaded` has returned the ``feedbacks``."""
+    exchange.restore(feedbacks)
+    exchange.steps = state["steps"]
+    exchange.presence.set(exchange.parameters, state["absent"])
 
 
 def _settings_of_vectors(exchange: GradientExchange) -> str:
@@ -349,7 +369,7 @@ def continued(new: GradientExchange, before: GradientExchange) -> GradientExchan
         across_layout(vector, before.vectors)
     new.state, new.steps, new.updates = before.state, before.steps, before.updates
     new.skipped, new.zeroed, new.total = before.skipped, before.zeroed, before.total
-    new.gradient_norm = before.gradient_norm
+    new.gradient_norm, new.presence = before.gradient_norm, before.presence
     new.replica.agreed = before.steps  # settings are compared when parameters are added
     return new
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from tritoncomm.step.flat import BucketLayout, split_by_size
 from tritoncomm.step.options import rounds, with_form, without_encoding
 from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
+from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import Workspace, has_non_finite
 
 
@@ -53,10 +55,16 @@ class ErrorFeedback:
         self.workspace = Workspace()
         self._before: Any = None  # the algorithm's state before the step, and after it
         self._after: Any = None
+        self._waits: Sequence[slice] = ()
         self.accumulator: Accumulator | None = None
 
     def begin(
-        self, gradient: torch.Tensor, rank: int, world_size: int, algorithm: Algorithm | None = None
+        self,
+        gradient: torch.Tensor,
+        rank: int,
+        world_size: int,
+        algorithm: Algorithm | None = None,
+        waits: Sequence[slice] = (),
     ) -> Pattern[SparseVector]:
         """Begin a step and return its pattern, which returns the mean.
 
@@ -65,6 +73,7 @@ class ErrorFeedback:
             rank: Rank in the group of the exchange.
             world_size: Number of ranks in this group.
             algorithm: Algorithm for this step only. None uses :attr:`algorithm`.
+            waits: Coordinates whose residual takes no part in this step.
 
         Raises:
             ConfigurationError: The shapes of gradient and residual differ.
@@ -79,7 +88,13 @@ class ErrorFeedback:
         # On a CPU, nothing waits for the result of a check, so errors are raised at once.
         needs_verdict = static or (algorithm.has_shared_verdict and device.type != "cpu")
         verdict = Verdict(device, is_shared=algorithm.has_shared_verdict) if needs_verdict else None
-        self.accumulator = Accumulator(self.residual, gradient, self._scratch, self.workspace, verdict)
+        self._waits, residual = waits, self.residual
+        # On a GPU, the host would wait for the answer.
+        if waits and (device.type != "cpu" or any(bool(residual[own].any()) for own in waits)):
+            residual = residual.clone()
+            for own in waits:
+                residual[own].zero_()
+        self.accumulator = Accumulator(residual, gradient, self._scratch, self.workspace, verdict)
         return self._reduced(algorithm.reduce(self.accumulator, rank, world_size), verdict)
 
     def _reduced(self, pattern: Pattern[SparseVector], verdict: Verdict | None) -> Pattern[SparseVector]:
@@ -89,9 +104,17 @@ class ErrorFeedback:
         self._after, self.algorithm.state = self.algorithm.state, self._before
         return mean
 
-    def commit(self) -> None:
-        """Replace residual and algorithm state by those after the step."""
-        self.residual, self._scratch = self._scratch, self.residual
+    def commit(self, left: Sequence[slice] = ()) -> None:
+        """Replace residual and algorithm state by those after the step.
+
+        ``left`` are coordinates of which no rank uses the mean. Their residual is the one before the step.
+        """
+        before, self.residual = self.residual, self._scratch
+        self._scratch = before
+        for own in self._waits:  # sums that other ranks have left here stay
+            self.residual[own].add_(before[own])
+        for own in left:
+            self.residual[own].copy_(before[own])
         self._before = self.algorithm.state = self._after
 
     def rollback(self) -> None:
@@ -179,6 +202,7 @@ class VectorExchange:
         flat: The flat vector, fp32 ``[numel]``.
         feedback: The residual, and the algorithm with its state.
         dense_numel: Number of elements that are sent dense.
+        waiting: The steps that each parameter has waited for a delivery.
         meter: Traffic and waiting time of the last step.
         last: Metrics of the last step. ``seconds_apply`` has a meaning only in the sum over all vectors.
     """
@@ -209,6 +233,7 @@ class VectorExchange:
         self._signs: torch.Tensor | None = None
         self.meter = Meter()
         self.last: dict[str, float] = {}
+        self.waiting = Waiting(self.layout, self.name_of, warns=self.rank == 0)
         self._last_mean: SparseVector | None = None
         self._latest = self._before = _Times(self.meter, [], None)
         self.measure(None, None)
@@ -269,12 +294,41 @@ class VectorExchange:
         )
         return ErrorFeedback(whole.build(self.layout.numel), self.device)
 
-    def add_share(self, shares: Mapping[int, float]) -> None:
-        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`."""
-        for parameter, part in zip(self.layout.parameters, self.layout.parts(self.flat), strict=True):
+    def add_share(self, shares: Mapping[int, float], waiting: Container[int] = ()) -> None:
+        """Add the share of each parameter that ``shares`` has (by id) to :attr:`flat`, except of those ``waiting``."""
+        self._add_share({key: share for key, share in shares.items() if key not in waiting}, self.flat)
+
+    def _add_share(self, shares: Mapping[int, float], vector: torch.Tensor) -> None:
+        for parameter, part in zip(self.layout.parameters, self.layout.parts(vector), strict=True):
             if id(parameter) in shares:
                 held = local(parameter.detach())
                 part.view(held.shape).add_(held, alpha=shares[id(parameter)])
+
+    def commit(self, left: Collection[int], waiting: Collection[int], shares: Mapping[int, float]) -> None:
+        """Let residual and method be those after the step.
+
+        Args:
+            left: Ids of the parameters that are left alone. Their residuals and moments are those before the step.
+            waiting: Ids of the parameters to which this rank has contributed nothing. The others keep in their residual
+                what this rank would have contributed.
+            shares: The shares that :meth:`add_share` has added.
+        """
+        scale = self.scale
+        moment = None if scale is None else scale.moment
+        self.feedback.commit(self._slices(left))
+        self._add_share(
+            {key: share for key, share in shares.items() if key in waiting and key not in left}, self.feedback.residual
+        )
+        tensors = [position for position, parameter in enumerate(self.large) if id(parameter) in left] if left else []
+        if scale is not None and moment is not None and tensors:
+            scale.keep(moment, tensors)
+
+    def _slices(self, parameters: Collection[int]) -> list[slice]:
+        """Return the coordinates of the ``parameters``, given by their ids."""
+        if not parameters:
+            return []
+        pairs = zip(self.layout.parameters, pairwise(self.layout.bounds), strict=True)
+        return [slice(start, stop) for parameter, (start, stop) in pairs if id(parameter) in parameters]
 
     def sketch(self, shard: int | None = None) -> torch.Tensor:
         """Return a sketch of :attr:`flat`, see :mod:`tritoncomm.primitives.mean_norm`.
@@ -287,14 +341,17 @@ class VectorExchange:
             self._signs = random_signs(self.flat.numel(), self.flat.device, *seed)
         return sketch(self.flat, self._signs)
 
-    def beginning(self, *, dense: bool = False, first: Pattern[Any] | None = None) -> Running[SparseVector]:
+    def beginning(
+        self, *, dense: bool = False, first: Pattern[Any] | None = None, waiting: Collection[int] = ()
+    ) -> Running[SparseVector]:
         """Return a generator that exchanges :attr:`flat`, which is only read, for :func:`run_together`.
 
         It returns the mean. Commit or roll back :attr:`feedback` next. It rolls back itself if the exchange fails.
         ``dense`` delivers all entries, whatever the recipe. ``first`` is a pattern that runs before that of the method.
+        ``waiting`` are ids of parameters whose residual takes no part.
         """
         algorithm = Dense().build(self.layout.numel) if dense or self.is_bare else None
-        pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm)
+        pattern = self.feedback.begin(self.flat, self.rank, self.world_size, algorithm, self._slices(waiting))
         if first is not None:
             pattern = _after(first, pattern)
         try:
@@ -308,24 +365,22 @@ class VectorExchange:
             self.feedback.rollback()
             raise
 
-    def confirm(self, state: str, others: Sequence[VectorExchange]) -> bool:
+    def confirm(self, state: str, others: Sequence[VectorExchange], *, raises: bool) -> tuple[bool, bool]:
         """Wait until every rank has the mean, and return whether all are in the same ``state``.
 
-        Without the wait, some ranks could apply a step that other ranks have lost.
+        The second answer is whether any rank ``raises`` a flag. Without the wait, some ranks could apply a step that
+        other ranks have lost.
 
         Args:
             state: Which parameters are not frozen, the optimizer's options and the number of its updates.
             others: The other vectors of the same step.
+            raises: A flag of this rank.
         """
         if self.world_size == 1:
-            return True
-        meter = self.meter
+            return True, raises
         assert self.scheduler is not None
         schedulers = [other.scheduler for other in others if other.scheduler is not None]
-        alike: bool = self._run(self.scheduler.confirmation(state, schedulers))
-        meter.add(self.meter)
-        self.meter = meter
-        return alike
+        return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
 
     def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
         """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step."""
@@ -336,20 +391,15 @@ class VectorExchange:
             found: list[bool] = (everybody.view(-1, len(figures)) == own).all(0).tolist()
             return found
 
-        meter = self.meter
-        equal: list[bool] = self._run(gathering())
-        meter.add(self.meter)
-        self.meter = meter
-        return equal
+        return self.run(gathering())
 
-    def _run(self, pattern: Pattern[Any]) -> Any:
-        """Run a pattern that belongs to the step that was exchanged last."""
+    def run(self, pattern: Pattern[Result]) -> Result:
+        """Run a pattern that belongs to the step that was exchanged last, and count its traffic."""
         if self.scheduler is None:
             return SimulatedScheduler(1).run([pattern])[0]
-        try:
-            return self.scheduler.run(pattern, new_step=False)
-        finally:
-            self.meter = self.scheduler.meter
+        result = self.scheduler.run(pattern, new_step=False)
+        self.meter.add(self.scheduler.meter)
+        return result
 
     @property
     def residual_norm(self) -> float:
@@ -427,9 +477,10 @@ def noting(
     *,
     dense: bool,
     first: Pattern[None] | None = None,
+    waiting: Collection[int] = (),
 ) -> Running[None]:
     """Exchange ``vector``, and add its mean to ``means``. See :meth:`VectorExchange.beginning`."""
-    means[vector] = yield from vector.beginning(dense=dense, first=first)
+    means[vector] = yield from vector.beginning(dense=dense, first=first, waiting=waiting)
 
 
 def _after(first: Pattern[Any], second: Pattern[Result]) -> Pattern[Result]:

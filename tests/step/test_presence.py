@@ -1,0 +1,184 @@
+"""A parameter that has a gradient on no rank is left alone, as torch leaves it alone, and its residual waits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tritoncomm
+from torch.nn import Parameter
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+
+
+def pair() -> tuple[Parameter, Parameter]:
+    """Return a parameter that is used in every step, and one that is not."""
+    return Parameter(torch.ones(64, 64)), Parameter(torch.ones(64, 64))
+
+
+def take(optimizer: torch.optim.Optimizer, p: Parameter, q: Parameter, steps: int, *, using: Callable[[int], bool]):
+    """Take ``steps``, in some of which the loss uses ``q``."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = (p * torch.randn(p.shape, generator=generator)).mean()
+        if using(step):
+            loss = loss + (q * torch.randn(q.shape, generator=generator)).mean()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fields", [{}, {"algo": "dense"}, {"clip_by": "gradient", "max_grad_norm": 1e9}], ids=str)
+def test_a_parameter_that_is_used_once(fields: dict[str, Any]) -> None:
+    """After its only step, which is dense, the parameter does not move. It went to -0.06 with momentum and decay."""
+
+    def last(*, wrapped: bool) -> tuple[float, float]:
+        p, q = pair()
+        optimizer: torch.optim.Optimizer = MAKERS["SGD"]([p, q])
+        if wrapped:
+            optimizer = tritoncomm.wrap(optimizer, warmup_steps=20, **fields)
+        for i in range(50):
+            optimizer.zero_grad(set_to_none=True)
+            (p.mean() + (q.mean() if i == 0 else 0)).backward()
+            optimizer.step()
+        return float(q.detach().mean()), float(p.detach().mean())
+
+    assert last(wrapped=True)[0] == last(wrapped=False)[0] == pytest.approx(0.9900, abs=1e-4)
+    if fields.get("algo") == "dense":
+        assert last(wrapped=True) == last(wrapped=False)
+
+
+@pytest.mark.parametrize("algo", ["oktopk", "spardl", "exdyna", "topk_allgather", "dgc", "random_k", "random_block"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_nothing_of_it_changes(kind: str, algo: str) -> None:
+    """Values, state, step count and residual stay to the bit, from the first step without gradient on."""
+    p, q = pair()
+    make = MAKERS[kind] if algo != "dgc" else lambda ps: torch.optim.SGD(ps, lr=0.1)
+    fields = {"values": "8bit"} if algo == "oktopk" else {}
+    optimizer = tritoncomm.wrap(make([p, q]), algo, density=0.1, warmup_steps=2, small="8bit", **fields)
+    take(optimizer, p, q, 8, using=lambda _: True)
+
+    def held() -> tuple[Any, ...]:
+        residual = optimizer._vector.residuals_by_parameter()[q].clone()
+        return q.detach().clone(), copy.deepcopy(dict(optimizer.state[q])), residual
+
+    value, state, residual = held()
+    assert residual.any()
+    take(optimizer, p, q, 5, using=lambda _: False)
+    assert q.grad is None
+    assert torch.equal(held()[0], value)
+    assert torch.equal(held()[2], residual)
+    for name, content in held()[1].items():
+        assert torch.equal(content, state[name]) if isinstance(content, torch.Tensor) else content == state[name], name
+    take(optimizer, p, q, 3, using=lambda _: True)
+    assert not torch.equal(q.detach(), value)
+    assert not torch.equal(held()[2], residual)
+
+
+def test_a_moment_waits() -> None:
+    """The scale of the selection does not forget a tensor that takes no steps."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(MAKERS["AdamW"]([p, q]), density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    vector = optimizer._vector
+    before = torch.split(vector.scale.moment.rows, [64, 64])[1].clone()
+    take(optimizer, p, q, 4, using=lambda _: False)
+    rows = torch.split(vector.scale.moment.rows, [64, 64])
+    assert torch.equal(rows[1], before)
+    assert vector.scale.moment.steps == 8
+
+
+def test_a_residual_takes_no_place() -> None:
+    """After the first step without gradient, all that is delivered belongs to the other parameter."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(MAKERS["SGD"]([p, q]), "topk_allgather", density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    take(optimizer, p, q, 2, using=lambda _: False)
+    assert int(torch.count_nonzero(p.grad)) == int(0.1 * 2 * 64 * 64)
+
+
+def test_frozen_after_wrap() -> None:
+    """The residual of a parameter that is frozen waits, until it trains again."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(MAKERS["SGD"]([p, q]), density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    residual = optimizer._vector.residuals_by_parameter()[q].clone()
+    q.requires_grad_(False)
+    value = q.detach().clone()
+    take(optimizer, p, q, 4, using=lambda step: step > 0)
+    assert torch.equal(q, value)
+    assert torch.equal(optimizer._vector.residuals_by_parameter()[q], residual)
+    q.requires_grad_(True)
+    take(optimizer, p, q, 2, using=lambda _: True)
+    assert not torch.equal(q.detach(), value)
+
+
+def test_flush_delivers_it() -> None:
+    """A flush leaves no residual, also of parameters that nobody uses."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(torch.optim.SGD([p, q], lr=1.0), density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    take(optimizer, p, q, 3, using=lambda _: False)
+    value, residual = q.detach().clone(), optimizer._vector.residuals_by_parameter()[q].clone()
+    optimizer.flush()
+    assert torch.allclose(q.detach(), value - residual.view(64, 64))
+    assert optimizer.metrics()["residual_norm"] == 0
+    take(optimizer, p, q, 1, using=lambda _: False)
+    assert q.grad is None
+
+
+def test_synchronize_and_rollback() -> None:
+    """After synchronize(), the gradient is None. What zero_grad() throws away has changed nothing."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(MAKERS["AdamW"]([p, q]), density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    take(optimizer, p, q, 2, using=lambda _: False)
+    before = optimizer._vector.feedback.residual.clone()
+    optimizer.zero_grad()
+    p.sum().backward()
+    optimizer.synchronize()
+    assert q.grad is None
+    assert torch.equal(optimizer._vector.feedback.residual, before)
+    optimizer.zero_grad()
+    assert torch.equal(optimizer._vector.feedback.residual, before)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_resume(kind: str) -> None:
+    """Saved, loaded and continued is never stopped, bit for bit, while a parameter waits."""
+    p, q = pair()
+    optimizer = tritoncomm.wrap(MAKERS[kind]([p, q]), density=0.1)
+    take(optimizer, p, q, 4, using=lambda _: True)
+    take(optimizer, p, q, 2, using=lambda _: False)
+    state = copy.deepcopy(optimizer.state_dict())
+    others = tuple(Parameter(each.detach().clone()) for each in (p, q))
+    resumed = tritoncomm.wrap(MAKERS[kind](others), density=0.1)
+    resumed.load_state_dict(state)
+    copied_p, copied_q, copied = copy.deepcopy((p, q, optimizer))
+    for own, *tensors in ((optimizer, p, q), (resumed, *others), (copied, copied_p, copied_q)):
+        own.set_density(0.2)
+        take(own, *tensors, 6, using=lambda step: step in (2, 3, 5))
+    for tensors in (others, (copied_p, copied_q)):
+        assert torch.equal(p, tensors[0])
+        assert torch.equal(q, tensors[1])
+    assert torch.equal(resumed._vector.feedback.residual, optimizer._vector.feedback.residual)
+
+
+def test_one_worker_is_the_bare_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single worker takes torch's own steps, and None is None."""
+    monkeypatch.setattr("tritoncomm.step.options.SINGLE_WORKER_SELECTS", False)
+    found = []
+    for wrapped in (False, True):
+        p, q = pair()
+        optimizer = MAKERS["AdamW"]([p, q])
+        take(tritoncomm.wrap(optimizer) if wrapped else optimizer, p, q, 6, using=lambda step: step in (1, 4))
+        found.append((p, q))
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,45 @@
+"""The metrics of an exchange."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tritoncomm.scheduler.meter import of_all
+from tritoncomm.step.exchange import GradientExchange
+from tritoncomm.step.shards import local
+
+
+def figures_of(exchange: GradientExchange) -> dict[str, float]:
+    """Return metrics of the last step and totals. Amounts are sums over the vectors, and ratios are maxima."""
+    vectors = exchange.vectors
+    numel = sum(vector.layout.numel for vector in vectors)
+    delivered = sum(vector.density_delivered() * vector.layout.numel for vector in vectors)
+    last = of_all([vector.last for vector in vectors])
+    tensors = sum(len(vector.parameters) for vector in vectors)
+    starving = sum(vector.waiting.share(vector.feedback.residual) * len(vector.parameters) for vector in vectors)
+    return last | {
+        "seconds_apply": max(0.0, last.get("seconds_apply", 0.0)),
+        "density": exchange.options.recipe.density,
+        "density_delivered": delivered / max(numel, 1),
+        "steps": float(exchange.steps),
+        "skipped_steps": float(exchange.skipped),
+        "zeroed_values": float(exchange.zeroed),
+        "bytes_sent_total": float(exchange.total.sent.bytes),
+        "bytes_received_total": float(exchange.total.received.bytes),
+        "longest_wait": _longest_wait(exchange),
+        "share_without_delivery": starving / max(tensors, 1),
+        "residual_norm": math.hypot(*(vector.residual_norm for vector in vectors)),
+    }
+
+
+def _longest_wait(exchange: GradientExchange) -> float:
+    """Return the steps since the oldest last delivery: of an entry if the optimizer knows it, else of a tensor."""
+    found = [vector.waiting.steps.max() for vector in exchange.vectors if vector.parameters]
+    for parameter in exchange.parameters:
+        state = exchange.optimizer.state.get(parameter, {})
+        last = state.get("last_delivered")
+        if last is not None and local(last).numel() and float(state["last_aware"]) == float(state["step"]):
+            found.append(int(state["step"]) - local(last).min())
+    return float(torch.stack([each.long() for each in found]).max()) if found else 0.0

@@ -1,0 +1,72 @@
+"""Which parameters have a gradient on any rank. PyTorch leaves the others alone, and so do all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.scheduler.rounds import AllReduce, Pattern
+from tritoncomm.step.vector import VectorExchange
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Presence:
+    """Which parameters have no gradient in a step. Parameters are given by their ids.
+
+    Attributes:
+        absent: Those without gradient on any rank in the last confirmed step. They are equal on all ranks.
+        waiting: Those to which this rank contributes nothing in this step, not even its residual. It has no gradient of
+            them, and no rank had one in the step before. What nobody uses would otherwise be selected in every step.
+            When another rank has a gradient again, the residual of this one waits for one step more.
+    """
+
+    def __init__(self) -> None:
+        self.absent = self.waiting = self._missing = _NONE
+
+    def begin(self, parameters: Iterable[torch.Tensor], *, is_flush: bool = False) -> None:
+        """Begin a step of ``parameters``, of which some have no ``.grad`` or were frozen. A flush steps them all."""
+        without = (id(each) for each in parameters if each.grad is None or not each.requires_grad)
+        self._missing = self.absent if is_flush else frozenset(without)
+        self.waiting = _NONE if is_flush else self._missing & self.absent
+
+    @property
+    def is_new(self) -> bool:
+        """True if this rank lacks other gradients than all ranks did in the last step."""
+        return self._missing != self.absent
+
+    def agree(self, parameters: Sequence[torch.Tensor], vector: VectorExchange) -> None:
+        """Find those of ``parameters`` that have no gradient on any rank of ``vector``, which all call this."""
+        missing = self._missing
+        if vector.world_size == 1:
+            self.absent = missing
+            return
+
+        def counting() -> Pattern[list[int]]:
+            flags = torch.tensor([id(each) in missing for each in parameters], dtype=torch.int32, device=vector.device)
+            counts: list[int] = (yield AllReduce("missing gradients", flags)).tolist()
+            return counts
+
+        pairs = zip(parameters, vector.run(counting()), strict=True)
+        self.absent = frozenset(id(each) for each, count in pairs if count == vector.world_size)
+
+    def kinds(self, parameters: Iterable[torch.Tensor]) -> str:
+        """Return a text that must be equal on all ranks: which ``parameters`` are frozen, and which were absent."""
+        return "".join(str(2 * (id(each) in self.absent) + each.requires_grad) for each in parameters)
+
+    def fields(self, parameters: Sequence[torch.Tensor], names: Mapping[int, str]) -> dict[str, Any]:
+        """Return what :meth:`kinds` says, by name. ``names`` are those of the parameters, by their ids."""
+        return {
+            "frozen parameters": [names[id(each)] for each in parameters if not each.requires_grad],
+            "parameters without gradient before": [names[id(each)] for each in parameters if id(each) in self.absent],
+        }
+
+    def positions(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Return the positions in ``parameters`` of those that were absent."""
+        return [position for position, each in enumerate(parameters) if id(each) in self.absent]
+
+    def set(self, parameters: Sequence[torch.Tensor], positions: Iterable[int]) -> None:
+        """Let those of ``parameters`` at these positions be absent."""
+        self.absent = frozenset(id(parameters[position]) for position in positions)
