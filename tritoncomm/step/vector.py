@@ -383,7 +383,10 @@ class VectorExchange:
         return self.run(self.scheduler.confirmation(state, schedulers, raises=raises))
 
     def equal_on_all_ranks(self, figures: Sequence[int]) -> list[bool]:
-        """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step."""
+        """Return for each of ``figures`` whether all ranks pass the same. They call it together, also within a step.
+
+        It is a check of the configuration: like the others, its messages do not count as traffic.
+        """
 
         def gathering() -> Pattern[list[bool]]:
             own = torch.tensor(figures, device=self.flat.device)
@@ -391,7 +394,9 @@ class VectorExchange:
             found: list[bool] = (everybody.view(-1, len(figures)) == own).all(0).tolist()
             return found
 
-        return self.run(gathering())
+        if self.scheduler is None:
+            return [True] * len(figures)
+        return self.scheduler.run(gathering(), new_step=False)
 
     def run(self, pattern: Pattern[Result]) -> Result:
         """Run a pattern that belongs to the step that was exchanged last, and count its traffic."""
