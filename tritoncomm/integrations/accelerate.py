@@ -32,10 +32,8 @@ def wrap(
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
     object to step and to save. ``accelerator.clip_grad_norm_()`` and ``clip_grad_value_()`` exchange gradients before
     they clip them. With ``clip_by="gradient"``, the exchange clips, and ``clip_grad_norm_()`` only returns the norm.
-
-    ``accelerator.save_state()`` then also writes the residual of each rank, into the folder ``tritoncomm`` of the
-    checkpoint, and ``accelerator.load_state()`` restores it. A second prepared optimizer has the folder
-    ``tritoncomm_1``, as Accelerate numbers its own files.
+    ``accelerator.save_state()`` also writes the residual of each rank, into the folder ``tritoncomm`` of the checkpoint
+    (``tritoncomm_1`` for a second prepared optimizer), and ``accelerator.load_state()`` restores it.
 
     Args:
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.
