@@ -188,6 +188,8 @@ def accelerate_worker(rank: int, world_size: int, send: Any, folder: str) -> Non
         wrap(accelerator, net, optimizer)
     with pytest.raises(ConfigurationError, match=r"optimizer is a AdamW: pass the one that accelerator.prepare"):
         wrap(accelerator, model, adamw(net))
+    with pytest.raises(ConfigurationError, match=r"optimizer is a AcceleratedOptimizer: pass the one that accelerator"):
+        wrap(Accelerator(cpu=True), model, optimizer)
     with pytest.raises(ConfigurationError, match="optimizer is a AcceleratedOptimizer, which tritoncomm"):
         tritoncomm.checkpoint.save(optimizer, folder)
 

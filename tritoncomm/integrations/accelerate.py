@@ -32,10 +32,8 @@ def wrap(
     Call it on all ranks, after ``accelerator.prepare()`` and before the first backward pass. ``optimizer`` stays the
     object to step and to save. ``accelerator.clip_grad_norm_()`` and ``clip_grad_value_()`` exchange gradients before
     they clip them. With ``clip_by="gradient"``, the exchange clips, and ``clip_grad_norm_()`` only returns the norm.
-
-    ``accelerator.save_state()`` then also writes the residual of each rank, into the folder ``tritoncomm`` of the
-    checkpoint, and ``accelerator.load_state()`` restores it. A second prepared optimizer has the folder
-    ``tritoncomm_1``, as Accelerate numbers its own files.
+    ``accelerator.save_state()`` also writes the residual of each rank, into the folder ``tritoncomm`` of the checkpoint
+    (``tritoncomm_1`` for a second prepared optimizer), and ``load_state()`` restores it.
 
     Args:
         accelerator: The accelerator that prepared ``model`` and ``optimizer``.
@@ -55,8 +53,8 @@ def wrap(
     """
     restore = beside.check(residuals)
     sparse = connect(accelerator, model, optimizer, algo, **settings)
-    prepared = accelerator._optimizers  # noqa: SLF001 - no public attribute has them
-    name = beside.name_of(next((number for number, each in enumerate(prepared) if each is optimizer), 0))
+    prepared = [id(each) for each in accelerator._optimizers]  # noqa: SLF001 - no public attribute has them
+    name = beside.name_of(prepared.index(id(optimizer)))
     folders: list[Path] = []  # of a checkpoint whose optimizer Accelerate is about to load
 
     def save(_models: Any, _weights: Any, folder: str) -> None:

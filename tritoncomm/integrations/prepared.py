@@ -33,7 +33,7 @@ def connect(
     Raises:
         ConfigurationError: ``model`` or ``prepared`` is not prepared, or another argument is invalid.
     """
-    if not isinstance(prepared, AcceleratedOptimizer):
+    if all(each is not prepared for each in accelerator._optimizers):  # noqa: SLF001 - no public attribute has them
         raise ConfigurationError(
             f"optimizer is a {type(prepared).__name__}: pass the one that accelerator.prepare() returned"
         )
