@@ -89,10 +89,15 @@ def _advice(limit: float | None) -> str:
     seen = (
         "gradients were changed in place between backward() and step(), where they are still those of this rank alone"
     )
-    remedy = "to wrap() and remove the line that clips, or call optimizer.synchronize() before it"
     if limit is None:
-        return f"{seen}. To clip, pass max_grad_norm= {remedy}. A factor that is equal on all ranks needs no change"
-    return f"{seen}. This looks like clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} {remedy}"
+        return (
+            f"{seen}. Call optimizer.synchronize() before the line that changes them, or, if it is clip_grad_norm_, "
+            "pass max_grad_norm= to wrap() and remove it. A factor that is equal on all ranks needs no change"
+        )
+    return (
+        f"{seen}. This looks like clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} to wrap() and remove the "
+        "line that clips, or call optimizer.synchronize() before it"
+    )
 
 
 def _noting(reference: weakref.ref[LocalChanges]) -> Callable[[torch.Tensor], None]:
