@@ -95,8 +95,8 @@ def _advice(limit: float | None) -> str:
             "pass max_grad_norm= to wrap() and remove it. A factor that is equal on all ranks needs no change"
         )
     return (
-        f"{seen}. This looks like clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} to wrap() and remove the "
-        "line that clips, or call optimizer.synchronize() before it"
+        f"{seen}. This looks like clip_grad_norm_ with {limit:g}: pass max_grad_norm={limit:g} to wrap() and remove "
+        "the line that clips, or call optimizer.synchronize() before it"
     )
 
 
