@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import tritoncomm
@@ -35,6 +34,7 @@ from tritoncomm.primitives.quantized_mean import DENSE_FORMATS
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.local_workers import WorkerError, run_workers
 from tritoncomm.step.options import DEFAULT_DENSITY, DEFAULT_VALUES, default_fields
+from tritoncomm_kernels import devices
 from tritoncomm_kernels.section_layout import VALUE_BITS
 
 LINK = "10gbit,30us"
@@ -289,8 +289,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     plan.add_argument(
         "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        choices=("cpu", "cuda"),
+        default=devices.available(),
+        choices=devices.KINDS,
         help="device of the gradients, on which the form of the messages depends",
     )
     plan.add_argument("--all", action="store_true", help="print the other methods and other densities too")
@@ -352,12 +352,11 @@ def _doctor(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> int:
     if options.values is not None:
         tritoncomm.recipe(options.algo, values=options.values)  # raises if the method has no such field
-    cuda = torch.cuda.is_available()
+    kind = devices.available()
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if together:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    if cuda:  # pragma: no cover - needs a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(devices.backend_of(kind))
+    device = devices.chosen(kind, int(os.environ.get("LOCAL_RANK", "0")))
     try:
         diagnosis = diagnose(
             options.numel,
@@ -366,7 +365,7 @@ def _measure(options: argparse.Namespace) -> int:
             options.step_ms / 1e3,
             link=options.link,
             workers=options.workers,
-            device=f"cuda:{torch.cuda.current_device()}" if cuda else "cpu",
+            device=device,
         )
         if not together or dist.get_rank() == 0:
             print(diagnosis.report())

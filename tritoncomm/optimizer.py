@@ -49,6 +49,7 @@ from tritoncomm.step.replicas import Replica
 from tritoncomm.step.torch_internals import without_compile
 from tritoncomm.step.update import OptimizerStep, StepState, coupled_decay
 from tritoncomm.step.vector import ErrorFeedback, VectorExchange
+from tritoncomm_kernels.devices import is_asynchronous
 
 __all__ = ["SparseOptimizer"]
 
@@ -83,7 +84,7 @@ class SparseOptimizer(OptimizerProxy):
         if is_distributed():
             vectors = self._exchange.vectors
             first, parts = vectors[0], [vector.part for vector in vectors]
-            log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=first.device.type == "cuda")
+            log_choice(first.recipe, first.rank, first.world_size, parts, on_gpu=is_asynchronous(first.device))
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             logger.warning("WORLD_SIZE is set, but torch.distributed is not initialized: nothing will be exchanged")
         self._optimizer_step.guard()

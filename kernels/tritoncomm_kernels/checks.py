@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tritoncomm_kernels.devices import has_addresses
+
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Indices are int32. A kernel computes them up to the end of a block, which may lie beyond the last element.
 INDEX_LIMIT = 2**31 - 2**16
@@ -38,7 +40,7 @@ def check_vector(
         raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}: move it to {like.device}, like the other tensors")
-    if tensor.device.type in ("cpu", "cuda") and tensor.data_ptr() % tensor.element_size():
+    if has_addresses(tensor.device) and tensor.data_ptr() % tensor.element_size():
         raise ValueError(
             f"{name} starts at an address that is not a multiple of its element size {tensor.element_size()}: "
             "call .clone() on it"

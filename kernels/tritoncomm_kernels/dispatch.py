@@ -6,11 +6,13 @@ import importlib
 import os
 import re
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
+
+from tritoncomm_kernels import devices
 
 VARIABLE = "TRITONCOMM_KERNELS"
 CHOICES = ("auto", "torch", "triton")
@@ -31,7 +33,7 @@ def triton_runs(tensor: torch.Tensor) -> bool:
     if choice == "triton":
         _demand(tensor)
         return True
-    if choice == "torch" or not tensor.is_cuda:  # faster than its device.type
+    if choice == "torch" or not devices.runs_triton(tensor):
         return False
     if not _installed():
         _warn_about_reference()
@@ -46,7 +48,7 @@ def kernel(module: str) -> Any:
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context in which the device of ``tensor`` is current. Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+    return devices.on(tensor.device)
 
 
 def interpreted() -> bool:
@@ -87,7 +89,7 @@ def _demand(tensor: torch.Tensor) -> None:
     if not _installed():
         needed = ".".join(map(str, OLDEST_TRITON))
         raise RuntimeError(f"{VARIABLE}=triton needs Triton {needed} or newer: install it, or unset {VARIABLE}")
-    if tensor.device.type != "cuda" and not interpreted():
+    if not devices.runs_triton(tensor) and not interpreted():
         raise RuntimeError(
             f"{VARIABLE}=triton, but the tensor is on {tensor.device}: move it to a GPU, set TRITON_INTERPRET=1 "
             f"before the first import to run the kernels in Triton's interpreter, or unset {VARIABLE}"

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tritoncomm_kernels import devices
 from tritoncomm_kernels.checks import INDEX_LIMIT, check_vector
 from tritoncomm_kernels.compact import Selection, threshold_key
 from tritoncomm_kernels.dispatch import kernel, triton_runs
@@ -322,8 +323,7 @@ def constant(content: Sequence[float], device: torch.device, *, dtype: torch.dty
     It is copied there only once, unless thousands of others have been needed since.
     """
     # Work on another stream does not wait for the copy, so each stream has its own.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (tuple(content), dtype, device, stream)
+    key = (tuple(content), dtype, device, devices.current_stream(device))
     held = _constants.get(key)
     if held is None:
         while len(_constants) >= _MOST_CONSTANTS:
@@ -333,7 +333,7 @@ def constant(content: Sequence[float], device: torch.device, *, dtype: torch.dty
 
 
 _MOST_CONSTANTS = 4096
-_constants: dict[tuple[tuple[float, ...], torch.dtype, torch.device, int], torch.Tensor] = {}
+_constants: dict[tuple[tuple[float, ...], torch.dtype, torch.device, Any], torch.Tensor] = {}
 
 
 def check_launch(rows: int) -> None:

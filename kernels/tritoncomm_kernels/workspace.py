@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tritoncomm_kernels.devices import is_asynchronous
+
 
 class Workspace:
     """Named device buffers. They are allocated at first use and kept, so later steps of the same size allocate nothing.
@@ -36,4 +38,4 @@ class Workspace:
 
 def copied_to(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of ``host`` on ``device``. A GPU copies it from pinned memory, so the host does not wait."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if is_asynchronous(device) else host.to(device)

@@ -117,12 +117,15 @@ class Gpu:
 
 
 def site() -> str:
-    """Return file and line of the innermost frame in ``tritoncomm/`` or ``kernels/``."""
+    """Return file and line of the innermost frame in ``tritoncomm/`` or ``kernels/``, but for ``devices.py``.
+
+    What that file calls, it calls for another one.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         for folder, shown in _CODE.items():
-            if name.startswith(folder):
+            if name.startswith(folder) and not name.endswith("devices.py"):
                 return f"{shown}{name[len(folder) :]}:{frame.f_lineno}"
         frame = frame.f_back
     return OUTSIDE

@@ -21,6 +21,7 @@ from tritoncomm.scheduler.process_group import ProcessGroupScheduler, is_distrib
 from tritoncomm.simulation import SimulatedWorld
 from tritoncomm.step.options import with_form
 from tritoncomm.step.vector import ErrorFeedback
+from tritoncomm_kernels import devices
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
 _REPEATS = 3
@@ -217,8 +218,7 @@ def _best(work: Callable[[], object], device: torch.device | str) -> float:
             dist.barrier()
         started = time.perf_counter()
         work()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(torch.device(device))
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 

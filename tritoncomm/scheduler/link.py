@@ -9,6 +9,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.cost import Link
 from tritoncomm.scheduler.process_group import ProcessGroupScheduler
 from tritoncomm.scheduler.rounds import Pattern, Round
+from tritoncomm_kernels import devices
 
 # Size of the large message in words, and number of measurements of each size.
 _PROBE_WORDS, _PROBES = 1 << 20, 5
@@ -34,9 +35,8 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device | str = "
         seconds = []
         for _ in range(_PROBES):
             scheduler.run(pattern(words))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                scheduler.meter.settle()
+            devices.synchronize(device)
+            scheduler.meter.settle()
             seconds.append(scheduler.meter.waited)
         return min(seconds)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tritoncomm.errors import ProtocolMismatchError
 from tritoncomm.scheduler import cost, failure_report, wire
 from tritoncomm.scheduler.rounds import Inbox, Result, Round, Ticket
+from tritoncomm_kernels.devices import is_asynchronous
 
 # Number of tags for the first parts of messages. The second parts of long messages use as many tags above these.
 _TAGS = 1 << 30
@@ -150,7 +151,7 @@ class Messages:
 
     def wait_for(self, work: Any) -> None:
         """Wait for ``work``, an operation of torch, at most until the time-out."""
-        if self._timeout is None or self._device.type == "cuda":  # NCCL would poll. The watcher has the time-out
+        if self._timeout is None or is_asynchronous(self._device):  # NCCL would poll. The watcher has the time-out
             work.wait()
         else:
             work.wait(self._timeout)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+
+from tritoncomm_kernels import devices
 
 
 class Span:
@@ -19,27 +22,25 @@ class Span:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._known: float | None = None
         self._device = device
         self._started = time.perf_counter()
-        if device.type == "cuda":
-            self._events = _event(), _event()
-            self._events[0].record(torch.cuda.current_stream(device))  # the device may not be the current one
+        self._end: Any = None
+        self._start = devices.timed_event(device) if devices.is_asynchronous(device) else None
 
     def end(self) -> Span:
         """End the span, and return it."""
-        if self._events is None:
+        if self._start is None:
             self._known = time.perf_counter() - self._started
         else:
-            self._events[1].record(torch.cuda.current_stream(self._device))
+            self._end = devices.timed_event(self._device)
         return self
 
     @property
     def is_known(self) -> bool:
         """True if :attr:`seconds` is final."""
-        if self._known is None and self._events is not None and has_ended(self._events[1], self._device):
-            self._known = _seconds(*self._events)
+        if self._known is None and self._end is not None and devices.has_ended(self._end, self._device):
+            self._known = _seconds(self._start, self._end)
         return self._known is not None
 
     @property
@@ -49,25 +50,11 @@ class Span:
 
     def since(self, earlier: Span) -> float:
         """Return the seconds from the start of ``earlier`` on the same device to that of this one. Both are known."""
-        if self._events is None or earlier._events is None:
+        if self._start is None or earlier._start is None:
             return self._started - earlier._started
-        return _seconds(earlier._events[0], self._events[0])
+        return _seconds(earlier._start, self._start)
 
 
-def has_ended(event: torch.cuda.Event, device: torch.device) -> bool:
-    """Return True if the GPU ``device`` has reached ``event``.
-
-    With another current device, such as that of a new thread, a query would create a context there, which takes half a
-    gigabyte.
-    """
-    with torch.cuda.device(device):
-        return bool(event.query())  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def _seconds(start: Any, end: Any) -> float:
     milliseconds: float = start.elapsed_time(end)
     return milliseconds / 1e3

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.span import Span
+from tritoncomm_kernels import devices
 
 # Global to the process instead of a context variable, because exchanges may run on another thread. The last one is
 # active.
@@ -39,10 +40,10 @@ class Tracer:
 
     def begin(self, device: torch.device) -> None:
         """Relate the clock of ``device`` to the one of this tracer, before the first span on it."""
-        if device.type == "cuda" and self._anchor is None:
-            torch.cuda.synchronize(device)
+        if devices.is_asynchronous(device) and self._anchor is None:
+            devices.synchronize(device)
             at, anchor = now(), Span(device).end()
-            torch.cuda.synchronize(device)
+            devices.synchronize(device)
             self._device, self._anchor = device, (anchor, at)
 
     def operation(
@@ -68,9 +69,9 @@ class Tracer:
 
     def settle(self) -> None:
         """Wait for the GPU, and read the times of all spans on it."""
-        if self._anchor is None or not self._unread:
+        if self._anchor is None or self._device is None or not self._unread:
             return
-        torch.cuda.synchronize(self._device)
+        devices.synchronize(self._device)
         anchor, at = self._anchor
         unread, self._unread = self._unread, []
         for track, rank, name, span, details, messages in unread:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tritoncomm.errors import ExchangeError, ExchangeTimeoutError, PeerLostError
 from tritoncomm.scheduler.failure_report import is_interruption
-from tritoncomm.scheduler.span import has_ended
+from tritoncomm_kernels import devices
 
 logger = logging.getLogger("tritoncomm")
 
@@ -46,7 +46,7 @@ _ADVICE = (
 
 _under_way: set[Watcher] = set()
 # Start and end of the last exchange on each GPU, also of another watcher.
-_last: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+_last: dict[torch.device, tuple[torch.Event, torch.Event]] = {}
 # Keys are weak: a store that is still referenced after destroy_process_group keeps its server, and with it old keys.
 _connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _starting = threading.Lock()
@@ -85,7 +85,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._depth = 0
         self._since = 0.0  # progress of the host
-        self._start: torch.cuda.Event | None = None
+        self._start: torch.Event | None = None
         self._reached = 0.0  # the last time that the GPU had not reached the start
         self._reason: ExchangeError | None = None
         self._reported = False
@@ -197,28 +197,28 @@ def of(
 ) -> Watcher | None:
     """Return a watcher for exchanges in ``group`` on ``device``, or None if their waits end without one."""
     group = group or dist.group.WORLD
-    if group is None or device is None or device.type != "cuda" or dist.get_world_size(group) == 1:
+    if group is None or device is None or not devices.is_asynchronous(device) or dist.get_world_size(group) == 1:
         return None
     return Watcher(group, device, timeout)
 
 
-def _begin(device: torch.device) -> torch.cuda.Event:
+def _begin(device: torch.device) -> Any:
     """Return the start of an exchange on ``device``: that of the one before, as long as that one has not ended."""
-    stream = torch.cuda.current_stream(device)
+    stream = devices.current_stream(device)
     start, end = _last.get(stream.device, (None, None))
     return stream.record_event() if start is None or _is_complete(end, device) else start
 
 
-def _end(device: torch.device, start: torch.cuda.Event | None) -> None:
+def _end(device: torch.device, start: torch.Event | None) -> None:
     if start is not None:
-        stream = torch.cuda.current_stream(device)
+        stream = devices.current_stream(device)
         _last[stream.device] = start, stream.record_event()
 
 
-def _is_complete(event: torch.cuda.Event | None, device: torch.device) -> bool:
+def _is_complete(event: torch.Event | None, device: torch.device) -> bool:
     """Return True if the GPU has reached ``event``, or has failed."""
     try:
-        return event is None or has_ended(event, device)
+        return event is None or devices.has_ended(event, device)
     except RuntimeError:
         return True
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from tritoncomm.scheduler import watcher
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step.shards import bytes_of, local
 from tritoncomm.version import __version__
+from tritoncomm_kernels import devices
 
 logger = logging.getLogger("tritoncomm")
 
@@ -86,7 +87,7 @@ def propagate_errors(group: dist.ProcessGroup | None, device: torch.device | Non
     ``device`` is the current device in the body. See :func:`all_gather`.
     """
     try:
-        with on_device(device):
+        with devices.on(device):
             yield
     except (ConfigMismatchError, ExchangeError):  # all ranks raise these
         raise
@@ -112,16 +113,11 @@ def all_gather(
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     try:
-        with on_device(device), watcher.of(group, device) or nullcontext():
+        with devices.on(device), watcher.of(group, device) or nullcontext():
             dist.all_gather_object(gathered, fields, group=group)
     except RuntimeError as error:
         raise ExchangeError(f"configuration check failed, a rank was lost or did not take part: {error}") from error
     return gathered
-
-
-def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is the current one if it is a GPU."""
-    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
@@ -245,7 +241,7 @@ def state_outline(state_dict: Mapping[str, Any]) -> list[str]:
 def _outline(state: Any) -> object:
     if isinstance(state, torch.Tensor) and state.dim() > 0:
         return tuple(state.shape)
-    if isinstance(state, torch.Tensor) and state.device.type == "cuda":  # the host does not wait for it
+    if isinstance(state, torch.Tensor) and devices.is_asynchronous(state.device):  # the host does not wait for it
         return ()
     if isinstance(state, (torch.Tensor, Real)):
         return float(state) if float(state).is_integer() else ()

@@ -14,6 +14,7 @@ from tritoncomm.errors import ConfigurationError, NonFiniteError
 from tritoncomm.primitives.sparse_vector import SparseVector
 from tritoncomm.step.shards import local, local_gradient
 from tritoncomm_kernels import Padded, constant
+from tritoncomm_kernels.devices import is_asynchronous
 
 
 def split_by_size(
@@ -219,7 +220,7 @@ class BucketLayout:
 
 def copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first. On a GPU, those with equal strides take one call together."""
-    on_gpu = bool(pairs) and pairs[0][0].device.type == "cuda"
+    on_gpu = bool(pairs) and is_asynchronous(pairs[0][0].device)
     # torch would copy all pairs one by one if the strides of any of them differ.
     alike = [pair for pair in pairs if on_gpu and pair[0].stride() == pair[1].stride()]
     if alike:

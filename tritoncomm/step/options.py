@@ -34,6 +34,7 @@ from tritoncomm.scheduler import cost
 from tritoncomm.scheduler.process_group import is_distributed
 from tritoncomm.step import agree
 from tritoncomm.step.torch_internals import has_hooks, has_own_step, is_flattened
+from tritoncomm_kernels.devices import is_asynchronous
 
 logger = logging.getLogger("tritoncomm")
 
@@ -278,7 +279,7 @@ def with_form(chosen: Recipe, device: torch.device | str) -> Recipe:
     On a GPU it is True if the method has the static form, unless the exchange is hierarchical. On a CPU it stays.
     """
     method = chosen.layers[-1]
-    if torch.device(device).type != "cuda" or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
+    if not is_asynchronous(torch.device(device)) or any(isinstance(layer, Hierarchical) for layer in chosen.layers):
         return chosen
     if not isinstance(method, StaticRecipe) or method.static != "auto":
         return chosen

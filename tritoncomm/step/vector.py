@@ -32,6 +32,7 @@ from tritoncomm.step.shards import local
 from tritoncomm.step.stages import Scale, Staged, StagedAlgorithm
 from tritoncomm.step.waiting import Waiting
 from tritoncomm_kernels import Workspace, has_non_finite
+from tritoncomm_kernels.devices import is_asynchronous
 
 
 class ErrorFeedback:
@@ -455,7 +456,7 @@ class VectorExchange:
         self._last_mean = mean  # its density is computed when it is asked for: a GPU has to count its entries
         meter, accumulator = self.meter, self.feedback.accumulator
         times = _Times(meter, accumulator.spans if accumulator else [], span)
-        if self.device.type == "cuda":
+        if is_asynchronous(self.device):
             if self._latest.meter is not meter:  # not the same step again
                 self._before = self._latest
             self._latest, times = times, self._before
