@@ -153,17 +153,20 @@ class GradientExchange:
         return agree.Stepping(self.optimizer, self.updates, self.state is State.STOPPED)
 
     def replace_vectors(
-        self, recipe: Recipe, group: dist.ProcessGroup | None
+        self, recipes: Sequence[Recipe], group: dist.ProcessGroup | None
     ) -> list[tuple[VectorExchange, VectorExchange]]:
-        """Exchange by ``recipe`` in ``group`` from now on, and return each new vector with the old one.
+        """Exchange by ``recipes``, one for each vector, in ``group`` from now on. Return each new vector with the old.
 
         All ranks of ``group`` call this. New vectors have no residual yet. If this raises, nothing has changed.
         """
-        before, options = self.vectors, replace(self.options, recipe=recipe, group=group)
-        vectors = [VectorExchange(old.parameters, old.names, options) for old in before]
+        before = self.vectors
+        vectors = [
+            VectorExchange(old.parameters, old.names, replace(old.options, recipe=recipe, group=group))
+            for old, recipe in zip(before, recipes, strict=True)
+        ]
         for vector in vectors:
             vector.agree_on_exchange_id()
-        self.options, self.vectors = options, vectors
+        self.options, self.vectors = vectors[-1].options, vectors
         return list(zip(vectors, before, strict=True))
 
     def restore(self, feedbacks: Sequence[ErrorFeedback]) -> None:
@@ -216,7 +219,7 @@ class GradientExchange:
         self.presence.begin(self.parameters)
         self._decay = decay
         try:
-            reasons = [gradients.read(vector, scale) for vector in vectors]
+            reasons = [gradients.read(vector, 1.0 if vector.options.is_anchor else scale) for vector in vectors]
             local_error = next((reason for reason in reasons if reason is not None), local_error)
             zeroed = [vector.zero_non_finite() if zero else 0 for vector in vectors]
             self.zeroed += sum(zeroed)
@@ -367,7 +370,7 @@ class GradientExchange:
         for vector in vectors:
             vector.meter = Meter()  # also of one that does not begin, because the step is rejected before
         limit = None if dense or vectors[0].is_bare else self.options.max_gradient_norm
-        clipping = None if limit is None else self._clip(limit)
+        clipping = None if limit is None else self._clip(limit, [v for v in vectors if not v.options.is_anchor])
         for vector in vectors if limit is None else ():
             vector.add_share(self._decay, self.presence.waiting)
         means: dict[VectorExchange, SparseVector] = {}
@@ -400,13 +403,13 @@ class GradientExchange:
             raise
         return True
 
-    def _clip(self, limit: float) -> Pattern[None]:
+    def _clip(self, limit: float, vectors: Sequence[VectorExchange]) -> Pattern[None]:
         """Scale the gradients to this norm at most (:func:`~tritoncomm.step.clipping.clipped`), and add the decay."""
         shard = (
             0 if self.all_shards is None else dist.get_process_group_ranks(self.options.group or dist.group.WORLD)[0]
         )
-        self.gradient_norm = yield from clipped(self.vectors, limit, shard, self.vectors[0].world_size)
-        for vector in self.vectors:
+        self.gradient_norm = yield from clipped(vectors, limit, shard, vectors[0].world_size)
+        for vector in vectors:
             vector.add_share(self._decay, self.presence.waiting)
 
     def _fail(self, error: BaseException) -> None:

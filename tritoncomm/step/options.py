@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,11 @@ class WrapOptions:
     timeout: timedelta | None = None
     dense_below: int = DENSE_BELOW
     small: str = "fp32"
+    exchange: str = "auto"
+    local_steps: int = 1
+    match_length: bool | None = None
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("staleness", self.staleness, ("aware", "off"))
@@ -89,11 +95,42 @@ class WrapOptions:
             raise ConfigurationError("clip_by='gradient' needs max_grad_norm, the limit")
         check_dense_below(self.dense_below)
         check_timeout(self.timeout)
+        self._check_local_steps()
+
+    def _check_local_steps(self) -> None:
+        one_of("exchange", self.exchange, ("auto", "gradients", "updates"))
+        if isinstance(self.local_steps, bool) or not (isinstance(self.local_steps, int) and self.local_steps >= 1):
+            raise ConfigurationError(f"local_steps={self.local_steps!r}: must be an int of at least 1")
+        if not (self.match_length is None or isinstance(self.match_length, bool)):
+            raise ConfigurationError(f"match_length={self.match_length!r}: must be True, False or None")
+        check_outer_lr(self.outer_lr)
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: must be in [0, 1)")
+        if self.exchange == "gradients":
+            if self.local_steps > 1:
+                raise ConfigurationError(
+                    f"local_steps={self.local_steps} needs the exchange of updates: leave out exchange='gradients'"
+                )
+            plain = {"match_length": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+            given = [name for name, default in plain.items() if getattr(self, name) != default]
+            if given:
+                raise ConfigurationError(f"{given[0]} is for exchange='updates', and exchange='gradients' was given")
+
+    @property
+    def matches_length(self) -> bool:
+        """Whether the mean of updates gets the mean length of the workers' updates."""
+        return self.local_steps == 1 if self.match_length is None else self.match_length
 
     @property
     def gradient_limit(self) -> float | None:
         """The largest norm of the mean of the gradients before they are exchanged, or None."""
         return None if self.clip_by == "delivered" else self.max_grad_norm
+
+
+def check_outer_lr(outer_lr: float) -> None:
+    """Raise :class:`~tritoncomm.ConfigurationError` unless ``outer_lr`` is a positive number."""
+    if not (is_number(outer_lr) and 0 < outer_lr < math.inf):
+        raise ConfigurationError(f"outer_lr={outer_lr!r}: must be a positive number; 1.0 goes to the mean")
 
 
 def is_number(value: object) -> bool:

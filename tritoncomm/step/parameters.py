@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from tritoncomm.step.exchange import GradientExchange
 from tritoncomm.step.options import WrapOptions
 from tritoncomm.step.private_group import scheduler_of_all_shards
 from tritoncomm.step.shards import by_split, local, mesh_ranks
-from tritoncomm.step.update import selects_by_update
+from tritoncomm.step.rules import selects_by_update
 from tritoncomm.step.vector import ExchangeOptions, VectorExchange
 
 
@@ -83,10 +84,25 @@ class KnownParameters:
         return None
 
 
+class Part(NamedTuple):
+    """An optimizer whose gradients are exchanged, and how.
+
+    Attributes:
+        optimizer: The optimizer.
+        recipe: The recipe of the exchange.
+        is_anchor: Whether it steps the anchor of local steps (:class:`~tritoncomm.step.updates.LocalSteps`). Its
+            gradients are then updates, which are not clipped, and of which nothing travels dense.
+    """
+
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    is_anchor: bool = False
+
+
 def exchange_of(
     optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
     trained: Sequence[tuple[torch.Tensor, str]],
-    recipe: Recipe,
     options: WrapOptions,
     group: dist.ProcessGroup | None,
     *,
@@ -95,34 +111,49 @@ def exchange_of(
     """Return an exchange of the gradients of the parameters ``trained``, each given with its name.
 
     Args:
-        optimizer: The original optimizer.
-        trained: Its parameters that require gradients.
-        recipe: The recipe of the exchange.
+        optimizer: All optimizers that are stepped together.
+        parts: Each of them, and its recipe.
+        trained: Their parameters that require gradients, in the order of ``parts``.
         options: The options of ``wrap``.
         group: Process group of the exchange. None is the default group.
         before: The exchange that this one replaces, if any.
     """
     parameters = [parameter for parameter, _ in trained]
-    exchange_options = ExchangeOptions(
-        recipe=recipe,
-        group=group,
-        timeout=options.timeout,
+    flattened = all(parameter.dim() <= 1 for parameter in parameters)
+    vectors: list[VectorExchange] = []
+    for part in parts:
+        held = agree.parameter_ids(part.optimizer)
+        own = [(parameter, name) for parameter, name in trained if id(parameter) in held]
+        if own or not trained:
+            vectors += _vectors(own, _options_of(part, options, group, flattened=flattened), options.on_nonfinite)
+    all_shards = None
+    if check_shards(parameters, group):
+        all_shards = None if before is None else before.all_shards
+        name = vectors[0].recipe.name
+        all_shards = all_shards or scheduler_of_all_shards(name, options.timeout, local(parameters[0]).device)
+    exchange = GradientExchange(optimizer, vectors[-1].options, all_shards=all_shards)
+    exchange.trained = parameters
+    exchange.vectors = vectors
+    return exchange
+
+
+def _options_of(
+    part: Part, options: WrapOptions, group: dist.ProcessGroup | None, *, flattened: bool
+) -> ExchangeOptions:
+    """Return the settings of the vectors of ``part``."""
+    optimizer, recipe, is_anchor = part
+    common: dict[str, Any] = {"recipe": recipe, "group": group, "timeout": options.timeout, "flattened": flattened}
+    common["single_worker_selects"] = defaults.SINGLE_WORKER_SELECTS
+    if is_anchor:
+        return ExchangeOptions(**common, is_anchor=True, matches_length=options.matches_length)
+    return ExchangeOptions(
+        **common,
         dense_below=options.dense_below,
         small=options.small,
         max_gradient_norm=options.gradient_limit,
         by_update=selects_by_update(optimizer, recipe, options),
         epsilon=min((float(each["eps"]) for each in optimizer.param_groups if "eps" in each), default=0.0),
-        flattened=all(parameter.dim() <= 1 for parameter in parameters),
-        single_worker_selects=defaults.SINGLE_WORKER_SELECTS,
     )
-    all_shards = None
-    if check_shards(parameters, group):
-        all_shards = None if before is None else before.all_shards
-        all_shards = all_shards or scheduler_of_all_shards(recipe.name, options.timeout, local(parameters[0]).device)
-    exchange = GradientExchange(optimizer, exchange_options, all_shards=all_shards)
-    exchange.trained = parameters
-    exchange.vectors = _vectors(trained, exchange_options, options.on_nonfinite)
-    return exchange
 
 
 def _vectors(

@@ -8,19 +8,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from tritoncomm.algorithms import Recipe
-from tritoncomm.errors import ConfigurationError
 from tritoncomm.scheduler.process_group import is_distributed
-from tritoncomm.step.adam import StalenessAwareAdam
-from tritoncomm.step.flat import Delivered, FlatDelivery
+from tritoncomm.step.flat import Delivered
 from tritoncomm.step.guard import check_inside, optimizers_inside, refuse, stepping
-from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.optimizer_list import join, parts_of, split
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.rules import AwareStep, find_rule
 from tritoncomm.step.shards import local
 from tritoncomm.step.torch_internals import (
     creates_state,
@@ -32,121 +31,6 @@ from tritoncomm.step.torch_internals import (
 )
 
 logger = logging.getLogger("tritoncomm")
-
-
-class AwareStep(Protocol):
-    """A step that knows which entries were delivered, and how long ago each coordinate's last delivery was.
-
-    The state stays in ``optimizer.state``, so that a checkpoint holds it. A rule owns the entries in ``owned_entries``
-    and may share the others with the original optimizer, which must be able to continue from them.
-
-    A rule promises:
-
-    * If every coordinate is delivered in every step, the result is that of the original optimizer up to rounding.
-    * A coordinate that is not delivered does not change, except by weight decay.
-    * The result depends only on values that are equal on all ranks. Replicas stay bit-identical, nothing is sent.
-    * If the original optimizer takes a step by itself, the next step still works: it counts every coordinate as
-      delivered in that step.
-
-    Attributes:
-        owned_entries: Names of the entries that the rule adds to the state of each parameter.
-    """
-
-    owned_entries: ClassVar[tuple[str, ...]]
-
-    @staticmethod
-    def fits(optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the rule replaces the step of ``optimizer``."""
-
-    @classmethod
-    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> AwareStep:
-        """Return the step of ``optimizer`` with the options of ``wrap``."""
-
-    def check_options(self) -> None:
-        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
-
-    def step(
-        self,
-        parameters: Sequence[torch.Tensor],
-        delivered: Sequence[torch.Tensor | None],
-        values: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Update ``parameters`` from the averaged gradients in ``.grad``.
-
-        Args:
-            parameters: Parameters to update. Other parameters of the optimizer do not change.
-            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
-                shard if it is a DTensor. None means all.
-            values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
-                beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
-        """
-
-    def step_flat(self, delivery: FlatDelivery) -> None:
-        """Do the same as :meth:`step` for a delivery whose number of entries only the device knows.
-
-        Nothing waits for a GPU, and the number of kernel launches does not depend on the number of parameters.
-        """
-
-    @staticmethod
-    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the ``state_dict`` of ``optimizer`` with owned entries that any sharding can load."""
-
-    @staticmethod
-    def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
-
-
-RULES: tuple[type[AwareStep], ...] = (StalenessAwareAdam,)
-
-# Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
-_LINEAR = (torch.optim.SGD,)
-# Measured: a small GPT, 300 steps at a density of 1 %, one seed each, the final loss beside that of a dense run.
-_MEASURED_GAPS = {"Muon": "33 %", "Lion": "31 %", "ScheduleFree": "13 %", "Adafactor": "5 %"}
-_ADVICE = "use AdamW, a higher density, or more dense warm-up steps (warmup_steps)"
-
-
-def is_linear(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the update of ``optimizer`` is linear in the gradient."""
-    return isinstance(optimizer, _LINEAR)
-
-
-def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
-    """Return the rule for ``optimizer``, or None if there is none for its type, or its ``step`` was replaced."""
-    if has_own_step(optimizer):
-        return None
-    return next((rule for rule in RULES if rule.fits(optimizer)), None)
-
-
-def log_missing_rule(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """Log on the first rank of ``group`` what to expect of an optimizer that steps by itself. SGD gets no warning."""
-    if is_distributed() and dist.get_rank(group) != 0:
-        return
-    kind = type(optimizer).__name__
-    if has_own_step(optimizer):
-        kind = f"{kind}, whose step() was replaced,"
-    if is_linear(optimizer):
-        if any(options.get("momentum") for options in optimizer.param_groups):
-            logger.info(
-                "%s with momentum is not staleness-aware. In 300 steps of a small GPT at a density of 1 %%, its loss "
-                "ended 4.5 %% above dense, and 13 %% above with gradients clipped to a norm of 1",
-                kind,
-            )
-        return
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    known = next((gap for name, gap in _MEASURED_GAPS.items() if any(name in other for other in names)), None)
-    size = (
-        f"In 300 steps of a small GPT at a density of 1 %, its loss ended {known} above dense (AdamW: at most 2 %)"
-        if known
-        else "In 300 steps of a small GPT at a density of 1 %, other such optimizers ended 5 to 33 % above dense "
-        "(AdamW: at most 2 %)"
-    )
-    logger.warning(
-        "%s is not staleness-aware: it treats a sum of delayed gradients as one gradient. %s. The gap grows as the "
-        "density falls: %s",
-        kind,
-        size,
-        _ADVICE,
-    )
 
 
 @dataclass
@@ -207,22 +91,6 @@ class StepState:
         )
 
 
-def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
-    """Return True if ``optimizer`` takes the staleness-aware step."""
-    return options.staleness == "aware" and find_rule(optimizer) is not None
-
-
-def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
-    """Return True if ``recipe`` selects entries by their update, False if by their gradient."""
-    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
-        return False
-    if options.select_by == "update" and not recipe.compares_entries():
-        raise ConfigurationError(
-            f"select_by='update' needs a method that compares entries, and {recipe.name!r} does not: omit select_by"
-        )
-    return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))
-
-
 # Optimizers that add weight decay to the gradient, unless it is decoupled. Others shrink parameters apart from it.
 _COUPLED = (
     torch.optim.Adadelta,
@@ -250,9 +118,13 @@ def coupled_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
 
 
 def _coupled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    if not isinstance(optimizer, _COUPLED) or has_own_step(optimizer):
-        return []
-    return [group for group in optimizer.param_groups if not group.get("decoupled_weight_decay", False)]
+    return [
+        group
+        for part in parts_of(optimizer)
+        if isinstance(part, _COUPLED) and not has_own_step(part)
+        for group in part.param_groups
+        if not group.get("decoupled_weight_decay", False)
+    ]
 
 
 @contextmanager
@@ -276,33 +148,21 @@ class OptimizerStep:
         options: The options of ``wrap``.
         delayed: Whether the recipe delivers entries with a delay.
         alone: Whether there is a single worker. It takes the optimizer's own step.
-        group: Process group whose first rank logs warnings. None is the default group.
 
     Attributes:
         alone: See above. It may change between steps.
-        grad_norm: Norm of the averaged gradient before it was clipped.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: WrapOptions,
-        *,
-        delayed: bool,
-        alone: bool = False,
-        group: dist.ProcessGroup | None = None,
+        self, optimizer: torch.optim.Optimizer, options: WrapOptions, *, delayed: bool, alone: bool = False
     ) -> None:
         self.optimizer = optimizer
-        self._max_grad_norm = options.max_grad_norm
+        self.alone = alone
         self._options = options
         self._aware: AwareStep | None = None
-        self.alone = alone
-        self.grad_norm = 0.0
         is_aware = delayed and options.staleness == "aware"
         self._rule = find_rule(optimizer) if is_aware else None
         self._inside = optimizers_inside(optimizer)
-        if is_aware and self._rule is None:
-            log_missing_rule(optimizer, group)
 
     @property
     def takes_aware_step(self) -> bool:
@@ -333,6 +193,77 @@ class OptimizerStep:
         else:
             self._aware.check_options()
 
+    def hooks(self) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+        """Return the hooks of the user before and after the step. What replaces the method decides about hooks."""
+        before, after = ([], []) if has_own_step(self.optimizer) else step_hooks(self.optimizer)
+        return [hook for hook in before if hook is not refuse], after
+
+    def take(self, aware: Callable[[AwareStep], None], *, decayed: bool = False) -> None:
+        """Take the optimizer's own step, or call ``aware`` with the staleness-aware one. No hook runs.
+
+        ``decayed``: whether ``.grad`` contains the coupled weight decay.
+        """
+        without_decay = _without_coupled_decay(self.optimizer) if decayed else nullcontext()
+        with stepping((self.optimizer, *self._inside)), without_decay:
+            if has_own_step(self.optimizer):
+                self.optimizer.step()
+            elif self._aware is None or self.alone:
+                _step_below_hooks(self.optimizer)
+            else:
+                aware(self._aware)
+
+
+class OptimizerSteps:
+    """The steps of all optimizers whose gradients are exchanged together.
+
+    Args:
+        parts: The step of each optimizer.
+        options: The options of ``wrap``.
+
+    Attributes:
+        parts: See above.
+        grad_norm: Norm of the averaged gradient before it was clipped.
+    """
+
+    def __init__(self, parts: Sequence[OptimizerStep], options: WrapOptions) -> None:
+        self.parts = list(parts)
+        self.grad_norm = 0.0
+        self._options = options
+
+    @property
+    def alone(self) -> bool:
+        """True if there is a single worker. It takes each optimizer's own step."""
+        return self.parts[0].alone
+
+    @alone.setter
+    def alone(self, alone: bool) -> None:
+        for part in self.parts:
+            part.alone = alone
+
+    @property
+    def takes_aware_step(self) -> bool:
+        """True if the next step of an optimizer is the staleness-aware one."""
+        return any(part.takes_aware_step for part in self.parts)
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self.parts]
+
+    def guard(self) -> None:
+        """Let ``step()`` of every optimizer, and of those inside, raise an error from now on."""
+        for part in self.parts:
+            part.guard()
+
+    def unguard(self) -> None:
+        """Allow ``step()`` of every optimizer again."""
+        for part in self.parts:
+            part.unguard()
+
+    def check(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if an optimizer uses an option that is not supported."""
+        for part in self.parts:
+            part.check()
+
     def step(
         self,
         delivered: Sequence[Delivered],
@@ -354,15 +285,14 @@ class OptimizerStep:
             decayed: Whether ``.grad`` contains the coupled weight decay.
         """
         self.check()  # before any gradient or parameter changes
-        limit = self._max_grad_norm if clip and (self.alone or self._options.clip_by == "delivered") else None
+        limit = self._options.max_grad_norm if clip and (self.alone or self._options.clip_by == "delivered") else None
 
         @contextmanager
         def clipping() -> Iterator[None]:
             with update:
                 if limit is not None:
-                    self.grad_norm = self._clip(limit)
-                with _without_coupled_decay(self.optimizer) if decayed else nullcontext():
-                    yield
+                    self.grad_norm = clip_norm(self._optimizers, limit)
+                yield
 
         def aware(rule: AwareStep, readable: bool) -> None:
             reads = not (untouched and readable and limit is None)
@@ -375,31 +305,14 @@ class OptimizerStep:
                 if each.is_flat:
                     rule.step_flat(each.flat(read_gradients=reads))
 
-        self._apply(aware, clipping())
-
-    @torch.no_grad()
-    def _clip(self, max_norm: float) -> float:
-        """Clip the gradients of the optimizer, of all shards of a DTensor, and return their norm before that."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        by_mesh: dict[Any, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
-        if len(by_mesh) <= 1:
-            return float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
-        # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
-        norms = [_whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        shards = [local(gradient) for gradients in by_mesh.values() for gradient in gradients]
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return float(norm)
+        self._apply(aware, clipping(), decayed=decayed)
 
     def is_synthetic(self) -> bool:
         """Return True inside the step by which ``torch.distributed.checkpoint`` makes an optimizer create its state.
 
         Nothing may be exchanged in this step, because other ranks may not take it.
         """
-        return creates_state(self.optimizer)
+        return all(creates_state(optimizer) for optimizer in self._optimizers)
 
     def initialize_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create the optimizer's state by a step that changes no parameter: learning rates and gradients are zero."""
@@ -407,40 +320,66 @@ class OptimizerStep:
         self._apply(lambda rule, _: rule.step(every, [None] * len(every)), nullcontext())
 
     @without_compile
-    def _apply(self, aware: Callable[[AwareStep, bool], None], update: AbstractContextManager[None]) -> None:
-        """Take the optimizer's own step, or ``aware``, in the context ``update``, between the hooks of the user.
+    def _apply(
+        self,
+        aware: Callable[[AwareStep, bool], None],
+        update: AbstractContextManager[None],
+        *,
+        decayed: bool = False,
+    ) -> None:
+        """Take each optimizer's own step, or ``aware``, in the context ``update``, between the hooks of the user.
 
         The second argument of ``aware`` is False if a pre-hook may have changed the gradients.
         """
         # The step below the hooks is called, and hooks are run here. Hooks of all optimizers would run twice otherwise:
         # they have run for the wrapped optimizer.
-        mark_stepped(self.optimizer)
-        is_replaced = has_own_step(self.optimizer)  # what replaces the method decides about hooks
-        before, after = ([], []) if is_replaced else step_hooks(self.optimizer)
-        before = [hook for hook in before if hook is not refuse]
-        _run(before, self.optimizer)
-        with update, stepping((self.optimizer, *self._inside)):
-            if is_replaced:
-                self.optimizer.step()
-            elif self._aware is None or self.alone:
-                _step_below_hooks(self.optimizer)
-            else:
-                aware(self._aware, not before)
-        _run(after, self.optimizer)
+        hooks = [part.hooks() for part in self.parts]
+        for part, (before, _) in zip(self.parts, hooks, strict=True):
+            mark_stepped(part.optimizer)
+            _run(before, part.optimizer)
+        readable = not any(before for before, _ in hooks)
+        with update:
+            for part in self.parts:
+                part.take(lambda rule: aware(rule, readable), decayed=decayed)
+        for part, (_, after) in zip(self.parts, hooks, strict=True):
+            _run(after, part.optimizer)
 
     def saved(self) -> dict[str, Any]:
-        """Return the state of the optimizer, which any sharding can load."""
-        rule, state = find_rule(self.optimizer), self.optimizer.state_dict()
-        return state if rule is None else rule.saved(self.optimizer, state)
+        """Return the state of all optimizers, which any sharding can load."""
+        states = []
+        for optimizer in self._optimizers:
+            rule, state = find_rule(optimizer), optimizer.state_dict()
+            states.append(state if rule is None else rule.saved(optimizer, state))
+        return join(states)
 
     def restore(self, state_dict: dict[str, Any]) -> None:
-        """Restore the entries of the staleness-aware step after ``optimizer.load_state_dict(state_dict)``.
+        """Restore the entries of the staleness-aware steps after ``load_state_dict(state_dict)``.
 
         The optimizer casts its state to the dtype of the parameter, which may not hold step counts exactly.
         """
-        rule = find_rule(self.optimizer)
-        if rule is not None:
-            rule.restore(self.optimizer, state_dict)
+        for optimizer, own in zip(self._optimizers, split(state_dict, self._optimizers), strict=True):
+            rule = find_rule(optimizer)
+            if rule is not None:
+                rule.restore(optimizer, own)
+
+
+@torch.no_grad()
+def clip_norm(optimizers: Iterable[torch.optim.Optimizer], max_norm: float) -> float:
+    """Clip the gradients of all ``optimizers`` together, of all shards of a DTensor. Return their norm before that."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    if len(by_mesh) <= 1:
+        return float(_whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+    # Tensor parallelism leaves some parameters without a mesh, and torch has no operation on both.
+    norms = [_whole(torch.nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    shards = [local(gradient) for gradients in by_mesh.values() for gradient in gradients]
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

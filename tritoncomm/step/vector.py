@@ -159,6 +159,8 @@ class ExchangeOptions:
         epsilon: The number that the optimizer adds to the root of a second moment.
         single_worker_selects: Whether a single worker selects entries and keeps a residual, as in simulation. If False,
             it delivers every entry.
+        is_anchor: Whether the vector has the updates of local steps, and not gradients.
+        matches_length: Whether to estimate how much shorter the mean of the vectors of all ranks is than they are.
     """
 
     recipe: Recipe
@@ -171,6 +173,8 @@ class ExchangeOptions:
     by_update: bool = False
     epsilon: float = 0.0
     single_worker_selects: bool = False
+    is_anchor: bool = False
+    matches_length: bool = False
 
     def with_recipe(self, recipe: Recipe) -> ExchangeOptions:
         """Return these options with another recipe."""

@@ -1,0 +1,152 @@
+"""Several optimizers of one model as one optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+
+__all__ = ["OptimizerList", "parts_of"]
+
+
+class OptimizerList(torch.optim.Optimizer):
+    """Stands for several optimizers of different parameters. They keep their state and parameter groups.
+
+    ``param_groups`` are those of all, the same objects, so that learning rate schedulers of any of them work.
+    ``state_dict()`` holds all in the usual form, with parameters numbered through.
+
+    Args:
+        optimizers: The optimizers, at least one.
+
+    Raises:
+        ConfigurationError: The list is empty, an entry is no optimizer, or two of them hold the same parameter.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        if not self.optimizers:
+            raise ConfigurationError("optimizer is an empty list: pass at least one optimizer")
+        holder: dict[int, int] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigurationError(
+                    f"optimizer is a list, and its entry {number} is a {type(optimizer).__name__}: "
+                    "pass a list of torch.optim.Optimizer"
+                )
+            for name, parameter in _named(optimizer):
+                first = holder.setdefault(id(parameter), number)
+                if first != number:
+                    kinds = [type(self.optimizers[each]).__name__ for each in (first, number)]
+                    raise ConfigurationError(
+                        f"optimizer is a list, and {name} is in its entries {first} ({kinds[0]}) and {number} "
+                        f"({kinds[1]}): pass each parameter to one of them"
+                    )
+        super().__setstate__({})  # only hooks and profiling: parameters and state stay where they are
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, in order. The list is a new one, its entries are not."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Any:
+        """The states of the parameters of all optimizers. The dict is a new one, its entries are not."""
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        for optimizer in self.optimizers:
+            found.update(optimizer.state)
+        return found
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default options of all optimizers."""
+        return {name: value for optimizer in self.optimizers for name, value in optimizer.defaults.items()}
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(repr, self.optimizers))}]"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizers = state["optimizers"]
+        super().__setstate__({})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError`: nothing says which optimizer is meant."""
+        raise ConfigurationError(
+            "add_param_group() of a list of optimizers: add the group to one of them, and call wrap() again"
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let every optimizer take its step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all optimizers."""
+        return join([optimizer.state_dict() for optimizer in self.optimizers])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for optimizer, own in zip(self.optimizers, split(state_dict, self.optimizers), strict=True):
+            optimizer.load_state_dict(own)
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of an :class:`OptimizerList`, or a list of ``optimizer`` itself."""
+    return optimizer.optimizers if isinstance(optimizer, OptimizerList) else [optimizer]
+
+
+def join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state dict for those of several optimizers. Parameters are numbered through.
+
+    Other entries than ``state`` and ``param_groups`` are left out if there are several.
+    """
+    if len(states) == 1:
+        return dict(states[0])
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for each in states:
+        start = sum(len(group["params"]) for group in groups)
+        state |= {start + number: value for number, value in each["state"].items()}
+        groups += [
+            dict(group) | {"params": [start + number for number in group["params"]]} for group in each["param_groups"]
+        ]
+    return {"state": state, "param_groups": groups}
+
+
+def split(state_dict: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    """Yield the state dict of each of ``optimizers`` from what :func:`join` returned."""
+    if len(optimizers) == 1:
+        yield dict(state_dict)
+        return
+    groups = list(state_dict["param_groups"])
+    start = 0
+    for optimizer in optimizers:
+        own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+        count = sum(len(group["params"]) for group in own)
+        state = {n - start: value for n, value in state_dict["state"].items() if start <= n < start + count}
+        own = [dict(group) | {"params": [number - start for number in group["params"]]} for group in own]
+        yield {"state": state, "param_groups": own}
+        start += count
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        names = group.get("param_names", [""] * len(group["params"]))
+        for name, parameter in zip(names, group["params"], strict=True):
+            yield name or f"a parameter of shape {tuple(parameter.shape)}", parameter

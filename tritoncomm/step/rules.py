@@ -1,0 +1,119 @@
+"""Which optimizers have a rule for late gradients, and so what travels: gradients, or what a step has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from tritoncomm.algorithms import Recipe
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.adam import StalenessAwareAdam
+from tritoncomm.step.flat import FlatDelivery
+from tritoncomm.step.options import WrapOptions, is_dense
+from tritoncomm.step.torch_internals import has_own_step
+
+
+class AwareStep(Protocol):
+    """A step that knows which entries were delivered, and how long ago each coordinate's last delivery was.
+
+    The state stays in ``optimizer.state``, so that a checkpoint holds it. A rule owns the entries in ``owned_entries``
+    and may share the others with the original optimizer, which must be able to continue from them.
+
+    A rule promises:
+
+    * If every coordinate is delivered in every step, the result is that of the original optimizer up to rounding.
+    * A coordinate that is not delivered does not change, except by weight decay.
+    * The result depends only on values that are equal on all ranks. Replicas stay bit-identical, nothing is sent.
+    * If the original optimizer takes a step by itself, the next step still works: it counts every coordinate as
+      delivered in that step.
+
+    Attributes:
+        owned_entries: Names of the entries that the rule adds to the state of each parameter.
+    """
+
+    owned_entries: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    def fits(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the rule replaces the step of ``optimizer``."""
+
+    @classmethod
+    def from_options(cls, optimizer: torch.optim.Optimizer, options: WrapOptions) -> AwareStep:
+        """Return the step of ``optimizer`` with the options of ``wrap``."""
+
+    def check_options(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if the optimizer uses an option that is not supported."""
+
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        delivered: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Update ``parameters`` from the averaged gradients in ``.grad``.
+
+        Args:
+            parameters: Parameters to update. Other parameters of the optimizer do not change.
+            delivered: Ascending int64 indices of the delivered coordinates of each flattened parameter, of its local
+                shard if it is a DTensor. None means all.
+            values: What ``.grad`` holds at the delivered coordinates, before it was rounded to its dtype: fp32 ``[k]``
+                beside ``[k]`` indices, or all values. Reading them is faster. None reads ``.grad``.
+        """
+
+    def step_flat(self, delivery: FlatDelivery) -> None:
+        """Do the same as :meth:`step` for a delivery whose number of entries only the device knows.
+
+        Nothing waits for a GPU, and the number of kernel launches does not depend on the number of parameters.
+        """
+
+    @staticmethod
+    def saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the ``state_dict`` of ``optimizer`` with owned entries that any sharding can load."""
+
+    @staticmethod
+    def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Restore the owned entries after ``optimizer.load_state_dict(state_dict)``, which casts them."""
+
+
+RULES: tuple[type[AwareStep], ...] = (StalenessAwareAdam,)
+
+# Optimizers whose update is linear in the gradient. A delayed delivery only delays the update.
+_LINEAR = (torch.optim.SGD,)
+def is_linear(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the update of ``optimizer`` is linear in the gradient."""
+    return isinstance(optimizer, _LINEAR)
+
+
+def find_rule(optimizer: torch.optim.Optimizer) -> type[AwareStep] | None:
+    """Return the rule for ``optimizer``, or None if there is none for its type, or its ``step`` was replaced."""
+    if has_own_step(optimizer):
+        return None
+    return next((rule for rule in RULES if rule.fits(optimizer)), None)
+
+
+def exchanges_updates(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
+    """Return True if what the steps of ``optimizer`` change is exchanged, False if its gradients are.
+
+    A late gradient is only late for an optimizer whose step is linear in it, and for one that has a rule.
+    """
+    if options.local_steps > 1 or options.exchange != "auto":
+        return options.local_steps > 1 or options.exchange == "updates"
+    return not is_linear(optimizer) and find_rule(optimizer) is None
+
+
+def takes_aware_step(optimizer: torch.optim.Optimizer, options: WrapOptions) -> bool:
+    """Return True if ``optimizer`` takes the staleness-aware step."""
+    return options.staleness == "aware" and find_rule(optimizer) is not None
+
+
+def selects_by_update(optimizer: torch.optim.Optimizer, recipe: Recipe, options: WrapOptions) -> bool:
+    """Return True if ``recipe`` selects entries by their update, False if by their gradient."""
+    if options.select_by == "gradient" or is_dense(recipe) or recipe.density == 1:
+        return False
+    if options.select_by == "update" and not recipe.compares_entries():
+        raise ConfigurationError(
+            f"select_by='update' needs a method that compares entries, and {recipe.name!r} does not: omit select_by"
+        )
+    return recipe.compares_entries() and (options.select_by == "update" or takes_aware_step(optimizer, options))

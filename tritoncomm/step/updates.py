@@ -1,0 +1,373 @@
+"""Exchange what the steps of optimizers have changed, instead of their gradients.
+
+Each worker takes the own steps of its optimizers by its own gradients, from parameters that all workers had in common.
+Every ``local_steps`` steps, what they have changed is exchanged like a gradient, with error feedback. The common
+parameters, called the anchor, then take a step by the mean, and all workers continue from them. The exchange is linear
+in what travels, whatever the optimizer does.
+
+The anchor is trained by ``torch.optim.SGD``, as in "DiLoCo: Distributed Low-Communication Training of Language Models"
+(A. Douillard et al., 2023). So the exchange sees ordinary parameters with ordinary gradients: the anchor, and the anchor
+minus the parameters of this worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tritoncomm.errors import ConfigurationError
+from tritoncomm.step.options import WrapOptions
+from tritoncomm.step.parameters import KnownParameters
+from tritoncomm.step.shards import like_parameter, local
+from tritoncomm.step.update import OptimizerStep, OptimizerSteps, clip_norm
+
+logger = logging.getLogger("tritoncomm")
+
+
+class LocalSteps:
+    """The optimizers of this worker that step by themselves, and the anchor that all workers have in common.
+
+    Args:
+        optimizers: The original optimizers.
+        options: The options of ``wrap``.
+        names: Names of parameters by their ids, for those to which the optimizers give none.
+
+    Attributes:
+        outer: The optimizer of the anchor. Its ``lr`` and ``momentum`` are those of the outer step.
+        parameters: The parameters of ``optimizers`` that require gradients.
+        anchors: The anchor of each of them, fp32 (fp64 of an fp64 parameter), with the same shape and sharding.
+        taken: Number of steps since the last exchange.
+        is_pending: Whether an exchange was due, and has not been completed.
+        total: Number of all steps of this worker.
+        dropped: Number of exchanges to which this worker had nothing to give, because a parameter was NaN or Inf.
+        delta_norm: Norm of what this worker gave to the last exchange, fp32 ``[]``.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], options: WrapOptions, names: Mapping[int, str]
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._options = options
+        self._steps = OptimizerSteps([OptimizerStep(each, options, delayed=False, alone=True) for each in optimizers])
+        self._known = [KnownParameters(each, names) for each in optimizers]
+        self.parameters: list[torch.Tensor] = []
+        self.anchors: list[torch.Tensor] = []
+        self._names: dict[int, str] = {}
+        self._extend()
+        momentum = options.outer_momentum
+        self.outer = torch.optim.SGD(
+            self.anchors, lr=options.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
+        )
+        self.taken = self.total = self.dropped = 0
+        self.is_pending = False
+        self.delta_norm = torch.zeros(())
+        self._poisoned = False
+        self._swapped = False
+
+    def _extend(self) -> list[torch.Tensor]:
+        """Make an anchor for each parameter that has none yet, and return the new ones."""
+        held = {id(parameter) for parameter in self.parameters}
+        added = []
+        for known in self._known:
+            for parameter, name in known.trained:
+                if id(parameter) not in held:
+                    anchor = _anchor_of(parameter)
+                    self.parameters.append(parameter)
+                    added.append(anchor)
+                    self._names[id(anchor)] = name
+        self.anchors += added
+        return added
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of the parameter of each anchor, by the id of the anchor."""
+        return self._names
+
+    @property
+    def owners(self) -> dict[int, torch.Tensor]:
+        """The parameter of each anchor, by the id of the anchor."""
+        return {id(anchor): parameter for anchor, parameter in zip(self.anchors, self.parameters, strict=True)}
+
+    @property
+    def is_due(self) -> bool:
+        """True if the next thing to do is an exchange."""
+        return self.taken >= self._options.local_steps
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the outer step goes to the mean of the parameters."""
+        (group,) = self.outer.param_groups
+        return float(group["lr"]) == 1.0 and group["momentum"] == 0
+
+    def guard(self) -> None:
+        """Let ``step()`` of the original optimizers raise an error from now on."""
+        self._steps.guard()
+
+    def unguard(self) -> None:
+        """Allow ``step()`` of the original optimizers again."""
+        self._steps.unguard()
+
+    def check(self) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if the original optimizers have parameters without anchor."""
+        self._steps.check()
+        for known in self._known:
+            error = known.local_error()
+            if error is not None:
+                raise error
+        if self._swapped:
+            raise RuntimeError("step() inside averaged(): leave the context before the next step")
+
+    def add_new_parameters(self) -> None:
+        """Make anchors for the parameters that were added to the original optimizers."""
+        for known in self._known:
+            known.note()
+        added = self._extend()
+        if added:
+            self.outer.param_groups[0]["params"] += added
+
+    def remove_new_parameters(self, count: int) -> None:
+        """Forget all anchors but the first ``count``."""
+        for known in self._known:
+            known.note()
+        del self.parameters[count:], self.anchors[count:], self.outer.param_groups[0]["params"][count:]
+
+    @torch.no_grad()
+    def take(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+        """Take a step of each original optimizer by this worker's gradients.
+
+        A step with a NaN, an Inf or an overflow is left out on this worker, and counts.
+
+        Args:
+            scale: Loss scale by which gradients must be divided. None if they are not scaled.
+            found: Overflow flag of a ``GradScaler``. None without one.
+        """
+        self.check()
+        overflowed = found is not None and bool(found)
+        gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        if scale is not None and not overflowed:
+            for gradient in gradients:
+                gradient.div_(scale.to(gradient.device))
+        if overflowed or not self._usable(gradients):
+            self._count()
+            return
+        limit = self._options.max_grad_norm
+        if limit is not None:
+            self._steps.grad_norm = clip_norm(self._optimizers, limit)
+        self._steps.step([], self._counted(), clip=False)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        yield
+        self._count()
+
+    def _count(self) -> None:
+        self.taken, self.total = self.taken + 1, self.total + 1
+        self.is_pending = self.is_due
+
+    def _usable(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return True if the optimizers may step by ``gradients``."""
+        policy = self._options.on_nonfinite
+        if _all_finite(gradients):
+            return True
+        if policy == "zero":
+            for gradient in gradients:
+                gradient.nan_to_num_(0.0, 0.0, 0.0)
+            return True
+        if policy == "raise":
+            self._poisoned = True  # the next exchange is refused on all ranks
+        else:
+            logger.warning("a local step was left out on this rank: NaN or Inf in its gradients")
+        return False
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of this worker's gradients in the last step, before they were clipped."""
+        return self._steps.grad_norm
+
+    @torch.no_grad()
+    def give(self, *, alone: bool) -> None:
+        """Let the gradient of each anchor be what this worker has changed.
+
+        It is taken against the anchor in the dtype of the parameter, so that its rounding is no change. If it is NaN or
+        Inf, this worker gives zeros and forgets the state of its optimizers, unless the policy is to raise.
+
+        Args:
+            alone: Whether there is a single worker, and nothing is left of earlier exchanges. Its parameters are then
+                the new anchor, to the bit.
+        """
+        if alone and self.is_plain:
+            self.accept()
+        deltas = [
+            _rounded(local(a.detach()), local(p.detach())).sub_(local(p.detach()))
+            for a, p in zip(self.anchors, self.parameters, strict=True)
+        ]
+        if self._poisoned:
+            for delta in deltas:
+                delta.fill_(torch.nan)
+        elif self._options.on_nonfinite != "raise" and not _all_finite(deltas):
+            logger.warning(
+                "a local step has made parameters NaN or Inf on this rank: it continues from the mean of the others"
+            )
+            self.dropped += 1
+            for delta in deltas:
+                delta.zero_()
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        self.delta_norm = torch.linalg.vector_norm(torch.stack([delta.norm() for delta in deltas]))
+        self._poisoned = False
+        for anchor, delta in zip(self.anchors, deltas, strict=True):
+            anchor.grad = like_parameter(anchor, delta.reshape(-1))
+
+    def withdraw(self) -> None:
+        """Forget what :meth:`give` has given."""
+        for anchor in self.anchors:
+            anchor.grad = None
+
+    @contextmanager
+    def settling(self, gain: torch.Tensor | None) -> Iterator[None]:
+        """Multiply the means by ``gain`` first. Behind the body, which steps the anchor, all workers continue from it."""
+        if gain is not None:
+            for anchor in self.anchors:
+                if anchor.grad is not None:
+                    local(anchor.grad).mul_(gain)
+        yield
+        self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Let the parameters of this worker be the anchor."""
+        self.withdraw()
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            local(parameter.detach()).copy_(local(anchor.detach()))
+        self.taken, self.is_pending = 0, False
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Let the anchor be the parameters of this worker."""
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            local(anchor.detach()).copy_(local(parameter.detach()))
+
+    @torch.no_grad()
+    def fold(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Add what this worker has changed to its ``residuals`` (flat views by anchor), and continue from the anchor.
+
+        Nothing is lost and nothing is sent, so a worker may do it at any time.
+        """
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            own = local(parameter.detach())
+            residuals[anchor].view(own.shape).add_(_rounded(local(anchor.detach()), own).sub_(own))
+        self.settle()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the parameters be the anchor in the body, and this worker's own again behind it."""
+        own = [local(parameter.detach()).clone() for parameter in self.parameters] if self.taken else []
+        taken, is_pending = self.taken, self.is_pending
+        if own:
+            self.settle()
+            self.taken, self.is_pending, self._swapped = taken, is_pending, True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            with torch.no_grad():
+                for parameter, values in zip(self.parameters, own, strict=False):
+                    local(parameter.detach()).copy_(values)
+
+    @contextmanager
+    def without_momentum(self) -> Iterator[None]:
+        """Let the outer step have no momentum in the body."""
+        (group,) = self.outer.param_groups
+        before = group["momentum"], group["nesterov"]
+        group["momentum"], group["nesterov"] = 0, False
+        try:
+            yield
+        finally:
+            group["momentum"], group["nesterov"] = before
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the local steps."""
+        return {
+            "inner_steps": float(self.total),
+            "steps_until_exchange": float(max(0, self._options.local_steps - self.taken)),
+            "delta_norm": float(self.delta_norm),
+            "dropped_deltas": float(self.dropped),
+        }
+
+    def saved(self) -> dict[str, Any]:
+        """Return this worker's state. Between two exchanges, it holds the parameters of this worker."""
+        momentum = [self.outer.state[anchor].get("momentum_buffer") for anchor in self.anchors]
+        (group,) = self.outer.param_groups
+        return {
+            "anchors": [_flat(anchor) for anchor in self.anchors],
+            "momentum": [] if any(each is None for each in momentum) else [_flat(each) for each in momentum],
+            "parameters": [_flat(parameter) for parameter in self.parameters] if self.taken else [],
+            "taken": self.taken,
+            "total": self.total,
+            "outer_lr": float(group["lr"]),
+        }
+
+    def check_loadable(self, state: Mapping[str, Any]) -> None:
+        """Raise :class:`~tritoncomm.ConfigurationError` if :meth:`load` cannot load ``state``."""
+        sizes = [local(parameter).numel() for parameter in self.parameters]
+        if [each.numel() for each in state["anchors"]] != sizes:
+            raise ConfigurationError("this checkpoint belongs to a model with other parameters")
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`saved` returned. Between two exchanges, parameters become those of this worker."""
+        self.withdraw()
+        for anchor, own in zip(self.anchors, state["anchors"], strict=True):
+            _write(anchor, own)
+        self.outer.state.clear()
+        for anchor, own in zip(self.anchors, state["momentum"], strict=False):
+            buffer = torch.empty_like(anchor)
+            _write(buffer, own)
+            self.outer.state[anchor]["momentum_buffer"] = buffer
+        self.settle()
+        for parameter, own in zip(self.parameters, state["parameters"], strict=False):
+            _write(parameter, own)
+        self.outer.param_groups[0]["lr"] = state["outer_lr"]
+        self.taken, self.total = state["taken"], state["total"]
+        self.is_pending = self.is_due
+
+
+def folded(state: Mapping[str, Any], residuals: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
+    """Return ``residuals`` with what :meth:`LocalSteps.saved` says that a worker has changed.
+
+    ``first`` is the position of the first anchor among the parameters that are exchanged.
+    """
+    found = list(residuals)
+    for position, (anchor, own) in enumerate(zip(state["anchors"], state["parameters"], strict=False)):
+        found[first + position] = found[first + position] + _rounded(anchor, own).sub_(own)
+    return found
+
+
+def _anchor_of(parameter: torch.Tensor) -> torch.Tensor:
+    own = local(parameter.detach())
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    return like_parameter(parameter, own.to(dtype, copy=True).reshape(-1)).requires_grad_()
+
+
+def _rounded(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``anchor`` with the precision of ``parameter``, as a new tensor with the dtype of the anchor."""
+    return anchor.to(parameter.dtype).to(anchor.dtype, copy=True)
+
+
+def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if no tensor has a NaN or Inf. The host waits for a GPU once."""
+    found = [each for each in tensors if each.numel()]
+    return not found or bool(torch.stack([(each * 0).sum() for each in found]).isfinite().all())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor.detach()).reshape(-1).clone()
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    own = local(tensor.detach())
+    own.copy_(values.view(own.shape))
