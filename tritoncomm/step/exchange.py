@@ -29,7 +29,7 @@ from tritoncomm.step.flat import Delivered, check_range, scattered
 from tritoncomm.step.presence import Presence
 from tritoncomm.step.replicas import Replica
 from tritoncomm.step.vector import ErrorFeedback, ExchangeOptions, VectorExchange, listed, noting
-from tritoncomm.step.votes import confirm_shards
+from tritoncomm.step.votes import Confirmation
 
 logger = logging.getLogger("tritoncomm")
 
@@ -461,33 +461,15 @@ class GradientExchange:
 
         They then know the parameters without gradient. They tell each other if these may not be those of the last step.
         """
-        begun, stepping, all_shards = [step.vector for step in self._begun], self.stepping, self.all_shards
-        presence, news = self.presence, self.presence.is_new
+        begun, presence, all_shards = [step.vector for step in self._begun], self.presence, self.all_shards
         replica = self.replica if self.vectors[0].world_size > 1 and self.replica.is_due(self.updates) else None
-        group, device = self.options.group, self.vectors[0].device
-        if all_shards is not None:
-            schedulers = [vector.scheduler for vector in begun if vector.scheduler is not None]
-            own = self._rejected is not None
-            rejected, news = confirm_shards(all_shards, stepping, schedulers, rejected=own, raises=news)
+        own = Confirmation(begun, self.parameters, self.stepping, presence, replica, self.options.group, self.steps)
+        if all_shards is None:
+            news = own.within_group()
+        else:
+            rejected, news = own.of_all_shards(all_shards, rejected=self._rejected is not None)
             if rejected:
                 raise self._reject()
-            if replica is not None:
-                replica.confirm_shards(all_shards, group, self.steps)
-        else:
-            *others, last = begun
-            text = (
-                presence.kinds(self.parameters)
-                + stepping.text
-                + (f" {replica.digest()}" if replica is not None else "")
-            )
-            alike, news = last.confirm(text, others, raises=news)
-            if not alike or stepping.is_stopped:
-                step = "the step" if last.scheduler is None else last.scheduler.last_step
-                names = {id(p): vector.name_of(p) for vector in begun for p in vector.parameters}
-                fields = presence.fields(self.parameters, names) | stepping.update_fields | stepping.option_fields
-                values = None if replica is None else partial(replica.difference, group, group, device, self.steps)
-                raise agree.rejection(step, {"last step": step} | fields, stepping, group, device, values)
-            self.replica.agreed = self.replica.agreed if replica is None else self.steps
         if news:
             presence.agree(self.parameters, begun[-1])
 
